@@ -32,7 +32,7 @@ from benchmarks._reckoned import MeetingPlaces, Reckoned
 from isles.training.config.reading import read_config, tokens_a_step
 from isles.training.config.sections import Config
 from isles.training.elastic.leader import Participant
-from isles.training.elastic.simulated import ChurnedRun
+from isles.training.elastic.simulated import SimulatedElasticRun
 from isles.training.elastic.support import going_on, lands_together
 
 FAILS, REPAIR = 300.0, 600.0  # seconds between failures in the fleet; until the next one joins
@@ -84,7 +84,7 @@ def run(config: Config, churn: str, folder: Path, *, idle: bool) -> dict[str, An
                 (fragment,) = worker.optimizer.fragments
                 fragment.averaging = Reckoned(fragment.averaging, places)
 
-    one = ChurnedRun(config, churn, folder, lambda line: None, lambda notice: None, made=made)
+    one = SimulatedElasticRun(config, churn, folder, lambda line: None, lambda notice: None, made=made)
     summary = one.run()
     steps = summary["inner_steps_counted"] * config.world.virtual.step_seconds
     return {**summary, "of_all": steps / (config.world.workers * summary["virtual_seconds"])}

@@ -21,7 +21,7 @@ from statistics import mean, stdev
 from isles.network.churn import POOLS
 from isles.training.config.reading import read_config
 from isles.training.config.sections import Config
-from isles.training.elastic.simulated import ChurnedRun
+from isles.training.elastic.simulated import SimulatedElasticRun
 from isles.training.elastic.support import going_on
 
 MODEL = [
@@ -55,11 +55,11 @@ def settings(asked: argparse.Namespace, seed: int) -> Config:
 
 def one_run(config: Config, pool: str, folder: Path) -> tuple[float, float, float]:
     """(the loss at the end, inner steps that count, MB sent by all)."""
-    run = ChurnedRun(config, pool, folder, lambda line: None, lambda notice: None)
+    run = SimulatedElasticRun(config, pool, folder, lambda line: None, lambda notice: None)
     summary = run.run()
     loss = summary["val_loss"]
     assert loss is not None, "the one model was not judged"
-    return loss, summary["inner_steps_counted"], run.meeting.wire.accounting.sent / 1e6
+    return loss, summary["inner_steps_counted"], run.simulation.wire.accounting.sent / 1e6
 
 
 def main() -> None:

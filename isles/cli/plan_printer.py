@@ -46,7 +46,7 @@ def _head(plan: RunPlan) -> dict[str, list[str]]:
     model = config.model.factory or config.model.hf or config.model.size
     if config.model.own is None and config.model.shape() != SIZES[str(config.model.size)]:
         model = "a decoder of your own numbers"
-    workers = f"{plan.size} workers{f' = {plan.arrangement}' if plan.arrangement else ''}"
+    workers = f"{plan.size} workers{f' = {plan.placement}' if plan.placement else ''}"
     flops = "" if plan.flops is None else f", {format_short(plan.flops)} FLOPs a token (with backward)"
     return {
         "method": [f"{config.method}, {workers}, {steps} steps, {config.world.backend} backend"],

@@ -213,7 +213,7 @@ class _Share:
     def _message(self, task: Task) -> Tensor:
         if task in self.local:
             return self.local.pop(task)
-        self.inbox.post(task)
+        self.inbox.expect(task)
         wire = self.inbox.take(task)
         self.began = self.group.transport.now()
         return wire

@@ -190,7 +190,7 @@ class StageInbox:
         """Round and phase of the message that `task` begins with."""
         return self.first + task.microbatch, phase(task)
 
-    def post(self, task: Task) -> None:
+    def expect(self, task: Task) -> None:
         """Take what `task` begins with from its sender, if it comes over the wire."""
         source = sender(self.routes[task.microbatch], task)
         if source is None or task in self.posted:
@@ -220,10 +220,10 @@ class StageInbox:
 def planned(tasks: Sequence[Task], inbox: StageInbox, ahead: int) -> Iterator[Task]:
     """`tasks` in their order, with the receives of the next `ahead` posted."""
     for task in tasks[:ahead]:
-        inbox.post(task)
+        inbox.expect(task)
     for number, task in enumerate(tasks):
         if number + ahead < len(tasks):
-            inbox.post(tasks[number + ahead])
+            inbox.expect(tasks[number + ahead])
         yield task
 
 
@@ -241,7 +241,7 @@ def arrived(
     left = dict.fromkeys(tasks)
     while left:
         for task in _window(left, ahead):
-            inbox.post(task)
+            inbox.expect(task)
         ready = [task for task in left if task in since or inbox.is_here(task)]
         ready = [task for task in ready if task.kind != "F" or has_room()]
         if not ready:

@@ -24,11 +24,11 @@ from isles.pipeline.peers.agreement import agreed_bytes
 from isles.pipeline.peers.inbox import COMERS
 from isles.pipeline.pipeline import Cut, form_of
 from isles.pipeline.ravnest.mailbox import HEADER
-from isles.pipeline.ravnest.stage import AsyncWays, most_versions
+from isles.pipeline.ravnest.stage import AsyncOptions, most_versions
 from isles.pipeline.shares import stage_shares
 from isles.pipeline.swarm.forecast import SwarmForecast, SwarmLoad, forecast
 from isles.pipeline.swarm.ledger import words_for
-from isles.pipeline.swarm.placement import PeerWord, origins
+from isles.pipeline.swarm.placement import PeerStats, origins
 from isles.pipeline.wire import StageForm
 from isles.plan.record import RunPlan, RunTime, WorkerPlan
 from isles.plan.replay import TimeAccount
@@ -40,7 +40,7 @@ from isles.training.optimizer import inner_bytes
 from isles.training.stage_runner import planned_cut, run_scheme
 from isles.training.swarm.step import ways_of
 
-_OF_BOOKS, _OF_VERDICT = 2, len(PeerWord._fields) + COMERS
+_OF_BOOKS, _OF_VERDICT = 2, len(PeerStats._fields) + COMERS
 """Numbers that a peer says of itself in the two agreements of a step; in the first its book is beside them."""
 _STEPS = 5
 """Steps that are played behind the first."""
@@ -97,7 +97,7 @@ class _SwarmPlanner:
         done = stages.count(0) * (len(stages) - 1) * HEAD  # the first stage's say that they have all of their gradients
         return RunPlan(
             config=config,
-            arrangement=f"a swarm of {len(self.pieces)} stages",
+            placement=f"a swarm of {len(self.pieces)} stages",
             parameters=sum(parameter.numel() for parameter in self.model.parameters()),
             tokens_per_step=self.rows * self.context,
             workers=tuple(self._worker(rank, made) for rank in range(len(stages))),
@@ -208,7 +208,7 @@ def plan_clusters(config: Config) -> RunPlan:
         )
     return RunPlan(
         config=config,
-        arrangement=f"{clusters} clusters of asynchronous stages",
+        placement=f"{clusters} clusters of asynchronous stages",
         parameters=sum(sizes.values()),
         tokens_per_step=clusters * sequences * context,
         workers=tuple(workers),
@@ -232,7 +232,7 @@ def _worker(
 ) -> WorkerPlan:
     (cluster, stage, rank), stages, parts = place, len(cut.pieces), config.pipeline.microbatches
     piece, last, given = cut.pieces[stage], stage == stages - 1, config.pipeline.in_flight
-    ways = AsyncWays(in_flight=given if isinstance(given, int) else stages, every=parts, order=config.pipeline.order)
+    ways = AsyncOptions(in_flight=given if isinstance(given, int) else stages, every=parts, order=config.pipeline.order)
     weights, versions = round(sum(load.weights[block] for block in piece.blocks)), most_versions(ways, stage, stages)
     room = 0 if last else ways.room(stage)
     inputs = room * (form.ids_shape[0] * form.ids_shape[1] * 8 + (0 if piece.enters else form.held_bytes))

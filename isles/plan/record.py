@@ -115,7 +115,7 @@ class RunPlan:
     """
 
     config: Config
-    arrangement: str
+    placement: str
     parameters: int
     tokens_per_step: int
     workers: tuple[WorkerPlan, ...]

@@ -88,7 +88,7 @@ def plan_replicas(config: Config, *, probe: bool = False, machines: int = 1) -> 
     ddp = [sent_bytes(made.parameters, dtype, codec("none"), world.workers, place) for place in range(world.workers)]
     return RunPlan(
         config=config,
-        arrangement=_arrangement(config),
+        placement=_arrangement(config),
         parameters=made.parameters,
         flops=flops,
         tokens_per_step=readers * sequences * context,

@@ -47,9 +47,9 @@ class WorldKind:
     plan = Lazy("isles.plan.replicas:plan_replicas")
     train = Lazy("isles.training.worker:train_replica")
     trainer = Lazy("isles.training.worker:trainer_of")
-    churned = Lazy("isles.training.elastic.simulated:ChurnedRun")
-    keeper = Lazy("isles.training.lighthouse.rounds:Keeper")
-    seated: Any  # of peers
+    churned = Lazy("isles.training.elastic.simulated:SimulatedElasticRun")
+    keeper = Lazy("isles.training.lighthouse.rounds:RoundsLighthouseServer")
+    participant: Any  # of peers
 
     def check(self, config: Config) -> int:
         """Workers that read text. ValueError, one line that names the key, where `config` cannot be."""
@@ -83,9 +83,9 @@ class SwarmWorld(WorldKind):
     refuse = Lazy("isles.training.stage_runner:planned_cut")
     plan = Lazy("isles.plan.peers:plan_swarm")
     trainer = Lazy("isles.training.swarm.trainer:SwarmTrainer")
-    churned = Lazy("isles.training.simulated_churn:ChurnedSwarm")
-    keeper = Lazy("isles.training.lighthouse.peers:SwarmKeeper")
-    seated = Lazy("isles.training.swarm.connect:SeatedPeer")
+    churned = Lazy("isles.training.simulated_churn:SimulatedSwarm")
+    keeper = Lazy("isles.training.lighthouse.peers:SwarmLighthouseServer")
+    participant = Lazy("isles.training.swarm.connect:SwarmParticipant")
     seat = staticmethod(seat_of)
 
     def check(self, config: Config) -> int:
@@ -114,9 +114,9 @@ class ClusterWorld(WorldKind):
     refuse = Lazy("isles.training.clusters.cuts:cluster_cuts")
     plan = Lazy("isles.plan.peers:plan_clusters")
     train = Lazy("isles.training.clusters.node:train_clustered")
-    churned = Lazy("isles.training.simulated_churn:ChurnedClusters")
-    keeper = Lazy("isles.training.lighthouse.peers:ClusterKeeper")
-    seated = Lazy("isles.training.clusters.member:SeatedClusterPeer")
+    churned = Lazy("isles.training.simulated_churn:SimulatedClusters")
+    keeper = Lazy("isles.training.lighthouse.peers:ClusterLighthouseServer")
+    participant = Lazy("isles.training.clusters.member:ClusterParticipant")
 
     def check(self, config: Config) -> int:
         """Where there are several clusters, more workers may stand by."""

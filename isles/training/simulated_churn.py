@@ -59,7 +59,7 @@ CHURN = "churn.jsonl"
 _LONGER = 2.0  # a trace by rate goes on for so many times the time of the steps: exchanges and pauses take time too
 
 
-class ChurnedWorld(ABC):
+class SimulatedWorld(ABC):
     """One run of `config` through the changes of `churn_name`, into `out`. on_line, on_notice: as in
     `isles.running.run.launch`. ValueError as `trace_of`.
 
@@ -174,8 +174,8 @@ def _pauses(trace: Iterable[ChurnEvent]) -> dict[int, list[tuple[float, float]]]
     return found
 
 
-class ChurnedPeers(ChurnedWorld):
-    """One run of peers; see `ChurnedWorld`."""
+class SimulatedPeers(SimulatedWorld):
+    """One run of peers; see `SimulatedWorld`."""
 
     def __init__(self, config: Config, *more: Any) -> None:
         super().__init__(config, *more)
@@ -217,7 +217,7 @@ class ChurnedPeers(ChurnedWorld):
         def work(transport: VirtualTransport) -> None:
             seed_draws(config.run.seed, transport.rank)
             mesh.enter(transport)
-            result = self.work(replace(mesh.init(deadlines=deadlines(config)), report=self.heard), corpus)
+            result = self.work(replace(mesh.init(deadlines=deadlines(config)), report=self.on_report), corpus)
             if result is not None:
                 self.results[transport.rank] = result
 
@@ -235,7 +235,7 @@ class ChurnedPeers(ChurnedWorld):
                 scheduler.timeline.at(event.at, ARRIVED, rank, act or partial(self._leave, rank))
 
     def _kill(self, scheduler: Scheduler, wire: VirtualWire, transports: Sequence[VirtualTransport], rank: int) -> None:
-        if rank in self._dead or rank in self.results or (rank in self.workers and self.workers[rank].is_gone):
+        if rank in self._dead or rank in self.results or (rank in self.workers and self.workers[rank].has_departed):
             return
         self.counts["deaths"] += 1
         self._dead.add(rank)
@@ -252,7 +252,7 @@ class ChurnedPeers(ChurnedWorld):
         if rank in self.workers:
             self.workers[rank].leave()
 
-    def heard(self, event: object) -> None:
+    def on_report(self, event: object) -> None:
         if not isinstance(event, dict):
             return
         if "notice" in event:
@@ -279,7 +279,7 @@ class ChurnedPeers(ChurnedWorld):
         Checkpoints(self.out).commit(step, sorted(written), facts, keep=self.config.run.keep_checkpoints)
 
 
-class ChurnedSwarm(ChurnedPeers):
+class SimulatedSwarm(SimulatedPeers):
     """In a swarm. One that leaves does so after the step under way."""
 
     @override
@@ -297,7 +297,7 @@ class ChurnedSwarm(ChurnedPeers):
         return self.counts | {"rebuilt": sum(trainer.model_step.rebuilt for trainer in self.workers.values())}
 
 
-class ChurnedClusters(ChurnedPeers):
+class SimulatedClusters(SimulatedPeers):
     """In clusters. ValueError for a configuration whose clusters cannot change in number.
 
     One that comes stands by from the next average on, takes the place of a lost or a leaving one, or makes a new
@@ -329,10 +329,10 @@ class ChurnedClusters(ChurnedPeers):
 
     @override
     def saving(self, rank: int) -> Collection[int]:
-        return self.workers[rank].agreement.seats.living
+        return self.workers[rank].agreement.assignment.living
 
     @override
     def told(self) -> dict[str, Any]:
         """Clusters are those that were whole at the end."""
         ended: ClusterWorker = next(self.workers[rank] for rank in self.results)
-        return self.counts | {"replicas": len(ended.agreement.seats.whole)}
+        return self.counts | {"replicas": len(ended.agreement.assignment.whole)}

@@ -312,7 +312,7 @@ def _machines(_: Path) -> dict[str, Any]:
 
     describing._FOR = 0.0
     one, both = (read_config(None, {}, [f"model.device={device}", "world.workers=2"]) for device in ("cuda:1", "cuda"))
-    peer = object.__new__(peering.SeatedClusterPeer)
+    peer = object.__new__(peering.ClusterParticipant)
     peer.config, peer.tell, peer._session = one, lambda line: None, None
     peering.measure_lighthouse_link = lambda session: None
     kernels = fake_cuda.counts(1)["kernels"]

@@ -35,11 +35,11 @@ def write_on(folder: Path, first: int, told: int) -> None:
 
 def killed_writing(folder: Path, first: int, seconds: float) -> int:
     """The last step that was told as committed before the writer was killed; first - 1 where none was."""
-    heard, told = os.pipe()
+    on_report, told = os.pipe()
     writer = os.fork()
     if writer == 0:  # it only writes files: torch's threads are not asked for anything
         try:
-            os.close(heard)
+            os.close(on_report)
             write_on(folder, first, told)
         finally:
             os._exit(1)
@@ -48,9 +48,9 @@ def killed_writing(folder: Path, first: int, seconds: float) -> int:
     os.kill(writer, signal.SIGKILL)
     os.waitpid(writer, 0)
     steps = b""
-    while piece := os.read(heard, 1 << 16):
+    while piece := os.read(on_report, 1 << 16):
         steps += piece
-    os.close(heard)
+    os.close(on_report)
     return int.from_bytes(steps[-8:], "little") if steps else first - 1
 
 

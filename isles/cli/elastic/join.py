@@ -52,7 +52,7 @@ def join(
     the round under way.
     """
     from isles.launch.workers import refuse_too_many
-    from isles.training.elastic.connect import as_words
+    from isles.training.elastic.connect import as_arguments
 
     end_in_order()
     parsed = token_option(token)
@@ -62,12 +62,12 @@ def join(
     settings = own(data, device, set_)
     there = places(listen, workers, relay)
     if workers > 1:
-        raise typer.Exit(_several(address, parsed, there, [*as_words(settings), *["--relay"] * relay]))
-    from isles.training.elastic.connect import Here, take_part
+        raise typer.Exit(_several(address, parsed, there, [*as_arguments(settings), *["--relay"] * relay]))
+    from isles.training.elastic.connect import LocalSettings, take_part
 
     listening, announced = place(there[0], address)
-    here = Here(own=settings, listen=listening, announced=announced, apart=apart, relays=relay)
-    print(take_part(address, parsed, here, tell=tell), flush=True)
+    here = LocalSettings(own=settings, listen=listening, announced=announced, apart=apart, relays=relay)
+    print(take_part(address, parsed, here, notify=notify), flush=True)
 
 
 def own(data: str | None, device: str | None, assignments: list[str] | None) -> Tables:
@@ -120,7 +120,7 @@ def places(listen: str | None, workers: int, relay: bool = False) -> list[str | 
     return [f"{host}{colon}{int(port) + number if int(port) else 0}" for number in range(workers)]
 
 
-def tell(line: str) -> None:
+def notify(line: str) -> None:
     """A line for the user, beside what a command prints."""
     print(f"isles: {line}", file=sys.stderr, flush=True)
 

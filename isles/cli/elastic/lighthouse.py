@@ -143,7 +143,7 @@ def _start(config: Config, joins_with: str, address: str, out: Path, number: int
     from isles.base.parsing import parse_toml
     from isles.comm.credentials import read, write_private
     from isles.training.config.reading import to_toml
-    from isles.training.elastic.connect import as_words
+    from isles.training.elastic.connect import as_arguments
 
     token = out / "credentials" / "token"
     write_private(token, str(read(token.parent).token).encode("ascii"))
@@ -151,7 +151,7 @@ def _start(config: Config, joins_with: str, address: str, out: Path, number: int
     logs.mkdir(exist_ok=True)
     with (logs / f"join-{number}.log").open("ab") as log:
         command = [sys.executable, "-m", *joins_with.split(), address, "--token", f"@{token}"]
-        command += ["--listen", "127.0.0.1:0", *as_words(parse_toml(to_toml(config)))]
+        command += ["--listen", "127.0.0.1:0", *as_arguments(parse_toml(to_toml(config)))]
         own = {**os.environ, "LOCAL_RANK": str(number)}  # each takes a GPU of its own
         return subprocess.Popen(command, env=own, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
 

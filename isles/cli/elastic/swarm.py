@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from isles.cli.elastic.join import OwnData, OwnRelay, OwnSettings, RunToken, own, place, places, tell, token_option
+from isles.cli.elastic.join import OwnData, OwnRelay, OwnSettings, RunToken, notify, own, place, places, token_option
 from isles.cli.terminal import OwnDevice, end_in_order
 
 if TYPE_CHECKING:
@@ -47,13 +47,13 @@ def peer(
     if stage is not None and stage < 0:
         raise ValueError(f"--stage {stage}: choose 0 or more, or leave it out")
     settings = own(data, device, set_)
-    from isles.training.elastic.connect import Here
+    from isles.training.elastic.connect import LocalSettings
     from isles.training.swarm.connect import take_part
     from isles.training.swarm.trainer import ANYWHERE
 
     listening, announced = place(there, join)
-    here = Here(own=settings, listen=listening, announced=announced, relays=relay, node=described)
-    print(take_part(join, parsed, here, ANYWHERE if stage is None else stage, tell=tell), flush=True)
+    here = LocalSettings(own=settings, listen=listening, announced=announced, relays=relay, node=described)
+    print(take_part(join, parsed, here, ANYWHERE if stage is None else stage, notify=notify), flush=True)
 
 
 def _described(path: str) -> ClusterNode:

@@ -1,7 +1,7 @@
-"""A peer's letters, sorted by the turn that they belong to.
+"""A peer's messages, sorted by the epoch that they belong to.
 
-A turn is what lies between two agreements: all peers take the same ones, so a letter of an earlier turn is too late,
-and one of a later turn waits until this peer gets there.
+A epoch is what lies between two agreements: all peers take the same ones, so a message of an earlier epoch is too late,
+and one of a later epoch waits until this peer gets there.
 """
 
 from __future__ import annotations
@@ -19,113 +19,129 @@ from isles.network.routing.routes import Task
 from isles.pipeline.swarm.ledger import words_for
 from isles.pipeline.wire import StageForm
 
-FORWARD, TAKEN, BACKWARD, HOME, WORD, SHARD, MEAN, LOOK, LOSS, STATE, WANT, GIFT, ASK, WELCOME, OUTER = range(1, 16)
+(
+    FORWARD,
+    TAKEN,
+    BACKWARD,
+    HOME,
+    VOTE,
+    SHARD,
+    MEAN,
+    LOOK,
+    LOSS,
+    STATE,
+    STATE_REQUEST,
+    STATE_TRANSFER,
+    ASK,
+    WELCOME,
+    OUTER,
+) = range(1, 16)
 """Kinds: a microbatch; that its forward pass is done; its gradient; an origin has all of its gradients; of an
 agreement; a share of the stage's sum to add up; the sum; a batch to judge; its loss; a stage's weights; a wish for
 a stage's state; that state; a wish to come; where to begin; a message of an exchange of the outer method.
 """
-ASIDE: Mapping[int, Channel] = dict.fromkeys((SHARD, MEAN, GIFT), "inner")
-"""Large letters among the peers of a stage, which microbatches are not to wait for: the channels of their bodies."""
+LARGE: Mapping[int, Channel] = dict.fromkeys((SHARD, MEAN, STATE_TRANSFER), "inner")
+"""Large messages among the peers of a stage, which microbatches are not to wait for: the channels of their bodies."""
 _COPIES, _SPARE = 8, 1 << 20
 """How many times a stage's weights its state may be, and bytes beside."""
 _FORMS = 2
 """How many times a gradient's bytes a codec may make of it."""
-_FIGURES = 32
+_MAX_VALUES = 32
 """Numbers of a word at the most, beside sets of peers and of microbatches."""
 COMERS = 8
 """Of whom one peer tells at once that they ask to come; the others are told of later."""
 _REST = 0
-"""The box of letters that are neither words nor messages of exchanges."""
+"""The box of messages that are neither words nor messages of exchanges."""
 ROW = 5
 """Numbers of a peer in a welcome."""
 
 
-def letter_lengths(
+def message_lengths(
     form: StageForm, *, gradient: int, state: int, peers: int, microbatches: int, ever: int | None = None
 ) -> dict[int, range]:
-    """The bytes that letters of each kind may have. gradient, state: bytes of the largest stage's. peers: that may be
+    """The bytes that messages of each kind may have. gradient, state: bytes of the largest stage's. peers: that may be
     there at once; ever: in the whole run, by default as many.
     """
     forward, back = form.nbytes(Task("F", 0, 1)), form.nbytes(Task("B", 0, 0))
-    words = 8 * peers * (_FIGURES + words_for(peers) + words_for(microbatches))
+    votes = 8 * peers * (_MAX_VALUES + words_for(peers) + words_for(microbatches))
     return {
         FORWARD: range(forward, forward + 1),
         TAKEN: range(1),
         BACKWARD: range(back, back + 1),
         HOME: range(1),
-        WORD: range(0, words + 1, 8),
+        VOTE: range(0, votes + 1, 8),
         SHARD: range(gradient + 1),
         MEAN: range(gradient + 1),
         LOOK: range(1, forward + 1),
         LOSS: range(8, 9),
         STATE: range(state + 1),
-        WANT: range(1),
-        GIFT: range(_COPIES * state + _SPARE),
+        STATE_REQUEST: range(1),
+        STATE_TRANSFER: range(_COPIES * state + _SPARE),
         ASK: range(1),
-        WELCOME: range(0, 8 * (ROW * (peers if ever is None else ever) + _FIGURES) + 1, 8),
+        WELCOME: range(0, 8 * (ROW * (peers if ever is None else ever) + _MAX_VALUES) + 1, 8),
         OUTER: range(_FORMS * gradient + _SPARE),
     }
 
 
-class Post:
-    """Over `mail`. turn: number of the agreements that began. answers: what is done with letters of some kinds as soon
-    as this peer looks, whatever it waits for and whichever turn they are of.
+class PeerInbox:
+    """Over `queue`. epoch: number of the agreements that began. answers: what is done with messages of some kinds as soon
+    as this peer looks, whatever it waits for and whichever epoch they are of.
     """
 
-    def __init__(self, mail: MessageQueue) -> None:
-        self.mail, self.turn = mail, 0
+    def __init__(self, queue: MessageQueue) -> None:
+        self.queue, self.epoch = queue, 0
         self.answers: dict[int, Callable[[QueuedMessage], object]] = {}
-        self._boxes: dict[int, list[QueuedMessage]] = {WORD: [], OUTER: [], _REST: []}
+        self._boxes: dict[int, list[QueuedMessage]] = {VOTE: [], OUTER: [], _REST: []}
 
     def sort(self) -> None:
         """Take in what has come."""
-        while (letter := self.mail.take()) is not None:
-            if (answer := self.answers.get(letter.header.kind)) is not None:
-                answer(letter)
-            elif letter.header.attempt >= self.turn:
-                self._boxes.get(letter.header.kind, self._boxes[_REST]).append(letter)
+        while (message := self.queue.take()) is not None:
+            if (answer := self.answers.get(message.header.kind)) is not None:
+                answer(message)
+            elif message.header.attempt >= self.epoch:
+                self._boxes.get(message.header.kind, self._boxes[_REST]).append(message)
 
     def wait_for(self, ready: Callable[[], bool], patience: float, late: int = -1, look: float = math.inf) -> None:
-        """Take in what comes until all is `ready`, asked again after each letter, and every `look` seconds.
+        """Take in what comes until all is `ready`, asked again after each message, and every `look` seconds.
         DeadlinePassed, naming position `late`, after `patience` seconds.
         """
-        now = self.mail.group.transport.now
+        now = self.queue.group.transport.now
         until = now() + patience
         while True:
             self.sort()
             if ready():
                 return
             if now() >= until:
-                rank = self.mail.group.ranks[late] if late >= 0 else -1
-                raise DeadlinePassed(rank, self.mail.group.channel, patience)
-            self.mail.wait(min(look, until - now()))
+                rank = self.queue.group.ranks[late] if late >= 0 else -1
+                raise DeadlinePassed(rank, self.queue.group.channel, patience)
+            self.queue.wait(min(look, until - now()))
 
     def wait_for_news(self, seconds: float, patience: float, late: int = -1) -> None:
-        """For `seconds`, until a letter comes or somebody is lost. DeadlinePassed, naming position `late`, where
+        """For `seconds`, until a message comes or somebody is lost. DeadlinePassed, naming position `late`, where
         nothing came in `patience` seconds.
         """
-        now = self.mail.group.transport.now
+        now = self.queue.group.transport.now
         began = now()
-        self.mail.wait(seconds)
-        if not self.mail.messages and now() - began >= patience:
-            raise DeadlinePassed(self.mail.group.ranks[late] if late >= 0 else -1, "pipeline", patience)
+        self.queue.wait(seconds)
+        if not self.queue.messages and now() - began >= patience:
+            raise DeadlinePassed(self.queue.group.ranks[late] if late >= 0 else -1, "pipeline", patience)
 
     def calls(self) -> list[tuple[int, Tensor]]:
         """The words with which others have begun the next agreement, beside whose they are."""
-        words = self._boxes[WORD]
-        return [(letter.sender, letter.body) for letter in words if letter.header.attempt == self.turn + 1]
+        votes = self._boxes[VOTE]
+        return [(message.sender, message.body) for message in votes if message.header.attempt == self.epoch + 1]
 
-    def of_turn(self, kind: int = _REST) -> list[QueuedMessage]:
-        """Those of this turn, in the order in which they came: the words, the messages of exchanges (OUTER), or by
-        default all others. Those of later turns stay.
+    def of_epoch(self, kind: int = _REST) -> list[QueuedMessage]:
+        """Those of this epoch, in the order in which they came: the words, the messages of exchanges (OUTER), or by
+        default all others. Those of later epochs stay.
         """
         box = self._boxes[kind]
-        self._boxes[kind] = [letter for letter in box if letter.header.attempt > self.turn]
-        return [letter for letter in box if letter.header.attempt == self.turn]
+        self._boxes[kind] = [message for message in box if message.header.attempt > self.epoch]
+        return [message for message in box if message.header.attempt == self.epoch]
 
-    def keep(self, letter: QueuedMessage) -> None:
+    def requeue(self, message: QueuedMessage) -> None:
         """Put a word back."""
-        self._boxes[WORD].append(letter)
+        self._boxes[VOTE].append(message)
 
 
 def as_bits(value: float) -> int:

@@ -1,10 +1,10 @@
 """How a peer comes to others that are at work: it asks them, and is told where and when to begin.
 
 ASK        to all, once it is here; they name it when they agree
-WELCOME    from all who were there before, from the turn on in which it is one of them; one is enough
+WELCOME    from all who were there before, from the epoch on in which it is one of them; one is enough
 
 What is told is data of the system: here that of a swarm, where a welcome comes at the border of the step that the peer
-takes part in. A letter that cannot be ends the mail from its sender, and nothing else.
+takes part in. A message that cannot be ends the queue from its sender, and nothing else.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from isles.comm.collectives.message_queue import MessageHeader, QueuedMessage
 from isles.comm.errors import Malformed, PeerLost
 from isles.comm.group import numbers
-from isles.pipeline.peers.inbox import ASK, ROW, WELCOME, Post, as_bits, as_number
+from isles.pipeline.peers.inbox import ASK, ROW, WELCOME, PeerInbox, as_bits, as_number
 from isles.pipeline.swarm.placement import NOWHERE, StageChange
 from isles.pipeline.swarm.swarm import Swarm
 
@@ -28,7 +28,7 @@ _LOOK = 1.0  # seconds
 
 
 def ask(
-    post: Post,
+    inbox: PeerInbox,
     others: Sequence[int],
     read: Callable[[Tensor], W],
     patience: float,
@@ -42,23 +42,23 @@ def ask(
 
     PeerLost where all of them are lost first; DeadlinePassed where nobody answers in 100 times `patience`.
     """
-    mail, came = post.mail, list[W]()
+    queue, came = inbox.queue, list[W]()
 
-    def hear(letter: QueuedMessage) -> None:
+    def hear(message: QueuedMessage) -> None:
         try:
-            came.append(read(letter.body))
+            came.append(read(message.body))
         except ValueError as error:
-            mail.refuse(letter.sender, Malformed(mail.group.ranks[letter.sender], str(error)))
+            queue.refuse(message.sender, Malformed(queue.group.ranks[message.sender], str(error)))
 
-    post.answers[WELCOME] = hear
+    inbox.answers[WELCOME] = hear
     for other in others:
-        mail.meet(other)
-        mail.send(other, MessageHeader(ASK, 0, number=number), body)
+        queue.meet(other)
+        queue.send(other, MessageHeader(ASK, 0, number=number), body)
     asked = set(others)
-    post.wait_for(lambda: bool(came) or asked <= mail.lost.keys() or gives_up(), _PATIENCE * patience, look=_LOOK)
-    if not came and asked <= mail.lost.keys():
+    inbox.wait_for(lambda: bool(came) or asked <= queue.lost.keys() or gives_up(), _PATIENCE * patience, look=_LOOK)
+    if not came and asked <= queue.lost.keys():
         raise PeerLost(-1, "everybody who was asked to let this one in")
-    del post.answers[WELCOME]
+    del inbox.answers[WELCOME]
     return came[0] if came else None
 
 
@@ -74,36 +74,36 @@ def welcome(swarm: Swarm, step: int) -> None:
     comers = [change.peer for change in swarm.changes if change.before == NOWHERE]
     if not comers:
         return
-    arrangement, members = swarm.arrangement, swarm.agreement.members
+    placement, members = swarm.placement, swarm.agreement.members
     fresh = {change.peer for change in swarm.changes}
     rows = [
-        [peer, stage, as_bits(arrangement.seconds.get(peer, 0.0)), peer in members, peer in fresh]
+        [peer, stage, as_bits(placement.seconds.get(peer, 0.0)), peer in members, peer in fresh]
         for peer, stage in enumerate(swarm.stages)
         if stage != NOWHERE
     ]
-    head = [swarm.agreement.post.turn, step, as_bits(arrangement.next_look)]
+    head = [swarm.agreement.inbox.epoch, step, as_bits(placement.next_look)]
     body = numbers(*head, *(int(each) for row in rows for each in row)).view(torch.uint8)
     for peer in comers:
-        swarm.agreement.post.mail.send(peer, MessageHeader(WELCOME, 0), body)
+        swarm.agreement.inbox.queue.send(peer, MessageHeader(WELCOME, 0), body)
 
 
 def enter(swarm: Swarm, others: Sequence[int], wish: int = NOWHERE) -> Welcome:
     """Come to the swarm that `others` are of, to serve stage `wish`; see `ask`."""
-    post, agreement = swarm.agreement.post, swarm.agreement
-    came = ask(post, others, lambda body: _read(swarm, body), agreement.patience, number=wish + 1)
+    inbox, agreement = swarm.agreement.inbox, swarm.agreement
+    came = ask(inbox, others, lambda body: _read(swarm, body), agreement.patience, number=wish + 1)
     assert came is not None
-    turn, step, look, *rest = came
+    epoch, step, look, *rest = came
     rows = [rest[begin : begin + ROW] for begin in range(0, len(rest), ROW)]
-    post.turn = turn
+    inbox.epoch = epoch
     agreement.let_in([peer for peer, _, _, is_member, _ in rows if is_member])
-    arrangement = swarm.arrangement
-    stages = arrangement.stages
+    placement = swarm.placement
+    stages = placement.stages
     for peer, stage, *_ in rows:
         stages[peer] = stage
-    arrangement.seconds = {peer: seconds for peer, _, bits, *_ in rows if (seconds := as_number(bits))}
-    arrangement.next_look = as_number(look)
+    placement.seconds = {peer: seconds for peer, _, bits, *_ in rows if (seconds := as_number(bits))}
+    placement.next_look = as_number(look)
     swarm.changes = [StageChange(peer, NOWHERE, stages[peer]) for peer, _, _, _, is_fresh in rows if is_fresh]
-    swarm.place()
+    swarm.apply_placement()
     return Welcome(step, StageChange(swarm.me, NOWHERE, stages[swarm.me]))
 
 

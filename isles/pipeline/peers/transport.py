@@ -1,13 +1,13 @@
-"""Collectives by letters: a transport whose messages are a swarm's mail, for protocols that know nothing of it.
+"""Collectives by messages: a transport whose messages are a swarm's queue, for protocols that know nothing of it.
 
-    send      a letter of kind OUTER, which says the channel, round, fragment and phase of its message
-    recv      the letter of this turn that says the same, whenever it comes
-    run       steps the protocol as its letters come, wherever this peer waits for one of its transfers
+    send      a message of kind OUTER, which says the channel, round, fragment and phase of its message
+    recv      the message of this epoch that says the same, whenever it comes
+    run       steps the protocol as its messages come, wherever this peer waits for one of its transfers
 
-An exchange belongs to the turn in which it began (`isles.pipeline.peers.inbox`): what is left of one that failed is of
-an earlier turn, and meets nobody. Who has begun the next agreement has sent all that it sends of this turn, so whatever
+An exchange belongs to the epoch in which it began (`isles.pipeline.peers.inbox`): what is left of one that failed is of
+an earlier epoch, and meets nobody. Who has begun the next agreement has sent all that it sends of this epoch, so whatever
 has not come from it then ends as lost: nobody waits for who gave the exchange up, for it has refused another's message.
-Beside the exchange everything goes on that letters are answered for.
+Beside the exchange everything goes on that messages are answered for.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from isles.comm.errors import CommError, DeadlinePassed, Malformed, PeerLost
 from isles.comm.tags import CHANNELS, MAX_FRAGMENTS, MAX_PHASES, Channel, Tag
 from isles.comm.traffic import Traffic
 from isles.comm.transport import LinkEstimate, Steps, WaitEvent, Work, works_of
-from isles.pipeline.peers.inbox import OUTER, Post
+from isles.pipeline.peers.inbox import OUTER, PeerInbox
 
 T = TypeVar("T")
 
 
 class _Address(NamedTuple):
-    turn: int
+    epoch: int
     sender: int
     channel: int
     round: int
@@ -49,23 +49,23 @@ class _Message:
         return self.at < math.inf or self.error is not None
 
 
-class LetterTransport:
-    """This worker's end of `post`, whose one it is (`Agreement.letters`): two would take each other's letters. See
-    `isles.comm.transport.Transport`. It has the clock and counts of the mail's own transport. past: see `Agreement`.
-    Messages and waits count on the channel of their exchange; on that of the mail only the heads of letters do.
+class MessageTransport:
+    """This worker's end of `inbox`, whose one it is (`Agreement.transport`): two would take each other's messages. See
+    `isles.comm.transport.Transport`. It has the clock and counts of the queue's own transport. past: see `Agreement`.
+    Messages and waits count on the channel of their exchange; on that of the queue only the heads of messages do.
     """
 
     native = False
 
-    def __init__(self, post: Post, past: Callable[[], Mapping[int, CommError]]) -> None:
-        self.post, self._past = post, past
-        below = self.below = self.post.mail.group.transport
+    def __init__(self, inbox: PeerInbox, past: Callable[[], Mapping[int, CommError]]) -> None:
+        self.inbox, self._past = inbox, past
+        below = self.below = self.inbox.queue.group.transport
         self.rank, self.size = below.rank, below.size
         self.traffic: Traffic = below.traffic
-        self._positions = {rank: position for position, rank in enumerate(self.post.mail.group.ranks)}
+        self._positions = {rank: position for position, rank in enumerate(self.inbox.queue.group.ranks)}
         self._awaited: dict[_Address, tuple[_Message, Tensor]] = {}
         self._early: dict[_Address, QueuedMessage] = {}
-        self._running: list[LetterTransfer[Any]] = []
+        self._running: list[MessageTransfer[Any]] = []
 
     @property
     def step_seconds(self) -> float:
@@ -78,16 +78,16 @@ class LetterTransport:
     def send(self, peer: int, data: Tensor, tag: Tag) -> Work:
         """Copied, so that it is gone at once."""
         channel, place = CHANNELS.index(tag.channel), tag.fragment * MAX_PHASES + tag.phase
-        note = MessageHeader(OUTER, tag.round, self.post.turn, place, queue=channel)
-        self.post.mail.send(self._positions[peer], note, data.clone())
-        if data.numel() and self._positions[peer] not in self.post.mail.lost:
-            self.traffic.reassign(data.numel(), sent=True, before=self.post.mail.group.channel)
+        note = MessageHeader(OUTER, tag.round, self.inbox.epoch, place, queue=channel)
+        self.inbox.queue.send(self._positions[peer], note, data.clone())
+        if data.numel() and self._positions[peer] not in self.inbox.queue.lost:
+            self.traffic.reassign(data.numel(), sent=True, before=self.inbox.queue.group.channel)
         return _Message(peer, at=self.now())
 
     def recv(self, peer: int | None, out: Tensor, tag: Tag) -> Work:
         assert peer is not None, "an exchange knows its members"
         place = tag.fragment * MAX_PHASES + tag.phase
-        address = _Address(self.post.turn, self._positions[peer], CHANNELS.index(tag.channel), tag.round, place)
+        address = _Address(self.inbox.epoch, self._positions[peer], CHANNELS.index(tag.channel), tag.round, place)
         message = _Message(peer)
         self._awaited[address] = message, out
         if address in self._early:
@@ -96,48 +96,50 @@ class LetterTransport:
             self._read()  # its sender may be gone by now, and no news will come
         return message
 
-    def run(self, protocol: Steps[T], channel: Channel, deadline: float) -> LetterTransfer[T]:
-        transfer = LetterTransfer(self, protocol, channel, deadline)
+    def run(self, protocol: Steps[T], channel: Channel, deadline: float) -> MessageTransfer[T]:
+        transfer = MessageTransfer(self, protocol, channel, deadline)
         self._running.append(transfer)
         transfer.go_on()
         return transfer
 
     def go_on(self) -> None:
         """Read what has come, and step what waited for it."""
-        self.post.sort()
+        self.inbox.sort()
         self._read()
         for transfer in list(self._running):
             transfer.go_on()
         self._running = [transfer for transfer in self._running if not transfer.is_over]
         if not self._running:  # what is awaited still is of exchanges that failed
             self._awaited.clear()
-            self._early = {address: letter for address, letter in self._early.items() if address.turn == self.post.turn}
+            self._early = {
+                address: message for address, message in self._early.items() if address.epoch == self.inbox.epoch
+            }
 
     def _read(self) -> None:
         """What was sorted, then what will not come."""
-        for letter in self.post.of_turn(OUTER):
-            note, turn = letter.header, self.post.turn
-            address = _Address(turn, letter.sender, note.queue, note.step, note.number)
+        for message in self.inbox.of_epoch(OUTER):
+            note, epoch = message.header, self.inbox.epoch
+            address = _Address(epoch, message.sender, note.queue, note.step, note.number)
             if address in self._awaited:
-                self._arrive(address, letter)
+                self._arrive(address, message)
             elif note.queue < len(CHANNELS) and note.number < MAX_FRAGMENTS * MAX_PHASES:
-                self._early[address] = letter
+                self._early[address] = message
         self._lose()
 
-    def _arrive(self, address: _Address, letter: QueuedMessage) -> None:
-        message, out = self._awaited.pop(address)
-        if letter.body.numel() == out.numel():
-            out.copy_(letter.body)
-            message.at = self.now()
+    def _arrive(self, address: _Address, message: QueuedMessage) -> None:
+        transfer, out = self._awaited.pop(address)
+        if message.body.numel() == out.numel():
+            out.copy_(message.body)
+            transfer.at = self.now()
             if out.numel():
-                self.traffic.reassign(out.numel(), sent=False, before=self.post.mail.group.channel)
+                self.traffic.reassign(out.numel(), sent=False, before=self.inbox.queue.group.channel)
             return
-        assert message.peer is not None
-        message.error = Malformed(message.peer, f"{letter.body.numel()} bytes in place of {out.numel()}")
-        self.post.mail.refuse(letter.sender, cast(Malformed, message.error))
+        assert transfer.peer is not None
+        transfer.error = Malformed(transfer.peer, f"{message.body.numel()} bytes in place of {out.numel()}")
+        self.inbox.queue.refuse(message.sender, cast(Malformed, transfer.error))
 
     def _lose(self) -> None:
-        lost, ranks = {**self._past(), **self.post.mail.lost}, self.post.mail.group.ranks
+        lost, ranks = {**self._past(), **self.inbox.queue.lost}, self.inbox.queue.group.ranks
         for address in [address for address in self._awaited if address.sender in lost]:
             why = lost[address.sender]
             error = why if isinstance(why, PeerLost) else PeerLost(ranks[address.sender], str(why))
@@ -166,10 +168,10 @@ class LetterTransport:
         """Nothing of its own."""
 
 
-class LetterTransfer(Generic[T]):
-    """A protocol that goes on as letters come. See `isles.comm.transport.Transfer`."""
+class MessageTransfer(Generic[T]):
+    """A protocol that goes on as messages come. See `isles.comm.transport.Transfer`."""
 
-    def __init__(self, transport: LetterTransport, protocol: Steps[T], channel: Channel, seconds: float) -> None:
+    def __init__(self, transport: MessageTransport, protocol: Steps[T], channel: Channel, seconds: float) -> None:
         self._transport, self._protocol = transport, protocol
         self._channel, self._seconds = channel, seconds
         self._until = transport.now() + seconds
@@ -180,7 +182,7 @@ class LetterTransfer(Generic[T]):
         self.is_over = False
 
     def wait(self) -> T:
-        channels, before = self._transport.traffic, self._transport.post.mail.group.channel
+        channels, before = self._transport.traffic, self._transport.inbox.queue.group.channel
         blocked = channels[before].blocked_seconds
         try:
             return self._wait()
@@ -191,7 +193,7 @@ class LetterTransfer(Generic[T]):
 
     def _wait(self) -> T:
         try:
-            self._transport.post.wait_for(self.done, self._until - self._transport.now())
+            self._transport.inbox.wait_for(self.done, self._until - self._transport.now())
         except DeadlinePassed:
             self._end(DeadlinePassed(self._late(), self._channel, self._seconds))
         if self._error is not None:

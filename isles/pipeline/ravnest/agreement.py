@@ -3,7 +3,7 @@
 All take part, those of broken clusters and those who stand by as well, as often as it takes:
 
     agree      who is left, who leaves, who has come: all know of the same clusters
-    then the work is tried over those that are whole, by letters of this turn; whoever hears that somebody is lost, or
+    then the work is tried over those that are whole, by messages of this epoch; whoever hears that somebody is lost, or
                agrees already, has failed
     agree      done | failed      all done: it counts. Else from the top
 
@@ -40,9 +40,9 @@ from isles.comm.transport import Steps, Transfer
 from isles.network.clusters.formation import ClusterGrowth
 from isles.network.clusters.nodes import is_encoded_node
 from isles.pipeline.peers.agreement import Agreement
-from isles.pipeline.peers.inbox import ASK, COMERS, OUTER, WELCOME, WORD, Post
+from isles.pipeline.peers.inbox import ASK, COMERS, OUTER, VOTE, WELCOME, PeerInbox
 from isles.pipeline.peers.join import ask
-from isles.pipeline.ravnest.assignment import ClusterSeats
+from isles.pipeline.ravnest.assignment import ClusterAssignment
 from isles.pipeline.swarm.ledger import words_for
 
 _IDLE = 100.0  # times as long as others wait for each other those wait who train nothing meanwhile
@@ -51,21 +51,21 @@ _FIGURES = 1 + 2 * COMERS
 T = TypeVar("T")
 
 
-def cluster_post(world: Group, run: int, largest: int, met: Sequence[int] | None = None) -> Post:
-    """The letters between all positions of `world`, also of nodes that are not here yet.
+def cluster_inbox(world: Group, run: int, largest: int, met: Sequence[int] | None = None) -> PeerInbox:
+    """The messages between all positions of `world`, also of nodes that are not here yet.
 
     run: a number that all nodes of this run share and others do not. largest: bytes of a message of what is done
     together. met: positions that this node listens to from the start; None: all others.
     """
-    words = 8 * world.size * (1 + words_for(world.size) + _FIGURES)
+    fields = 8 * world.size * (1 + words_for(world.size) + _FIGURES)
     lengths = {
-        WORD: range(0, words + 1, 8),
+        VOTE: range(0, fields + 1, 8),
         OUTER: range(largest + 1),
         ASK: range(8, 9),
         WELCOME: range(2, _LONGEST),
     }
     group = world.among(range(world.size), "inner")  # which nodes of clusters use for nothing else
-    return Post(MessageQueue(group, run=run, lengths=lengths, met=met))
+    return PeerInbox(MessageQueue(group, run=run, lengths=lengths, met=met))
 
 
 @dataclass(frozen=True)
@@ -80,47 +80,51 @@ class Attempt(Generic[T]):
 
 
 class ClusterAgreement:
-    """Over `world`, in whose positions `seats` are told, by `post` of all of these. growth: how new clusters are made
+    """Over `world`, in whose positions `assignment` are told, by `inbox` of all of these. growth: how new clusters are made
     of those who come; None: nobody comes or leaves.
     """
 
-    def __init__(self, post: Post, world: Group, seats: ClusterSeats, growth: ClusterGrowth | None = None) -> None:
-        self.post, self.world, self.seats, self.growth = post, world, seats, growth
-        """`seats`: as all have agreed on."""
-        self._own = Agreement(post, world.deadlines.outer, (), "outer")
-        self._own.let_in(seats.living)
-        self.letters = replace(world, transport=self._own.letters, channel="outer")
+    def __init__(
+        self, inbox: PeerInbox, world: Group, assignment: ClusterAssignment, growth: ClusterGrowth | None = None
+    ) -> None:
+        self.inbox, self.world, self.assignment, self.growth = inbox, world, assignment, growth
+        """`assignment`: as all have agreed on."""
+        self._own = Agreement(inbox, world.deadlines.outer, (), "outer")
+        self._own.let_in(assignment.living)
+        self.messages = replace(world, transport=self._own.transport, channel="outer")
         """`world`, for what is done together."""
         self.most = 1 << 30
         """Clusters at most."""
         self._leaves = self._stands = False
         self._met: dict[int, int] = {}
         self._leaving: Collection[int] = ()
-        self._told: dict[int, int] = {}
+        self._descriptors: dict[int, int] = {}
         if growth is not None:
-            post.answers[ASK] = self._hear
+            inbox.answers[ASK] = self._hear
 
     @property
     def trains(self) -> bool:
         """Whether this worker's cluster is whole."""
-        return self.seats.trains(self.world.rank)
+        return self.assignment.trains(self.world.rank)
 
     @property
-    def is_gone(self) -> bool:
+    def has_departed(self) -> bool:
         """Whether this worker has left."""
-        return self.world.rank in self.seats.lost
+        return self.world.rank in self.assignment.lost
 
-    def mend(self) -> bool:
+    def repair(self) -> bool:
         """Who stands by takes places of the lost and of those who leave, and makes new clusters; whether there is
         something to load or to arrange now. All ask together.
         """
-        before = self.seats
-        self._take(before.mended(None if self.growth is None else replace(self.growth, most=self.most)))
-        return bool(self.seats.complete or self.seats.handed) or self.seats.clusters != before.clusters
+        before = self.assignment
+        self._take(before.repaired(None if self.growth is None else replace(self.growth, most=self.most)))
+        return (
+            bool(self.assignment.complete or self.assignment.handovers) or self.assignment.clusters != before.clusters
+        )
 
     def join(self, clusters: Collection[int]) -> None:
         """Those have the others' weights, and who had to give its state has done so. All say so together."""
-        self._take(self.seats.joined(clusters))
+        self._take(self.assignment.joined(clusters))
 
     def leave(self) -> None:
         """This worker wants to go."""
@@ -131,16 +135,16 @@ class ClusterAgreement:
         to leave may. All ask together.
         """
         self._count_out()  # who was lost since all agreed on who is left: who comes is told of the same ones
-        before = self.seats
-        self.seats = before.met(self._told, self._leaving)
-        comers = [position for position in self.seats.waiting if position not in before.waiting]
+        before = self.assignment
+        self.assignment = before.met(self._descriptors, self._leaving)
+        comers = [position for position in self.assignment.standby if position not in before.standby]
         self._own.let_in(comers)
         return comers
 
     def miss(self, rank: int) -> None:
         """The worker of that rank (-1: of somebody of this one's cluster) is lost, as this one has heard."""
         if rank in self.world.ranks:
-            self.post.mail.give_up(self.world.ranks.index(rank), PeerLost(rank, "it was missed"))
+            self.inbox.queue.give_up(self.world.ranks.index(rank), PeerLost(rank, "it was missed"))
         self._stands = self._stands or rank < 0
 
     def settle(self) -> None:
@@ -152,17 +156,17 @@ class ClusterAgreement:
         self._stands = False
         if self.growth is not None:
             self._leaving = [position for position, word in said.items() if word[0]]
-            self._told = dict(sorted(row for word in said.values() for row in _rows(word)))
+            self._descriptors = dict(sorted(row for word in said.values() for row in _rows(word)))
 
     def together(self, attempt: Callable[[], Attempt[T]]) -> T:
         """The result of `attempt` once all who are left have made it. It may be called again where a node is lost
-        meanwhile: it must leave nothing behind, go by `seats`, on which all have agreed then, and send by `letters`.
+        meanwhile: it must leave nothing behind, go by `assignment`, on which all have agreed then, and send by `messages`.
         DeadlinePassed where somebody is late, PeerLost where no cluster is whole.
         """
         while True:
             self.settle()
             made = attempt()
-            runs = [self.letters.start(protocol, "outer", nbytes=made.nbytes) for protocol in made.protocols]
+            runs = [self.messages.start(protocol, "outer", nbytes=made.nbytes) for protocol in made.protocols]
             held = [_holds(transfer) for transfer in runs]  # each is waited for: others may still need it
             said = self._agree([int(all(held))])
             if self._fit(said, lambda word: word in ((0,), (1,))) and all(word[0] for word in said.values()):
@@ -173,8 +177,13 @@ class ClusterAgreement:
         self._own.drain()
 
     def _agree(self, own: Sequence[int]) -> dict[int, tuple[int, ...]]:
-        place, lost = self.seats.place(self.world.rank), self._own.lost
-        idles = not self.trains or self._stands or place is None or not lost.isdisjoint(self.seats.clusters[place[0]])
+        coordinates, lost = self.assignment.coordinates_of(self.world.rank), self._own.lost
+        idles = (
+            not self.trains
+            or self._stands
+            or coordinates is None
+            or not lost.isdisjoint(self.assignment.clusters[coordinates[0]])
+        )
         self._own.patience = self.world.deadlines.outer * (_IDLE if idles else 1.0)
         return self._own.agree(own)
 
@@ -182,37 +191,39 @@ class ClusterAgreement:
         """Whether all said what can be. Who did not is not read any more: all know of the same."""
         odd = [position for position, word in said.items() if not can_be(word)]
         for position in odd:
-            self.post.mail.refuse(position, Malformed(self.world.ranks[position], "a word that cannot be"))
+            self.inbox.queue.refuse(position, Malformed(self.world.ranks[position], "a word that cannot be"))
         return not odd
 
     def _is_word(self, word: tuple[int, ...]) -> bool:
-        can_be = (0 <= position < self.world.size and is_encoded_node(told) for position, told in _rows(word))
+        can_be = (
+            0 <= position < self.world.size and is_encoded_node(descriptors) for position, descriptors in _rows(word)
+        )
         return all(can_be) and all(leaves in (0, 1) for leaves in word[:1])
 
     def _comers(self) -> list[int]:
         """Who has come by now, as this one has heard, and is none of them yet."""
-        self.post.mail.wait(0.0)
-        self.post.sort()
-        known = {*self.seats.living, *self.seats.lost}
+        self.inbox.queue.wait(0.0)
+        self.inbox.sort()
+        known = {*self.assignment.living, *self.assignment.lost}
         rows = [number for one in sorted(self._met.keys() - known)[:COMERS] for number in (one, self._met[one])]
         return rows + [0] * (2 * COMERS - len(rows))
 
-    def _hear(self, letter: QueuedMessage) -> None:
-        told = int(letter.body.view(torch.int64))
-        if is_encoded_node(told):
-            self._met[letter.sender] = told
+    def _hear(self, message: QueuedMessage) -> None:
+        descriptors = int(message.body.view(torch.int64))
+        if is_encoded_node(descriptors):
+            self._met[message.sender] = descriptors
         else:
-            why = Malformed(self.world.ranks[letter.sender], "numbers that no node tells of itself")
-            self.post.mail.refuse(letter.sender, why)
+            why = Malformed(self.world.ranks[message.sender], "numbers that no node tells of itself")
+            self.inbox.queue.refuse(message.sender, why)
 
     def _count_out(self) -> None:
-        self.seats = self.seats.without({*self.seats.living} - {*self._own.members})
-        if not self.seats.whole:
+        self.assignment = self.assignment.without({*self.assignment.living} - {*self._own.members})
+        if not self.assignment.whole:
             raise PeerLost(-1, "a node of the last cluster that was whole")
 
-    def _take(self, seats: ClusterSeats) -> None:
-        self.seats = seats
-        self._own.let_go({*self._own.members} - {*seats.living})
+    def _take(self, assignment: ClusterAssignment) -> None:
+        self.assignment = assignment
+        self._own.let_go({*self._own.members} - {*assignment.living})
 
 
 def _rows(word: Sequence[int]) -> list[tuple[int, int]]:
@@ -234,46 +245,46 @@ _Told = tuple[Annotated[Int, Field(ge=0)], Any, dict[Str, Int]]
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterWelcome:
-    """What a node needs to take part in clusters at work. turn: of agreements so far. facts: of the run, by name."""
+    """What a node needs to take part in clusters at work. epoch: of agreements so far. facts: of the run, by name."""
 
-    turn: int
-    seats: ClusterSeats
+    epoch: int
+    assignment: ClusterAssignment
     facts: Mapping[str, int]
 
     def packed(self) -> Tensor:
         """As bytes (n,) uint8."""
-        told = [self.turn, self.seats.to_plain(), dict(self.facts)]
-        return torch.frombuffer(bytearray(json.dumps(told).encode("ascii")), dtype=torch.uint8)
+        descriptors = [self.epoch, self.assignment.to_plain(), dict(self.facts)]
+        return torch.frombuffer(bytearray(json.dumps(descriptors).encode("ascii")), dtype=torch.uint8)
 
     @classmethod
     def unpacked(cls, body: Tensor, size: int) -> ClusterWelcome:
         """From `packed`. size: positions of the world. ValueError for what is no welcome there."""
-        turn, seats, facts = read_json(_Told, body.numpy().tobytes())
-        return cls(turn=turn, seats=ClusterSeats.of_plain(seats, size), facts=facts)
+        epoch, assignment, facts = read_json(_Told, body.numpy().tobytes())
+        return cls(epoch=epoch, assignment=ClusterAssignment.of_plain(assignment, size), facts=facts)
 
 
 def let_in(agreement: ClusterAgreement, facts: Mapping[str, int]) -> list[int]:
     """Right after an agreement: welcome those who have come, as all have agreed; their positions."""
-    comers, post = agreement.admit(), agreement.post
-    body = ClusterWelcome(turn=post.turn, seats=agreement.seats, facts=facts).packed()
+    comers, inbox = agreement.admit(), agreement.inbox
+    body = ClusterWelcome(epoch=inbox.epoch, assignment=agreement.assignment, facts=facts).packed()
     for position in comers:
-        post.mail.send(position, MessageHeader(WELCOME, 0), body)
+        inbox.queue.send(position, MessageHeader(WELCOME, 0), body)
     return comers
 
 
 def ask_in(
-    post: Post, others: Sequence[int], told: int, gives_up: Callable[[], bool] = lambda: False
+    inbox: PeerInbox, others: Sequence[int], descriptors: int, gives_up: Callable[[], bool] = lambda: False
 ) -> ClusterWelcome | None:
     """Tell `others` what this node offers, and wait to be let in; see `isles.pipeline.peers.join.ask`."""
-    group = post.mail.group
+    group = inbox.queue.group
     welcome = ask(
-        post,
+        inbox,
         others,
         lambda body: ClusterWelcome.unpacked(body, group.size),
         group.deadlines.outer,
-        body=numbers(told).view(torch.uint8),
+        body=numbers(descriptors).view(torch.uint8),
         gives_up=gives_up,
     )
     if welcome is not None:
-        post.turn = welcome.turn
+        inbox.epoch = welcome.epoch
     return welcome

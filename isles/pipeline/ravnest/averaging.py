@@ -109,10 +109,12 @@ class ClusterAverage:
         """This node holds `stage`, its parameters by their names in the whole model, in the place that it has now, or
         gives away.
         """
-        seats, rank = self.agreement.seats, self.agreement.world.rank
-        place = seats.place(next((taker for giver, taker in seats.handed if giver == rank), rank))
-        assert place is not None
-        cluster, here = place
+        assignment, rank = self.agreement.assignment, self.agreement.world.rank
+        coordinates = assignment.coordinates_of(
+            next((taker for source, taker in assignment.handovers if source == rank), rank)
+        )
+        assert coordinates is not None
+        cluster, here = coordinates
         own = dict(stage.named_parameters())
         self._optimizer = optimizer
         self._shares = [
@@ -124,7 +126,7 @@ class ClusterAverage:
     def begin(self) -> None:
         """All clusters take the first one's weights. Who stands by has no part in it."""
         for share in self._shares:
-            group = self._among(self.agreement.world, share, range(len(self.agreement.seats.clusters)))
+            group = self._among(self.agreement.world, share, range(len(self.agreement.assignment.clusters)))
             flat = _flat(share.parameters)
             call = group.call("control", fragment=share.number)
             group.start(broadcast(call, flat), "control", nbytes=2 * flat.nbytes).wait()
@@ -142,7 +144,7 @@ class ClusterAverage:
         buffers = self.agreement.together(lambda: self._mean(tensors, step, samples))
         for buffer, own in zip(buffers, tensors, strict=bool(buffers)):
             _put(buffer[:-1] / buffer[-1] if self._by_samples else buffer, own)
-        return self.agreement.seats.whole
+        return self.agreement.assignment.whole
 
     def load(self, step: int) -> None:
         """Clusters that are complete again have the others' weights, optimizer state and `step` afterwards, and who
@@ -163,44 +165,44 @@ class ClusterAverage:
         self.agreement.join(joined)
 
     def _mean(self, tensors: Sequence[Sequence[Tensor]], step: int, samples: int) -> Attempt[list[Tensor]]:
-        clusters = self.agreement.seats.whole
+        clusters = self.agreement.assignment.whole
         buffers, protocols = [], []
         for share, own in zip(self._shares, tensors, strict=True) if self.agreement.trains else ():
             buffer = self._weighed(_flat(own), samples)
             if not buffer.isfinite().all():
                 told = "its weights are not finite: lower the learning rate (inner.lr)"
                 raise WorkerFailed(self.agreement.world.transport.rank, told)
-            call = self._among(self.agreement.letters, share, clusters).call(fragment=share.number, round=0)
+            call = self._among(self.agreement.messages, share, clusters).call(fragment=share.number, round=0)
             protocols.append(mean(call, buffer, codec("none"), Stamp(step=step)))
             buffers.append(buffer)
         return Attempt(buffers, protocols, 2 * sum(buffer.nbytes for buffer in buffers))
 
     def _gifts(self, tensors: dict[int, list[Tensor]]) -> Attempt[tuple[dict[int, tuple[int, Tensor]], list[int]]]:
         """What this node is given, by segment, beside who gives it."""
-        letters, joined = self.agreement.letters, self.agreement.seats.complete
+        messages, joined = self.agreement.messages, self.agreement.assignment.complete
         found: dict[int, tuple[int, Tensor]] = {}
         protocols, nbytes = [], 0
         for fragment, source, takers in self._given(joined):
-            if takers and letters.rank in (source, *takers):
+            if takers and messages.rank in (source, *takers):
                 flat = _flat(tensors[fragment])
-                call = letters.among([source, *takers]).call(fragment=fragment, round=0)
+                call = messages.among([source, *takers]).call(fragment=fragment, round=0)
                 protocols.append(broadcast(call, flat))
                 nbytes += 2 * flat.nbytes
-                if letters.rank != source:
+                if messages.rank != source:
                     found[fragment] = source, flat
         return Attempt((found, joined), protocols, nbytes)
 
     def _given(self, joined: Sequence[int]) -> Iterator[tuple[int, int, list[int]]]:
         """Of each segment who gives it to whom: the first whole cluster to `joined`, who leaves to its successor."""
-        seats = self.agreement.seats
-        first, successors = seats.whole[0], dict(seats.handed)
+        assignment = self.agreement.assignment
+        first, successors = assignment.whole[0], dict(assignment.handovers)
         for fragment, segment in self._segments:
-            takers = [seats.clusters[cluster][segment.holders[cluster]] for cluster in joined]
-            sources = {seats.holder(first, segment.holders[first]): takers}
-            for cluster in seats.whole:
-                giver = seats.holder(cluster, segment.holders[cluster])
-                if giver in successors:
-                    sources[giver] = [*sources.get(giver, ()), successors[giver]]
+            takers = [assignment.clusters[cluster][segment.holders[cluster]] for cluster in joined]
+            sources = {assignment.holder(first, segment.holders[first]): takers}
+            for cluster in assignment.whole:
+                source = assignment.holder(cluster, segment.holders[cluster])
+                if source in successors:
+                    sources[source] = [*sources.get(source, ()), successors[source]]
             for source, own in sources.items():
                 yield fragment, source, own
 
@@ -210,16 +212,16 @@ class ClusterAverage:
         return torch.cat([flat * samples, flat.new_tensor([samples])])
 
     def _among(self, world: Group, share: _Share, clusters: Sequence[int]) -> Group:
-        seats = self.agreement.seats.clusters
-        return world.among([seats[one][share.segment.holders[one]] for one in clusters], "outer")
+        assignment = self.agreement.assignment.clusters
+        return world.among([assignment[one][share.segment.holders[one]] for one in clusters], "outer")
 
     def _tensors(self, share: _Share, with_state: bool) -> list[Tensor]:
         """Parameters, and what the optimizer keeps of them in their shape."""
-        kept = self._optimizer.state if with_state and self._optimizer is not None else {}
+        retained = self._optimizer.state if with_state and self._optimizer is not None else {}
         states = [
             value
             for parameter in share.parameters
-            for value in kept.get(parameter, {}).values()
+            for value in retained.get(parameter, {}).values()
             if isinstance(value, Tensor) and value.shape == parameter.shape
         ]
         return [*share.parameters, *states]

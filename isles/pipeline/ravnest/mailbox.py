@@ -23,7 +23,7 @@ MORE, LAST, BROKEN = range(3)
 
 
 @dataclass(frozen=True, slots=True)
-class Letter:
+class StageMessage:
     """One message. number: of its microbatch in the run. is_last: nothing follows until the cluster has drained. body:
     as `StageForm.pack` and `pack_back` make it.
     """
@@ -33,7 +33,7 @@ class Letter:
     body: Tensor
 
 
-def letter(number: int, flag: int, body: Tensor) -> Tensor:
+def pack_message(number: int, flag: int, body: Tensor) -> Tensor:
     """The bytes of a message, (16 + n,) uint8. flag: `MORE`, `LAST` or `BROKEN`."""
     wire = torch.empty(HEADER + body.numel(), dtype=torch.uint8, device="cpu")
     wire[:HEADER] = torch.tensor([number, flag], dtype=torch.int64, device="cpu").view(torch.uint8)
@@ -61,7 +61,7 @@ class Mailbox:
         """Bytes of a whole message."""
         return self._length
 
-    def post(self, number: int) -> None:
+    def expect(self, number: int) -> None:
         """Take the message about microbatch `number` of the run when it comes, unless another one is awaited."""
         if self._posted is None:
             buffer = torch.empty(self._length, dtype=torch.uint8, device="cpu")
@@ -72,7 +72,7 @@ class Mailbox:
         """Whether a message can be taken."""
         return self._posted is not None and self._posted[1].done()
 
-    def take(self) -> Letter:
+    def take(self) -> StageMessage:
         """The message that is here. What it failed with is raised; PeerLost where the neighbour says that somebody is;
         Malformed, naming the neighbour, where it is about something else.
         """
@@ -87,4 +87,4 @@ class Mailbox:
             raise Malformed(rank, f"microbatch {number}, flag {flag}, where microbatch {expected} was due")
         if flag == BROKEN:
             raise PeerLost(-1, f"of this cluster, as worker {rank} says")
-        return Letter(number, flag == LAST, wire[HEADER:])
+        return StageMessage(number, flag == LAST, wire[HEADER:])

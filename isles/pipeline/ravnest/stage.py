@@ -46,7 +46,7 @@ from isles.models.stages import Stage
 from isles.network.routing.events import Span
 from isles.network.routing.routes import Task
 from isles.pipeline.compute import Context, OpenPass, StageCompute
-from isles.pipeline.ravnest.mailbox import BROKEN, LAST, MORE, Mailbox, letter
+from isles.pipeline.ravnest.mailbox import BROKEN, LAST, MORE, Mailbox, pack_message
 from isles.pipeline.shares import StageShares
 from isles.pipeline.wire import StageForm, phase
 
@@ -95,7 +95,7 @@ class WeightVersions:
         """A forward pass in it may be gone back through after updates, as long as its version is held: its graph keeps
         the tensors as they are now, not the parameters, which hold other ones then.
         """
-        return saved_tensors_hooks(Tensor.detach, lambda kept: kept)
+        return saved_tensors_hooks(Tensor.detach, lambda retained: retained)
 
     def update(self) -> None:
         """Call before the parameters are written to: what is still needed of them stays as it is."""
@@ -114,7 +114,7 @@ StaleUpdate = Callable[[int], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AsyncWays:
+class AsyncOptions:
     """How a cluster runs. in_flight: microbatches in it at most. every: backward passes that an update is the mean of
     (Ravnest's update_frequency). recompute: keep inputs alone. shares: of an inner step's computation that this
     stage's tasks are; None: nothing is charged.
@@ -131,7 +131,7 @@ class AsyncWays:
         return max(1, self.in_flight - stage) if self.order == "plan" else self.in_flight
 
 
-def most_versions(ways: AsyncWays, stage: int, stages: int) -> int:
+def most_versions(ways: AsyncOptions, stage: int, stages: int) -> int:
     """Versions of its weights that a stage holds at most, the newest among them."""
     return 1 if stage == stages - 1 else 1 + -(-(ways.room(stage) - 1) // ways.every)
 
@@ -161,7 +161,7 @@ class AsyncStage:
         update: StaleUpdate,
         group: Group,
         form: StageForm,
-        ways: AsyncWays,
+        ways: AsyncOptions,
         *,
         autocast: Context = nullcontext,
     ) -> None:
@@ -199,21 +199,21 @@ class AsyncStage:
 
     def refuse(self) -> None:
         """In place of `run`, where this node knows that its cluster is broken: whoever runs hears of it."""
-        _Stretch(self, iter(())).tell_broken()
+        _Segment(self, iter(())).report_broken()
 
     def run(self, batches: Iterable[Tensor] = ()) -> list[Tensor]:
         """Train on `batches` (B, T+1) int64, which the root alone has, one or more; then drain: nothing is in flight
         afterwards. Their losses in order, nats.
         """
-        stretch = _Stretch(self, batches)
+        segment = _Segment(self, batches)
         try:
-            return stretch.run()
+            return segment.run()
         except PeerLost as error:
-            stretch.tell_broken(error.rank)
+            segment.report_broken(error.rank)
             raise
 
 
-class _Stretch:
+class _Segment:
     """From one drained state to the next."""
 
     def __init__(self, node: AsyncStage, batches: Iterable[Tensor]) -> None:
@@ -232,7 +232,7 @@ class _Stretch:
         node.passed.clear()
         node.played.clear()
         if node._down is not None:
-            node._down.post(self.forward)
+            node._down.expect(self.forward)
         while not self.ended or self.held:
             if self._goes_forward():
                 self._forward()
@@ -246,20 +246,20 @@ class _Stretch:
             node._sends.clear()
         return self.losses
 
-    def tell_broken(self, lost: int = -1) -> None:
+    def report_broken(self, lost: int = -1) -> None:
         """Whoever still waits for this node waits for nothing. lost: the rank that need not be told."""
         here, ranks = self.group.rank, self.group.ranks
         if not self.node._is_leaf and not self.ended and ranks[here + 1] != lost:
-            self._say_broken(here + 1, Task("F", self.forward, here + 1))
+            self._send_broken(here + 1, Task("F", self.forward, here + 1))
         number = self.forward if self.node._is_leaf else self.backward
         if here and ranks[here - 1] != lost and (self.held or not self.ended):
-            self._say_broken(here - 1, Task("B", number, here - 1))
+            self._send_broken(here - 1, Task("B", number, here - 1))
 
-    def _say_broken(self, position: int, task: Task) -> None:
+    def _send_broken(self, position: int, task: Task) -> None:
         body = torch.zeros(self.form.nbytes(task), dtype=torch.uint8, device="cpu")
         call = self.group.call("pipeline", round=task.microbatch)
         with suppress(CommError):  # it may be gone as well
-            call.send(position, letter(task.microbatch, BROKEN, body), phase(task))
+            call.send(position, pack_message(task.microbatch, BROKEN, body), phase(task))
 
     def _goes_forward(self) -> bool:
         """Whether the next task is a forward pass. What it begins with is here then."""
@@ -295,7 +295,7 @@ class _Stretch:
             self.ended, wire, source = came.is_last, came.body, self.here - 1
         self.forward += 1
         if not self.ended and node._down is not None:
-            node._down.post(self.forward)
+            node._down.expect(self.forward)
         if node._is_leaf:
             done, _ = node.compute.run_forward(task, text, wire, source, "loss")
             self._back(task, done, None, self.ended)
@@ -308,7 +308,7 @@ class _Stretch:
             self._charge("forward")
             self._send(task._replace(hop=self.here + 1), sent, is_last=self.ended)
             assert node._up is not None
-            node._up.post(self.backward)
+            node._up.expect(self.backward)
         self._ended(task, began)
 
     def _backward(self) -> None:
@@ -318,7 +318,7 @@ class _Stretch:
         task, self.backward = Task("B", came.number, self.here), self.backward + 1
         done, version, is_last = self.held.pop(came.number)
         if self.held:
-            node._up.post(self.backward)
+            node._up.expect(self.backward)
         with node.versions.at(version):
             self._back(task, done, came.body, is_last)
         node.versions.release(version)
@@ -347,7 +347,7 @@ class _Stretch:
     def _send(self, task: Task, body: Tensor | None, *, is_last: bool) -> None:
         """What `task` begins with, to the neighbour that does it."""
         assert body is not None
-        node, wire = self.node, letter(task.microbatch, LAST if is_last else MORE, body)
+        node, wire = self.node, pack_message(task.microbatch, LAST if is_last else MORE, body)
         node._sends = [work for work in node._sends if not work.done() or work.error is not None]
         node._sends.append(self.group.call("pipeline", round=task.microbatch).send(task.hop, wire, phase(task)))
 

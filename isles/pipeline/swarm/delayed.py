@@ -1,6 +1,6 @@
 """A swarm whose stages add up a step's gradients behind the next step's microbatches.
 
-    step t       microbatches run on weights that t - 2 updates have made; books are settled
+    step t       microbatches run on weights that t - 2 updates have made; ledger are settled
                  the sum of step t - 1, which went on meanwhile, is awaited; all agree that all have it
                  the sum of step t begins; update t - 1 is taken
     at the end   the last sum is awaited (`close`), and the last update taken
@@ -8,10 +8,10 @@
     theta_t = update(theta_(t-1), gradient of step t at theta_(t-2)),  theta_(-1) = theta_0
 
 After SWARM's delayed parameter updates (arXiv 2301.11913) and ZeRO-Offload's. Where somebody is lost before its share
-of a sum came, those who are left go back into that step, with the weights and the books of then: what it had counted is
+of a sum came, those who are left go back into that step, with the weights and the ledger of then: what it had counted is
 run again, and added up at once. So the guarantee is that of `Swarm`, of these updates.
 
-Memory: the books, the gradients and the weights of one more step.
+Memory: the ledger, the gradients and the weights of one more step.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from torch import Tensor
 from typing_extensions import override
 
 from isles.pipeline.peers.inbox import as_number
-from isles.pipeline.swarm.peer import Tally
+from isles.pipeline.swarm.peer import StepTally
 from isles.pipeline.swarm.placement import StageChange
-from isles.pipeline.swarm.swarm import Said, Swarm, SwarmStep
+from isles.pipeline.swarm.swarm import Swarm, SwarmStep, Votes
 
 
 @dataclass(slots=True)
 class _PastStep:
-    """A step whose microbatches are done. weights: that they ran on; gradients: of what `tally` says was counted.
+    """A step whose microbatches are done. weights: that they ran on; gradients: of what `step_tally` says was counted.
     shared: microbatches that the peers of its stage have counted, whose sum is under way; is_whole: whether all were
     there who had counted.
     """
 
     number: int
-    tally: Tally
+    step_tally: StepTally
     gradients: list[Tensor | None]
     weights: list[Tensor]
     shared: int = 0
@@ -62,9 +62,9 @@ class DelayedSwarm(Swarm):
         if self._open is None:
             return
         self.late = self._awaited(self._open)
-        said = self.agreement.agree([int(self.late is not None)])
-        self.place()
-        if not all(word[0] for word in said.values()):
+        votes = self.agreement.agree([int(self.late is not None)])
+        self.apply_placement()
+        if not all(vote[0] for vote in votes.values()):
             self.late = self._made_again(self._open)
         self._open = None
 
@@ -73,26 +73,26 @@ class DelayedSwarm(Swarm):
         stage's.
         """
         self.close()
-        said, _ = self._vote(self.late)
-        means = self._squares({position: as_number(word.square) for position, word in said.items()})
+        votes, _ = self._vote(self.late)
+        means = self._squares({position: as_number(vote.square) for position, vote in votes.items()})
         self._take_over(self.late)
         self.late = None
         return sum(means) ** 0.5, means[self.stages[self.me]] ** 0.5
 
     @override
-    def _conclude(self, settled: Said) -> SwarmStep | None:
+    def _conclude(self, settled: Votes) -> SwarmStep | None:
         before = self._open
         gradient = self._late_or_none() if before is None else self._awaited(before)
-        said, asked = self._vote(gradient)
-        if before is not None and not all(told.holds for told in said.values()):
+        votes, asked = self._vote(gradient)
+        if before is not None and not all(stats.holds for stats in votes.values()):
             gradient = self._made_again(before)
-            said, _ = self._vote(gradient)
+            votes, _ = self._vote(gradient)
         self._open, self.late = self._past(), None
         self._open.shared = self._counted_here(settled)
         self._open.is_whole = len(settled) == len(self.agreement.members)
         self.sum.begin(self.peer.stages[self.stages[self.me]], self._own())
         self._take_over(gradient)
-        return self._told(said, self._loss(settled), asked)
+        return self._conclude_step(votes, self._loss(settled), asked)
 
     def _late_or_none(self) -> Tensor:
         return torch.empty(0, dtype=torch.float32, device="cpu") if self.late is None else self.late
@@ -113,15 +113,15 @@ class DelayedSwarm(Swarm):
                 if settled is None:
                     continue
                 gradient = self._gradient(self._counted_here(settled))
-                said = self.agreement.agree([int(gradient is not None)])
-                self.place()
-                if gradient is not None and all(word[0] for word in said.values()):
+                votes = self.agreement.agree([int(gradient is not None)])
+                self.apply_placement()
+                if gradient is not None and all(vote[0] for vote in votes.values()):
                     return gradient
 
     def _past(self) -> _PastStep:
         gradients = [parameter.grad for parameter in self.parameters]
         weights = [parameter.detach().clone() for parameter in self.parameters]
-        return _PastStep(self.number, self.peer.tally, gradients, weights)
+        return _PastStep(self.number, self.peer.step_tally, gradients, weights)
 
     @contextmanager
     def _back_in(self, past: _PastStep) -> Iterator[None]:
@@ -135,7 +135,7 @@ class DelayedSwarm(Swarm):
     @torch.no_grad()
     def _go_to(self, step: _PastStep) -> None:
         self.number = step.number
-        self.peer.take_up(step.tally)
+        self.peer.restore_tally(step.step_tally)
         for parameter, gradient, weights in zip(self.parameters, step.gradients, step.weights, strict=True):
             parameter.grad = gradient
             parameter.copy_(weights)

@@ -27,24 +27,24 @@ from isles.pipeline.peers.inbox import HOME, LOOK, LOSS, STATE, as_bits, as_numb
 from isles.pipeline.swarm.swarm import Swarm
 from isles.pipeline.wire import StageForm
 
-_UNDER_WAY = 8  # letters of the origin, for each peer of stage 1
+_UNDER_WAY = 8  # messages of the origin, for each peer of stage 1
 
 
-class SwarmJudge:
+class SwarmEvaluator:
     """Of `swarm`, whose peers all ask together."""
 
     def __init__(self, swarm: Swarm) -> None:
         self.swarm, self.work = swarm, swarm.peer.work
-        self.post, self.agreement = swarm.agreement.post, swarm.agreement
+        self.inbox, self.agreement = swarm.agreement.inbox, swarm.agreement
 
-    def loss(self, batches: Callable[[], Iterable[Tensor]], mend: Callable[[], None] | None = None) -> float:
+    def loss(self, batches: Callable[[], Iterable[Tensor]], hint: Callable[[], None] | None = None) -> float:
         """Mean loss in nats over the rows of `batches` (b, T+1), which origins alone are asked for; the same at all
-        peers. NaN without rows. mend: see `Swarm.step`.
+        peers. NaN without rows. hint: see `Swarm.step`.
         """
         with self.work.judging():
             while True:
                 self.agreement.agree([])
-                self.swarm.place(mend)
+                self.swarm.apply_placement(hint)
                 self.work.stage.eval()  # which may be another one by now
                 origin = self.swarm.peers(0)[0]
                 if origin == self.swarm.me:
@@ -53,7 +53,7 @@ class SwarmJudge:
                     self._serve(origin)
                     own = (0.0, -1)
                 said = self.agreement.agree([as_bits(own[0]), own[1]])
-                self.swarm.place(mend)
+                self.swarm.apply_placement(hint)
                 if origin in said and said[origin][1] >= 0:
                     total, rows = as_number(said[origin][0]), said[origin][1]
                     return total / rows if rows else float("nan")
@@ -63,12 +63,12 @@ class SwarmJudge:
         parts = [part for batch in batches for part in batch.split(self.work.form.sequences)]
         losses: dict[int, float] = {}
         waiting, under_way, lost = deque(range(len(parts))), dict[int, int](), set[int]()
-        turns = cycle(self.swarm.peer.stages[1])
+        epochs = cycle(self.swarm.peer.stages[1])
         while len(losses) < len(parts):
-            for letter in self._letters():
-                if letter.header.kind == LOSS and letter.body.numel() == 8:
-                    losses[letter.header.number] = float(letter.body.view(torch.float64))
-                    under_way.pop(letter.header.number, None)
+            for message in self._messages():
+                if message.header.kind == LOSS and message.body.numel() == 8:
+                    losses[message.header.number] = float(message.body.view(torch.float64))
+                    under_way.pop(message.header.number, None)
             if self.agreement.lost != lost:  # any of them may have been on its way
                 lost = set(self.agreement.lost)
                 waiting.extendleft(under_way)
@@ -77,7 +77,7 @@ class SwarmJudge:
                 return 0.0, -1
             if waiting and len(under_way) < _UNDER_WAY * len(self.swarm.peer.stages[1]):
                 number = waiting.popleft()
-                receiver = next(peer for peer in turns if peer not in lost)
+                receiver = next(peer for peer in epochs if peer not in lost)
                 form = replace(self.work.form, sequences=len(parts[number]))
                 self._send(receiver, number, self.swarm.me, form, self.work.run_alone(form, parts[number], None, "on"))
                 under_way[number] = receiver
@@ -85,36 +85,36 @@ class SwarmJudge:
                 self._wait()
         for position in self.agreement.members:
             if position != self.swarm.me:
-                self.post.mail.send(position, MessageHeader(HOME, 0, self.post.turn))
+                self.inbox.queue.send(position, MessageHeader(HOME, 0, self.inbox.epoch))
         return sum(losses[number] * len(part) for number, part in enumerate(parts)), sum(map(len, parts))
 
     def _serve(self, origin: int) -> None:
         while True:
-            letters = self._letters()
-            for letter in letters:
-                if letter.header.kind == HOME and letter.sender == origin:
+            messages = self._messages()
+            for message in messages:
+                if message.header.kind == HOME and message.sender == origin:
                     return
-                if letter.header.kind == LOOK:
-                    self._pass_on(letter)
+                if message.header.kind == LOOK:
+                    self._pass_on(message)
             lost = self.agreement.lost
             if self.agreement.is_due or origin in lost or any(set(peers) <= lost for peers in self.swarm.peer.stages):
                 return
-            if not letters:
+            if not messages:
                 self._wait()
 
-    def _pass_on(self, letter: QueuedMessage) -> None:
-        rows, ends = letter.header.extra, self.work.ends
+    def _pass_on(self, message: QueuedMessage) -> None:
+        rows, ends = message.header.extra, self.work.ends
         form = replace(self.work.form, sequences=min(max(rows, 1), self.work.form.sequences))
-        if form.sequences != rows or letter.body.numel() != form.nbytes(Task("F", 0, 1)):
-            rank = self.post.mail.group.ranks[letter.sender]
-            self.post.mail.refuse(letter.sender, Malformed(rank, "a batch of another length"))
+        if form.sequences != rows or message.body.numel() != form.nbytes(Task("F", 0, 1)):
+            rank = self.inbox.queue.group.ranks[message.sender]
+            self.inbox.queue.refuse(message.sender, Malformed(rank, "a batch of another length"))
             return
         try:
-            out = self.work.run_alone(form, None, letter.body, "loss" if ends else "on")
+            out = self.work.run_alone(form, None, message.body, "loss" if ends else "on")
         except Refused as error:
-            self.post.mail.refuse(letter.sender, error)
+            self.inbox.queue.refuse(message.sender, error)
             return
-        origin, number = letter.header.queue, letter.header.number
+        origin, number = message.header.queue, message.header.number
         if not ends:
             lost = self.agreement.lost
             following = [peer for peer in self.swarm.peer.stages[self.swarm.peer.stage + 1] if peer not in lost]
@@ -122,18 +122,18 @@ class SwarmJudge:
                 self._send(following[number % len(following)], number, origin, form, out)
         elif origin in self.agreement.members and origin != self.swarm.me:
             body = out.to(device="cpu", dtype=torch.float64).reshape(1).view(torch.uint8)
-            self.post.mail.send(origin, MessageHeader(LOSS, 0, self.post.turn, number), body)
+            self.inbox.queue.send(origin, MessageHeader(LOSS, 0, self.inbox.epoch, number), body)
 
     def _send(self, receiver: int, number: int, origin: int, form: StageForm, wire: Tensor) -> None:
-        note = MessageHeader(LOOK, 0, self.post.turn, number, queue=origin, extra=form.sequences)
-        self.post.mail.send(receiver, note, wire)
+        note = MessageHeader(LOOK, 0, self.inbox.epoch, number, queue=origin, extra=form.sequences)
+        self.inbox.queue.send(receiver, note, wire)
 
-    def _letters(self) -> Sequence[QueuedMessage]:
-        self.post.sort()
-        return self.post.of_turn()
+    def _messages(self) -> Sequence[QueuedMessage]:
+        self.inbox.sort()
+        return self.inbox.of_epoch()
 
     def _wait(self) -> None:
-        self.post.wait_for_news(self.agreement.patience, self.agreement.patience)
+        self.inbox.wait_for_news(self.agreement.patience, self.agreement.patience)
 
 
 def state_bytes(whole: nn.Module, piece: Piece) -> int:
@@ -142,15 +142,15 @@ def state_bytes(whole: nn.Module, piece: Piece) -> int:
 
 
 @torch.no_grad()
-def gathered(swarm: Swarm, whole: nn.Module, pieces: Sequence[Piece], mend: Callable[[], None] | None = None) -> bool:
+def gathered(swarm: Swarm, whole: nn.Module, pieces: Sequence[Piece], hint: Callable[[], None] | None = None) -> bool:
     """Fill `whole` with the weights of all stages, at the first peer of stage 0 that is left; whether this one is that.
     All peers ask together; `whole` may be on the meta device where it is not filled. Bytes sent: of a stage's state, by
-    the first peer of each other stage. mend: see `Swarm.step`.
+    the first peer of each other stage. hint: see `Swarm.step`.
     """
-    post, agreement = swarm.agreement.post, swarm.agreement
+    inbox, agreement = swarm.agreement.inbox, swarm.agreement
     while True:
         agreement.agree([])
-        swarm.place(mend)
+        swarm.apply_placement(hint)
         firsts = [swarm.peers(stage)[0] for stage in range(swarm.count)]
         holds = 1
         if swarm.me == firsts[0]:
@@ -158,36 +158,36 @@ def gathered(swarm: Swarm, whole: nn.Module, pieces: Sequence[Piece], mend: Call
         elif swarm.me in firsts:
             state = swarm.peer.work.stage.state_dict().values()
             body = torch.cat([as_bytes(tensor.detach().to("cpu").contiguous().view(-1)) for tensor in state])
-            post.mail.send(firsts[0], MessageHeader(STATE, 0, post.turn, swarm.peer.stage), body)
+            inbox.queue.send(firsts[0], MessageHeader(STATE, 0, inbox.epoch, swarm.peer.stage), body)
         said = agreement.agree([holds])
-        swarm.place(mend)
+        swarm.apply_placement(hint)
         if firsts[0] in said and said[firsts[0]][0]:
             return swarm.me == firsts[0]
 
 
 def _fill(swarm: Swarm, whole: nn.Module, pieces: Sequence[Piece], firsts: Sequence[int]) -> bool:
     """False where somebody was lost before its stage came."""
-    post, mail = swarm.agreement.post, swarm.agreement.post.mail
+    inbox, queue = swarm.agreement.inbox, swarm.agreement.inbox.queue
     state = whole.state_dict()
     for name, tensor in swarm.peer.work.stage.state_dict().items():
         state[name].copy_(tensor)
     missing = set(range(1, swarm.count))
     while missing:
-        post.sort()
-        for letter in post.of_turn():
-            stage = letter.header.number
-            if letter.header.kind != STATE or stage not in missing or letter.sender != firsts[stage]:
+        inbox.sort()
+        for message in inbox.of_epoch():
+            stage = message.header.number
+            if message.header.kind != STATE or stage not in missing or message.sender != firsts[stage]:
                 continue
             names = list(Stage(whole, pieces[stage]).state_dict())
-            if letter.body.numel() != sum(state[name].nbytes for name in names):
-                mail.refuse(letter.sender, Malformed(mail.group.ranks[letter.sender], "a stage of another length"))
+            if message.body.numel() != sum(state[name].nbytes for name in names):
+                queue.refuse(message.sender, Malformed(queue.group.ranks[message.sender], "a stage of another length"))
                 continue
-            _copy(letter.body, [state[name] for name in names])
+            _copy(message.body, [state[name] for name in names])
             missing.discard(stage)
         if any(firsts[stage] in swarm.agreement.lost for stage in missing):
             return False
         if missing:
-            post.wait_for_news(swarm.agreement.patience, swarm.agreement.patience, firsts[min(missing)])
+            inbox.wait_for_news(swarm.agreement.patience, swarm.agreement.patience, firsts[min(missing)])
     return True
 
 

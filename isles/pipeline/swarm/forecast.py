@@ -22,7 +22,7 @@ from isles.pipeline.swarm.balancer import PeerBalancer
 @dataclass(frozen=True, kw_only=True)
 class SwarmLoad:
     """stages: by peer. forward, backward: seconds of a microbatch, by peer; at the last stage both passes are one after
-    the other. down, up: bytes of a microbatch's letters forward and backward, heads included. room: that an origin has
+    the other. down, up: bytes of a microbatch's messages forward and backward, heads included. room: that an origin has
     under way; None: all. words: bytes that a peer sends in each agreement of a step. sums: by peer, bytes of its
     gradients. topology: the lines.
     """
@@ -66,7 +66,7 @@ def forecast(
     return SwarmForecast(seconds=seconds + _settling(load), counted=tuple(counted), held=tuple(held))
 
 
-class _Letter(WireMessage):
+class _Message(WireMessage):
     """act: what its arrival leads to."""
 
     __slots__ = ("act",)
@@ -76,7 +76,7 @@ class _Letter(WireMessage):
         self.act = act
 
 
-class _Player(Wire[_Letter]):
+class _Player(Wire[_Message]):
     """A peer is idle or at one pass; gradients go first, then what an origin begins, then forward passes."""
 
     def __init__(self, load: SwarmLoad) -> None:
@@ -105,7 +105,7 @@ class _Player(Wire[_Letter]):
         self.origins = {peer: self._seconds(peer) for peer in self.peers[0]}
         return self.timeline.now - began
 
-    def arrived(self, message: _Letter) -> None:
+    def arrived(self, message: _Message) -> None:
         """What it leads to."""
         message.act()
 
@@ -147,14 +147,14 @@ class _Player(Wire[_Letter]):
     def _pass_on(self, peer: int, number: int) -> None:
         target = self.balancers[peer].choose()
         act = partial(self._arrive, self._forwards, target, number, peer)
-        self.carry(_Letter(peer, target, self.load.down, act))
+        self.carry(_Message(peer, target, self.load.down, act))
 
     def _counted(self, peer: int, number: int) -> None:
         self.seen[peer].append(number)
         sender = self._under[peer].pop(number)
         if sender is not None:
             act = partial(self._arrive, self._backwards, sender, number, peer)
-            self.carry(_Letter(peer, sender, self.load.up, act))
+            self.carry(_Message(peer, sender, self.load.up, act))
 
     def _arrive(self, queues: list[deque[tuple[int, int]]], peer: int, number: int, sender: int) -> None:
         queues[peer].append((number, sender))

@@ -1,7 +1,7 @@
-"""What a step still lacks, once everybody's books lie open: who runs which microbatch where, who takes which back.
+"""What a step still lacks, once everybody's ledger lie open: who runs which microbatch where, who takes which back.
 
 A book is the set of the microbatches that a peer has counted, that is, added to its gradients. The step is right when
-every microbatch is counted once at every stage. Pure functions of the books: the same everywhere. Loads no torch.
+every microbatch is counted once at every stage. Pure functions of the ledger: the same everywhere. Loads no torch.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class PartialRoute(NamedTuple):
         return chain[chain.index(peer) + 1] if peer in chain[:-1] else None
 
 
-class Fixes(NamedTuple):
+class RepairPlan(NamedTuple):
     """runs: in the order of microbatches. doubles: (microbatch, peer) that takes back what it has counted."""
 
     runs: tuple[PartialRoute, ...]
@@ -41,8 +41,10 @@ class Fixes(NamedTuple):
         return not (self.runs or self.doubles)
 
 
-def fixes(books: Mapping[int, Collection[int]], stages: Sequence[Sequence[int]], microbatches: int) -> Fixes:
-    """What is to be done about `microbatches` of a step. books: by peer, of all who are left. stages: the peers of each
+def plan_repairs(
+    ledger: Mapping[int, Collection[int]], stages: Sequence[Sequence[int]], microbatches: int
+) -> RepairPlan:
+    """What is to be done about `microbatches` of a step. ledger: by peer, of all who are left. stages: the peers of each
     stage that are left, sorted. Where several have counted one, the lowest keeps it. What is lacking is shared out
     evenly. LookupError, naming the stage, where one has no peer.
     """
@@ -53,7 +55,7 @@ def fixes(books: Mapping[int, Collection[int]], stages: Sequence[Sequence[int]],
     doubles: list[tuple[int, int]] = []
     given: Counter[int] = Counter()
     for microbatch in range(microbatches):
-        holders = [[peer for peer in peers if microbatch in books[peer]] for peers in stages]
+        holders = [[peer for peer in peers if microbatch in ledger[peer]] for peers in stages]
         doubles += [(microbatch, peer) for held in holders for peer in held[1:]]
         stage = 0
         while stage < len(stages):
@@ -69,16 +71,16 @@ def fixes(books: Mapping[int, Collection[int]], stages: Sequence[Sequence[int]],
             sink = holders[end][0] if end < len(stages) else None
             runs.append(PartialRoute(microbatch, stage, visits, feed, sink))
             stage = end
-    return Fixes(tuple(runs), tuple(doubles))
+    return RepairPlan(tuple(runs), tuple(doubles))
 
 
-def lacking(books: Mapping[int, Collection[int]], stages: Sequence[Sequence[int]], microbatches: int) -> list[int]:
-    """The microbatches that nobody who is left has counted at one stage or more. LookupError as `fixes`."""
+def lacking(ledger: Mapping[int, Collection[int]], stages: Sequence[Sequence[int]], microbatches: int) -> list[int]:
+    """The microbatches that nobody who is left has counted at one stage or more. LookupError as `plan_repairs`."""
     found = set()
     for stage, peers in enumerate(stages):
         if not peers:
             raise LookupError(f"stage {stage} has no peer left")
-        counted = {microbatch for peer in peers for microbatch in books[peer]}
+        counted = {microbatch for peer in peers for microbatch in ledger[peer]}
         found |= set(range(microbatches)) - counted
     return sorted(found)
 

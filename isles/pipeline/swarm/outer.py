@@ -39,13 +39,13 @@ class SwarmRoster:
 
     def serve(self, swarm: Swarm) -> None:
         """The peers are this swarm's from now on."""
-        self._swarm, self._post = swarm, swarm.agreement.post
+        self._swarm, self._inbox = swarm, swarm.agreement.inbox
 
     def group(self, round: int) -> Group:
         return self._among(self._swarm.peers(self._stage))
 
     def lost(self, member: int) -> bool:
-        return self._post.mail.group.ranks.index(member) in self._post.mail.lost
+        return self._inbox.queue.group.ranks.index(member) in self._inbox.queue.lost
 
     def has_lost(self, members: Sequence[int]) -> bool:
         return any(self.lost(member) for member in members)
@@ -53,16 +53,16 @@ class SwarmRoster:
     def report_failure(self, member: int, error: CommError) -> None:
         """Who is only late is met again, at the end of the step at the latest. Who sent what cannot be is not."""
         if isinstance(error, (Malformed, Refused, Diverged, Elsewhere)):
-            self._post.mail.refuse(self._post.mail.group.ranks.index(member), error)
+            self._inbox.queue.refuse(self._inbox.queue.group.ranks.index(member), error)
 
     def may_apply(self, round: int, members: Sequence[int], *, whole: bool) -> bool:
         return whole
 
     def start_round(self, round: int) -> tuple[Group, int] | None:
         """Among those whom all have agreed on, with whom this worker alone has lost: all exchange among the same ones.
-        An attempt is the turn that it belongs to.
+        An attempt is the epoch that it belongs to.
         """
-        return self.group(round), self._post.turn
+        return self.group(round), self._inbox.epoch
 
     def finish_round(
         self, round: int, attempt: int, digest: int | None, error: CommError | None = None
@@ -74,13 +74,13 @@ class SwarmRoster:
             raise error
         if error is not None and not isinstance(error, PeerLost):
             self.report_failure(getattr(error, "peer", -1), error)
-        said = self._swarm.agreement.agree([_FAILED if digest is None else _LANDS, digest or 0])
-        self._swarm.place()
-        if not all(word[0] == _LANDS for word in said.values()):
+        votes = self._swarm.agreement.agree([_FAILED if digest is None else _LANDS, digest or 0])
+        self._swarm.apply_placement()
+        if not all(vote[0] == _LANDS for vote in votes.values()):
             return "retry"
         for peer in self._swarm.peers(self._stage):
-            if said[peer][1] != digest:
-                rank = self._post.mail.group.ranks[peer]
+            if votes[peer][1] != digest:
+                rank = self._inbox.queue.group.ranks[peer]
                 raise Diverged(rank, round, "it has another answer of an exchange than this worker")
         return "land"
 
@@ -103,9 +103,9 @@ class SwarmRoster:
         return self._swarm.stages[self._swarm.me]
 
     def _among(self, positions: Sequence[int]) -> Group:
-        ranks = self._post.mail.group.ranks
+        ranks = self._inbox.queue.group.ranks
         members = tuple(ranks[position] for position in positions)
-        return Group(self._swarm.agreement.letters, members, "outer", self.founders.deadlines, self._ledger)
+        return Group(self._swarm.agreement.transport, members, "outer", self.founders.deadlines, self._ledger)
 
 
 class OwnSwarm(Swarm):

@@ -1,9 +1,9 @@
-"""One peer of a swarm: a loop over letters, and what all agree on between two steps.
+"""One peer of a swarm: a loop over messages, and what all agree on between two steps.
 
     origin      text -> forward -> some peer of stage 1, by its speed
     FORWARD     forward -> TAKEN to the sender -> some peer of the next stage
     BACKWARD    backward along the way that the microbatch came
-    HOME        an origin has all of its gradients; when all have, the books are opened
+    HOME        an origin has all of its gradients; when all have, the ledger are opened
 
 What leaves a stage is kept until its gradient has come, so another peer can do the rest where one is lost or late.
 """
@@ -20,18 +20,18 @@ from torch import Tensor
 from isles.comm.collectives.message_queue import MessageHeader, QueuedMessage
 from isles.comm.errors import Refused
 from isles.pipeline.peers.agreement import Agreement
-from isles.pipeline.peers.inbox import BACKWARD, FORWARD, HOME, TAKEN, Post
+from isles.pipeline.peers.inbox import BACKWARD, FORWARD, HOME, TAKEN, PeerInbox
 from isles.pipeline.swarm.balancer import PeerBalancer
-from isles.pipeline.swarm.ledger import Fixes, PartialRoute
-from isles.pipeline.swarm.stage_work import Booked, OpenWork, StageWork
+from isles.pipeline.swarm.ledger import PartialRoute, RepairPlan
+from isles.pipeline.swarm.stage_work import OpenWork, SavedPass, StageWork
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SwarmWays:
+class SwarmOptions:
     """How microbatches travel. room: that an origin has under way at most; None: as many as there are. forward,
     backward: seconds until another peer is asked, from sending a microbatch until it is told to be done, and from then
-    until its gradient is here. chooses_again: whether there are such deadlines. patience: seconds without any letter
-    after which DeadlinePassed ends the wait. keeps: whether the books are kept.
+    until its gradient is here. chooses_again: whether there are such deadlines. patience: seconds without any message
+    after which DeadlinePassed ends the wait. keeps: whether the ledger are kept.
     """
 
     room: int | None = None
@@ -44,38 +44,38 @@ class SwarmWays:
 
 @dataclass(slots=True)
 class SwarmCounts:
-    """Of a run so far. sent_again: microbatches, to another peer; repaired: run by the books; taken_back: doubles;
+    """Of a run so far. sent_again: microbatches, to another peer; repaired: run by the ledger; taken_back: doubles;
     begun_again: steps; counted: microbatches added to gradients. seconds: computed for those of this step.
     """
 
     sent_again: int = 0
     repaired: int = 0
     taken_back: int = 0
-    begun_again: int = 0
+    restarted: int = 0
     counted: int = 0
     seconds: float = 0.0
 
 
-class Tally(NamedTuple):
-    """What a peer has counted of a step: the microbatches added to its gradients, doubles twice; the books of them,
+class StepTally(NamedTuple):
+    """What a peer has counted of a step: the microbatches added to its gradients, doubles twice; the ledger of them,
     where they are kept; the losses that it knows.
     """
 
     counted: list[int]
-    books: dict[int, Booked]
+    ledger: dict[int, SavedPass]
     losses: dict[int, Tensor]
 
 
 class SwarmPeer:
     """This worker's share of the microbatches. stages: the positions of each stage's peers, kept by whoever settles."""
 
-    def __init__(self, work: StageWork, post: Post, agreement: Agreement, ways: SwarmWays, seed: int) -> None:
-        self.work, self.post, self.agreement, self.ways = work, post, agreement, ways
-        self.me = post.mail.group.rank
-        self.now = post.mail.group.transport.now
+    def __init__(self, work: StageWork, inbox: PeerInbox, agreement: Agreement, ways: SwarmOptions, seed: int) -> None:
+        self.work, self.inbox, self.agreement, self.ways = work, inbox, agreement, ways
+        self.me = inbox.queue.group.rank
+        self.now = inbox.queue.group.transport.now
         self.stages: list[tuple[int, ...]] = []
         self.stage = 0
-        self.take_up(Tally([], {}, {}))
+        self.restore_tally(StepTally([], {}, {}))
         self.counts = SwarmCounts()
         self._seed = seed
         self._balancer = PeerBalancer(seed)
@@ -92,7 +92,7 @@ class SwarmPeer:
         """Microbatches that wait here."""
         return len(self._forwards) + len(self._backwards)
 
-    def place(self, stages: Sequence[Sequence[int]], stage: int) -> None:
+    def set_stages(self, stages: Sequence[Sequence[int]], stage: int) -> None:
         """The peers are these from now on, and this one serves `stage`."""
         if stage != self.stage:
             self._balancer = PeerBalancer(self._seed)
@@ -105,16 +105,16 @@ class SwarmPeer:
 
     def forget(self) -> None:
         """Nothing is counted any more."""
-        self.take_up(Tally([], {}, {}))
+        self.restore_tally(StepTally([], {}, {}))
 
     @property
-    def tally(self) -> Tally:
+    def step_tally(self) -> StepTally:
         """What is counted."""
-        return Tally(self.counted, self.books, self.losses)
+        return StepTally(self.counted, self.ledger, self.losses)
 
-    def take_up(self, tally: Tally) -> None:
+    def restore_tally(self, step_tally: StepTally) -> None:
         """Go on from what was counted then."""
-        self.counted, self.books, self.losses = tally
+        self.counted, self.ledger, self.losses = step_tally
 
     def state_dict(self) -> dict[str, Any]:
         """JSON-able, between two steps."""
@@ -157,20 +157,20 @@ class SwarmPeer:
                 self._wait()
         return not self.agreement.lost
 
-    def repair(self, fixes: Fixes) -> None:
-        """Do this peer's share of `fixes`. Comes back early where somebody is lost, here or to another one."""
+    def repair(self, plan_repairs: RepairPlan) -> None:
+        """Do this peer's share of `plan_repairs`. Comes back early where somebody is lost, here or to another one."""
         self._clear()
-        for microbatch, peer in fixes.doubles:
+        for microbatch, peer in plan_repairs.doubles:
             if peer == self.me:
-                self.work.take_back(microbatch, self.books.pop(microbatch))
+                self.work.take_back(microbatch, self.ledger.pop(microbatch))
                 self.counted.remove(microbatch)
                 self.counts.taken_back += 1
-        self._routes = {route.microbatch * len(self.stages) + route.first: route for route in fixes.runs}
-        own = [route for route in fixes.runs if self.me in route.visits]
-        answers = {route.microbatch for route in fixes.runs if route.sink == self.me}
-        for route in fixes.runs:
+        self._routes = {route.microbatch * len(self.stages) + route.first: route for route in plan_repairs.runs}
+        own = [route for route in plan_repairs.runs if self.me in route.visits]
+        answers = {route.microbatch for route in plan_repairs.runs if route.sink == self.me}
+        for route in plan_repairs.runs:
             if route.feed == self.me:
-                sent = self.books[route.microbatch].sent
+                sent = self.ledger[route.microbatch].sent
                 self._send(route.visits[0], FORWARD, route.microbatch, sent)
         starts = deque(route.microbatch for route in own if route.first == 0 and self.stage == 0)
         self.counts.repaired += len(own)
@@ -179,30 +179,30 @@ class SwarmPeer:
             if self._backwards:
                 self._backward(self._backwards.popleft())
             elif self._forwards:
-                letter = self._forwards.popleft()
-                answers.discard(letter.header.number)
-                self._forward(letter)
+                message = self._forwards.popleft()
+                answers.discard(message.header.number)
+                self._forward(message)
             elif starts and (self.ways.room is None or len(self._under) < self.ways.room):
                 self._originate(starts.popleft())
-            elif not answers and all(route.microbatch in self.books for route in own):
+            elif not answers and all(route.microbatch in self.ledger for route in own):
                 break
             else:
                 self._wait()
         self._routes = {}
 
-    # One letter
+    # One message
 
     def _take(self) -> None:
-        self.post.sort()
-        for letter in self.post.of_turn():
-            kind, sender, number = letter.header.kind, letter.sender, letter.header.number
+        self.inbox.sort()
+        for message in self.inbox.of_epoch():
+            kind, sender, number = message.header.kind, message.sender, message.header.number
             if kind == FORWARD and self.stage and sender in self.stages[self.stage - 1]:
-                self._forwards.append(letter)
+                self._forwards.append(message)
             elif kind == BACKWARD:
                 under = self._under.get(number)
                 if under is not None and sender in under.asked:
                     under.receiver = None  # nobody is waited for any more
-                    self._backwards.append(letter)
+                    self._backwards.append(message)
             elif kind == TAKEN:
                 under = self._under.get(number)
                 if under is not None and under.receiver == sender and not under.taken:
@@ -214,55 +214,57 @@ class SwarmPeer:
         self._under[microbatch] = self.work.forward(microbatch, None, None)
         self._send_on(microbatch)
 
-    def _forward(self, letter: QueuedMessage) -> None:
-        number, sender = letter.header.number, letter.sender
-        if number in self.books:  # it was counted here, on another way
-            self._answer(sender, number, self.books[number], 0.0)
+    def _forward(self, message: QueuedMessage) -> None:
+        number, sender = message.header.number, message.sender
+        if number in self.ledger:  # it was counted here, on another way
+            self._answer(sender, number, self.ledger[number], 0.0)
             return
         if number in self._under:  # it came on another way as well: answer there
             self._under[number].sender = sender
             return
         try:
-            self._under[number] = self.work.forward(number, letter.body, sender)
+            self._under[number] = self.work.forward(number, message.body, sender)
         except Refused as error:
-            self.post.mail.refuse(sender, error)
+            self.inbox.queue.refuse(sender, error)
             return
         if self.work.ends:
             self._count(number, None, None)
             return
-        self.post.mail.send(sender, self._note(TAKEN, number))
+        self.inbox.queue.send(sender, self._note(TAKEN, number))
         self._send_on(number)
 
-    def _backward(self, letter: QueuedMessage) -> None:
-        number, sender = letter.header.number, letter.sender
+    def _backward(self, message: QueuedMessage) -> None:
+        number, sender = message.header.number, message.sender
         if number not in self._under:
             return  # the late answer of another way
-        self._balancer.answered(sender, letter.header.nanoseconds / 1e9, 1, wire=letter.wire, queue=letter.header.queue)
-        self._count(number, letter.body, sender)
+        self._balancer.answered(
+            sender, message.header.nanoseconds / 1e9, 1, wire=message.wire, queue=message.header.queue
+        )
+        self._count(number, message.body, sender)
 
     def _count(self, number: int, gradient: Tensor | None, source: int | None) -> None:
         under = self._under[number]
         try:
-            booked = self.work.backward(under, gradient, source)
+            saved_pass = self.work.backward(under, gradient, source)
         except Refused as error:
             assert source is not None
-            self.post.mail.refuse(source, error)
+            self.inbox.queue.refuse(source, error)
             under.receiver = source  # which is lost now: somebody else is asked
             return
         self._queued.append(self.queue)
         del self._under[number]
         self._pending.discard(number)
         self.counted.append(number)
-        self.losses[number] = booked.loss
+        self.losses[number] = saved_pass.loss
         self.counts.counted += 1
         self.counts.seconds += under.seconds
         if self.ways.keeps:
-            self.books[number] = booked
+            self.ledger[number] = saved_pass
         if under.sender is not None:
-            self._answer(under.sender, number, booked, under.seconds)
+            self._answer(under.sender, number, saved_pass, under.seconds)
 
-    def _answer(self, receiver: int, number: int, booked: Booked, seconds: float) -> None:
-        self.post.mail.send(receiver, self._note(BACKWARD, number, seconds), booked.back)
+    def _answer(self, receiver: int, number: int, saved_pass: SavedPass, seconds: float) -> None:
+        self.inbox.queue.send(receiver, self._note(BACKWARD, number, seconds), saved_pass.back)
 
     def _send_on(self, number: int) -> None:
         under = self._under[number]
@@ -286,10 +288,10 @@ class SwarmPeer:
         )
 
     def _send(self, receiver: int, kind: int, number: int, body: Tensor | None) -> None:
-        self.post.mail.send(receiver, self._note(kind, number), body)
+        self.inbox.queue.send(receiver, self._note(kind, number), body)
 
     def _note(self, kind: int, number: int, seconds: float = 0.0) -> MessageHeader:
-        return MessageHeader(kind, 0, self.post.turn, number, nanoseconds=round(seconds * 1e9), queue=self.queue)
+        return MessageHeader(kind, 0, self.inbox.epoch, number, nanoseconds=round(seconds * 1e9), queue=self.queue)
 
     def _go_home(self) -> None:
         self._home.add(self.me)
@@ -337,9 +339,9 @@ class SwarmPeer:
     def _wait(self) -> None:
         """For news, or until somebody is late. DeadlinePassed where nothing comes at all."""
         if self.agreement.is_due:
-            return  # by a letter that was sorted since that was asked last: it would wake nobody any more
+            return  # by a message that was sorted since that was asked last: it would wake nobody any more
         seconds = self.ways.patience
         if self.ways.chooses_again and not self._routes:
             limits = [self._until(under) for under in self._under.values() if under.receiver is not None]
             seconds = min([seconds, *(max(until - self.now(), 0.0) for until in limits)])
-        self.post.wait_for_news(seconds, self.ways.patience)
+        self.inbox.wait_for_news(seconds, self.ways.patience)

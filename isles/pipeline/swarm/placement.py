@@ -21,7 +21,7 @@ NOWHERE = -1
 """The stage of who is not there: not yet, or not any more."""
 
 
-class PeerWord(NamedTuple):
+class PeerStats(NamedTuple):
     """What a peer says of itself in the verdict on a step. square: of its gradient, as the bits of a double, as clock.
     counted: microbatches. nanoseconds: that it computed for one, 0 where it had none. queued: its mean queue, in
     thousandths.
@@ -53,7 +53,7 @@ class StageChange:
     after: int
 
 
-class Arrangement:
+class Placement:
     """stages: by position, which stage it serves, or `NOWHERE`. costs: what a sample costs at each stage, in any unit.
     balance: None where nobody moves.
     """
@@ -65,9 +65,9 @@ class Arrangement:
         self.seconds: dict[int, float] = {}
         """By peer, what it was last measured to compute for a microbatch at its stage."""
 
-    def measured(self, told: Mapping[int, PeerWord]) -> None:
+    def measured(self, stats: Mapping[int, PeerStats]) -> None:
         """Remember what peers have said of themselves."""
-        self.seconds |= {peer: each.seconds for peer, each in told.items() if each.seconds}
+        self.seconds |= {peer: each.seconds for peer, each in stats.items() if each.seconds}
 
     def cost(self, peer: int) -> float:
         """Seconds that `peer` is taken to need for a microbatch at its stage: as measured, or as its stage's others,
@@ -83,10 +83,10 @@ class Arrangement:
         return median(any_unit) * self.costs[here] if any_unit else self.costs[here]
 
     def change(
-        self, now: float, members: Collection[int], told: Mapping[int, PeerWord], asking: Sequence[int]
+        self, now: float, members: Collection[int], stats: Mapping[int, PeerStats], asking: Sequence[int]
     ) -> list[StageChange]:
         """Of the next step. now: seconds that all agree on; asking: who wants to come."""
-        loads = self._loads(members, {peer: each.queue for peer, each in told.items()})
+        loads = self._loads(members, {peer: each.queue for peer, each in stats.items()})
         changes = [self._come(peer, loads, self.wishes.get(peer, NOWHERE)) for peer in asking]
         if self.balance is not None and not changes:
             move = self.balance.move(now, loads)
@@ -111,8 +111,8 @@ class Arrangement:
         return changes
 
     def _loads(self, members: Collection[int], queues: Mapping[int, float]) -> dict[int, PeerLoad]:
-        for gone in set(self.seconds) - set(members):
-            del self.seconds[gone]
+        for lost_peer in set(self.seconds) - set(members):
+            del self.seconds[lost_peer]
         return {
             peer: PeerLoad(self.stages[peer], queues.get(peer, 0.0), 1.0 / self.cost(peer)) for peer in sorted(members)
         }
@@ -156,8 +156,8 @@ class Arrangement:
 
 def origins(todo: Sequence[int], seconds: Mapping[int, float]) -> dict[int, list[int]]:
     """Who begins which of the microbatches `todo`, so that origins of such seconds a microbatch end together."""
-    given: dict[int, list[int]] = {peer: [] for peer in sorted(seconds)}
+    assigned: dict[int, list[int]] = {peer: [] for peer in sorted(seconds)}
     for microbatch in todo:
-        peer = min(given, key=lambda peer: ((len(given[peer]) + 1) * seconds[peer], peer))
-        given[peer].append(microbatch)
-    return given
+        peer = min(assigned, key=lambda peer: ((len(assigned[peer]) + 1) * seconds[peer], peer))
+        assigned[peer].append(microbatch)
+    return assigned

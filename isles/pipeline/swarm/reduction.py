@@ -1,7 +1,7 @@
-"""The sum of a stage's gradients over its peers, by letters: a loss fails it, and nothing else happens.
+"""The sum of a stage's gradients over its peers, by messages: a loss fails it, and nothing else happens.
 
 Each peer adds up one share of the vector, in the order of positions, and tells the others: all hold the same bits. A
-sum goes on wherever this peer looks at its letters, behind whatever it does.
+sum goes on wherever this peer looks at its messages, behind whatever it does.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from isles.pipeline.peers.inbox import MEAN, SHARD
 
 
 class StageSum:
-    """The sums of one peer, one at a time; all peers of a stage begin one in the same turn, which is its name. Refused
-    shares end their sender's mail.
+    """The sums of one peer, one at a time; all peers of a stage begin one in the same epoch, which is its name. Refused
+    shares end their sender's queue.
     """
 
     def __init__(self, agreement: Agreement) -> None:
-        self._agreement, self._post = agreement, agreement.post
+        self._agreement, self._inbox = agreement, agreement.inbox
         self._me = agreement.me
-        self._turn = -1
+        self._epoch = -1
         self._early: list[QueuedMessage] = []
-        self._post.answers[SHARD] = self._post.answers[MEAN] = self._take
+        self._inbox.answers[SHARD] = self._inbox.answers[MEAN] = self._take
 
     def begin(self, peers: Sequence[int], own: Tensor) -> None:
         """The sum of `own` (n,) over positions `peers`, this one among them. Bytes sent: 2 (p - 1) / p times own's."""
-        self._peers, self._turn, count = list(peers), self._post.turn, len(peers)
+        self._peers, self._epoch, count = list(peers), self._inbox.epoch, len(peers)
         self._bounds = [own.numel() * at // count for at in range(count + 1)]
         self._place = self._peers.index(self._me)
         self._parts: dict[int, Tensor] = {}
@@ -43,11 +43,11 @@ class StageSum:
             if peer == self._me:
                 self._parts[peer] = share
             else:
-                self._post.mail.send(peer, MessageHeader(SHARD, 0, self._turn), share.view(torch.uint8))
+                self._inbox.queue.send(peer, MessageHeader(SHARD, 0, self._epoch), share.view(torch.uint8))
         self._add_up()
         early, self._early = self._early, []
-        for letter in early:
-            self._take(letter)
+        for message in early:
+            self._take(message)
 
     def result(self) -> Tensor | None:
         """The sum begun last; None where it is not complete and one of the peers is lost, here or to another one: what
@@ -55,36 +55,36 @@ class StageSum:
         """
         agreement, peers = self._agreement, set(self._peers)
         while True:
-            self._post.sort()
+            self._inbox.sort()
             missing = peers - self._done - {self._me} | peers - self._parts.keys()
             if not missing:
                 return self._total
-            if self._post.mail.lost.keys() & peers or agreement.is_due:
+            if self._inbox.queue.lost.keys() & peers or agreement.is_due:
                 return None
-            self._post.wait_for_news(agreement.patience, agreement.patience, min(missing))
+            self._inbox.wait_for_news(agreement.patience, agreement.patience, min(missing))
 
-    def _take(self, letter: QueuedMessage) -> None:
+    def _take(self, message: QueuedMessage) -> None:
         """Of a sum that this peer begins later it is kept; of one that failed it is too late."""
-        if letter.header.attempt > self._turn:
-            self._early.append(letter)
-        elif letter.header.attempt == self._turn:
-            self._read(letter)
+        if message.header.attempt > self._epoch:
+            self._early.append(message)
+        elif message.header.attempt == self._epoch:
+            self._read(message)
 
-    def _read(self, letter: QueuedMessage) -> None:
+    def _read(self, message: QueuedMessage) -> None:
         """A share that is to be added up here, or one that was elsewhere."""
-        sender, is_sum = letter.sender, letter.header.kind == MEAN
+        sender, is_sum = message.sender, message.header.kind == MEAN
         if sender not in self._peers:
             return
         at = self._peers.index(sender) if is_sum else self._place
         begin, end = self._bounds[at], self._bounds[at + 1]
-        if letter.body.numel() != (end - begin) * self._total.dtype.itemsize:
-            rank = self._post.mail.group.ranks[sender]
-            self._post.mail.refuse(sender, Malformed(rank, f"a share of {letter.body.numel()} bytes"))
+        if message.body.numel() != (end - begin) * self._total.dtype.itemsize:
+            rank = self._inbox.queue.group.ranks[sender]
+            self._inbox.queue.refuse(sender, Malformed(rank, f"a share of {message.body.numel()} bytes"))
             return
-        share = letter.body.view(self._total.dtype)
+        share = message.body.view(self._total.dtype)
         if self._is_finite and not share.isfinite().all():
-            rank = self._post.mail.group.ranks[sender]
-            self._post.mail.refuse(sender, Refused(rank, "a share that is not finite"))
+            rank = self._inbox.queue.group.ranks[sender]
+            self._inbox.queue.refuse(sender, Refused(rank, "a share that is not finite"))
             return
         if is_sum:
             self._total[begin:end] = share
@@ -103,4 +103,4 @@ class StageSum:
         self._done.add(self._me)
         for peer in self._peers:
             if peer != self._me:
-                self._post.mail.send(peer, MessageHeader(MEAN, 0, self._turn), added.view(torch.uint8))
+                self._inbox.queue.send(peer, MessageHeader(MEAN, 0, self._epoch), added.view(torch.uint8))

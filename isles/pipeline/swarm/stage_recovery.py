@@ -26,7 +26,7 @@ from torch import Tensor
 
 from isles.comm.collectives.message_queue import MessageHeader, QueuedMessage
 from isles.comm.errors import DeadlinePassed
-from isles.pipeline.peers.inbox import GIFT, WANT, Post
+from isles.pipeline.peers.inbox import STATE_REQUEST, STATE_TRANSFER, PeerInbox
 from isles.pipeline.peers.join import welcome
 from isles.pipeline.recovery import sources
 from isles.pipeline.swarm.placement import NOWHERE, StageChange
@@ -35,16 +35,16 @@ from isles.pipeline.swarm.swarm import StageLost, Swarm
 AsBytes = Callable[[], bytes]
 
 
-class StateGifts:
+class StageStateServer:
     """Answers whoever asks for this peer's state, which is `state` of when it is sent. While it is closed, who asks
     waits: what an exchange moves is nobody's state until it has landed.
     """
 
-    def __init__(self, post: Post, state: AsBytes) -> None:
-        self._post, self._state = post, state
+    def __init__(self, inbox: PeerInbox, state: AsBytes) -> None:
+        self._inbox, self._state = inbox, state
         self._is_open = True
         self._asked: list[QueuedMessage] = []
-        post.answers[WANT] = self._answer
+        inbox.answers[STATE_REQUEST] = self._answer
 
     def close(self) -> None:
         """Keep who asks waiting."""
@@ -54,36 +54,36 @@ class StateGifts:
         """Answer them, and who asks from now on."""
         self._is_open = True
         asked, self._asked = self._asked, []
-        for letter in asked:
-            self._answer(letter)
+        for message in asked:
+            self._answer(message)
 
-    def _answer(self, letter: QueuedMessage) -> None:
+    def _answer(self, message: QueuedMessage) -> None:
         if not self._is_open:
-            self._asked.append(letter)
+            self._asked.append(message)
             return
         body = torch.frombuffer(bytearray(self._state()), dtype=torch.uint8)
-        self._post.mail.send(letter.sender, MessageHeader(GIFT, 0, letter.header.attempt), body)
+        self._inbox.queue.send(message.sender, MessageHeader(STATE_TRANSFER, 0, message.header.attempt), body)
 
 
-def take(post: Post, donors: Sequence[int], patience: float) -> Tensor | None:
+def take(inbox: PeerInbox, donors: Sequence[int], patience: float) -> Tensor | None:
     """The state of the first of `donors` that has sent it, uint8; None where all were lost before. DeadlinePassed where
     one is silent.
     """
-    lost, came = post.mail.lost, dict[int, Tensor]()
-    post.answers[GIFT] = lambda letter: came.update({letter.sender: letter.body})
+    lost, came = inbox.queue.lost, dict[int, Tensor]()
+    inbox.answers[STATE_TRANSFER] = lambda message: came.update({message.sender: message.body})
     try:
         for donor in donors:
             if donor not in lost:
-                post.mail.send(donor, MessageHeader(WANT, 0, post.turn))
-                post.wait_for(lambda donor=donor: donor in came or donor in lost, patience, donor)
+                inbox.queue.send(donor, MessageHeader(STATE_REQUEST, 0, inbox.epoch))
+                inbox.wait_for(lambda donor=donor: donor in came or donor in lost, patience, donor)
             if donor in came:
                 return came[donor]
         return None
     finally:
-        del post.answers[GIFT]
+        del inbox.answers[STATE_TRANSFER]
 
 
-def mend(swarm: Swarm, step: int, patience: float, *, comers: bool) -> list[StageChange]:
+def hint(swarm: Swarm, step: int, patience: float, *, comers: bool) -> list[StageChange]:
     """Have somebody serve every stage that has lost its peers, from now on; all who are left ask together. What has
     changed. step: under way. patience: seconds to wait. comers: whether somebody new may come now. StageLost where
     nobody can go there, or a neighbour is lost too.
@@ -95,7 +95,7 @@ def mend(swarm: Swarm, step: int, patience: float, *, comers: bool) -> list[Stag
     for stage in lost:
         refuse(stage, lost, swarm.count)
     asked = swarm.may_come(peer for word in said.values() for peer in word) if comers else []
-    changes = swarm.arrangement.rescue(swarm.agreement.members, asked, lost)
+    changes = swarm.placement.rescue(swarm.agreement.members, asked, lost)
     for stage in set(lost) - {change.after for change in changes}:
         raise StageLost(stage, "no other stage has one to spare")
     swarm.rearrange(changes)
@@ -120,7 +120,7 @@ def take_neighbours(swarm: Swarm, stage: int) -> list[Tensor]:
     found = []
     for source in sources("checkfree", stage, swarm.count):
         donors = [peer for peer in swarm.peers(source) if peer not in fresh]
-        state = take(swarm.agreement.post, donors, swarm.agreement.patience)
+        state = take(swarm.agreement.inbox, donors, swarm.agreement.patience)
         if state is None:
             raise StageLost(source)
         found.append(state)
@@ -129,11 +129,11 @@ def take_neighbours(swarm: Swarm, stage: int) -> list[Tensor]:
 
 def _await_comers(swarm: Swarm, patience: float) -> None:
     """Until one asks to come, or another peer waits no more."""
-    post = swarm.agreement.post
+    inbox = swarm.agreement.inbox
 
     def is_over() -> bool:
         absent = {peer for peer, stage in enumerate(swarm.stages) if stage == NOWHERE}
-        return bool(swarm.may_come(swarm.asking) or post.calls()) or absent <= post.mail.lost.keys()
+        return bool(swarm.may_come(swarm.asking) or inbox.calls()) or absent <= inbox.queue.lost.keys()
 
     with suppress(DeadlinePassed):
-        post.wait_for(is_over, patience)
+        inbox.wait_for(is_over, patience)

@@ -39,7 +39,7 @@ class OpenWork:
 
 
 @dataclass(frozen=True, slots=True)
-class Booked:
+class SavedPass:
     """What a peer keeps of a microbatch that it has counted, as bytes: what came, what left, the gradient of that, and
     the gradient of what came. wire and back are None at the first stage, sent and gradient at the last.
     """
@@ -85,21 +85,21 @@ class StageWork(StageCompute):
         self._charge(0.0 if self.shares is None else self.shares.forward)
         return OpenWork(passed, wire, sent, self.group.transport.now() - began, sender)
 
-    def backward(self, done: OpenWork, gradient: Tensor | None, sender: int | None) -> Booked:
+    def backward(self, done: OpenWork, gradient: Tensor | None, sender: int | None) -> SavedPass:
         """Add to the gradients of the stage. gradient: what came from position `sender`; None where the loss is."""
         began, shares = self.group.transport.now(), self.shares
         loss, back = self.run_backward(_BACKWARD, done.passed, gradient, sender)
         if shares is not None:
             self._charge(shares.both - shares.forward if gradient is None else shares.backward)
         done.seconds += self.group.transport.now() - began
-        return Booked(done.wire, done.sent, gradient, back, loss)
+        return SavedPass(done.wire, done.sent, gradient, back, loss)
 
-    def take_back(self, microbatch: int, booked: Booked) -> None:
+    def take_back(self, microbatch: int, saved_pass: SavedPass) -> None:
         """Take what `backward` added of it out of the gradients again, by doing it once more."""
         kept = [(parameter, parameter.grad) for parameter in self.stage.parameters()]
         for parameter, _ in kept:
             parameter.grad = None
-        self.backward(self.forward(microbatch, booked.wire, None), booked.gradient, None)
+        self.backward(self.forward(microbatch, saved_pass.wire, None), saved_pass.gradient, None)
         with torch.no_grad():
             for parameter, before in kept:
                 if before is not None and parameter.grad is not None:

@@ -1,7 +1,7 @@
 """A step of a swarm: microbatches find their way, then all settle what came of it, then it counts.
 
     run      microbatches travel (`isles.pipeline.swarm.peer`)
-    settle   all who are left agree on who that is and on what each has counted, and mend what is wrong
+    settle   all who are left agree on who that is and on what each has counted, and hint what is wrong
     sum      the gradients of a stage over its peers, in the order of positions
     verdict  all agree that all have the sum: only then does anybody take the step. Else settle again
 
@@ -9,8 +9,8 @@ Guarantee, by `consistency`, whoever is lost and whenever, as long as every stag
 
     exact     the gradient of every stage is that of the same microbatches, each counted once: what one process
               accumulates, up to the order of its sums. What a lost peer had counted is run again from its neighbours'
-              books, and what was counted twice is taken back: a loss costs about what was lost
-    strict    the same gradient without books: where somebody is lost the step begins again without it. Nobody is asked
+              ledger, and what was counted twice is taken back: a loss costs about what was lost
+    strict    the same gradient without ledger: where somebody is lost the step begins again without it. Nobody is asked
               twice, so a peer that hangs ends the run by name
     relaxed   as in SWARM (arXiv 2301.11913): what a stage lacks is run again, and counts again wherever it was counted
               before; a stage divides by its own count, which is at least the microbatches of the step
@@ -31,15 +31,15 @@ from isles.comm.errors import CommError
 from isles.pipeline.config import Consistency
 from isles.pipeline.peers.agreement import Agreement
 from isles.pipeline.peers.inbox import ASK, COMERS, as_bits, as_number
-from isles.pipeline.swarm.ledger import as_words, fixes, from_words, lacking
+from isles.pipeline.swarm.ledger import as_words, from_words, lacking, plan_repairs
 from isles.pipeline.swarm.peer import SwarmPeer
-from isles.pipeline.swarm.placement import NOWHERE, Arrangement, PeerWord, StageChange, origins
+from isles.pipeline.swarm.placement import NOWHERE, PeerStats, Placement, StageChange, origins
 from isles.pipeline.swarm.reduction import StageSum
 
 _NO_SQUARE = -1.0
 """Of a gradient of nothing."""
 NOBODY = -1
-Said = dict[int, tuple[int, ...]]
+Votes = dict[int, tuple[int, ...]]
 """What peers have said in an agreement, by position."""
 
 
@@ -64,7 +64,7 @@ class SwarmStep:
     norm: float
     stage_norm: float
     members: tuple[int, ...]
-    told: Mapping[int, PeerWord]
+    stats: Mapping[int, PeerStats]
 
 
 class Swarm:
@@ -79,13 +79,13 @@ class Swarm:
         peer: SwarmPeer,
         agreement: Agreement,
         parameters: Sequence[nn.Parameter],
-        arrangement: Arrangement,
+        placement: Placement,
         microbatches: int,
         *,
         consistency: Consistency = "exact",
     ) -> None:
         self.peer, self.agreement, self.parameters = peer, agreement, list(parameters)
-        self.arrangement, self.count = arrangement, len(arrangement.costs)
+        self.placement, self.count = placement, len(placement.costs)
         self.microbatches, self.consistency = microbatches, consistency
         self.changes: list[StageChange] = []
         """Of the last `arrange`."""
@@ -105,9 +105,9 @@ class Swarm:
         self._going: list[int] = []
         self._asking: dict[int, int] = {}  # by position, the stage that it wishes to serve
         self.sum = StageSum(agreement)
-        agreement.post.answers[ASK] = lambda letter: self._asking.update({letter.sender: letter.header.number - 1})
+        agreement.inbox.answers[ASK] = lambda message: self._asking.update({message.sender: message.header.number - 1})
         if self.stages[self.me] != NOWHERE:
-            self.place()
+            self.apply_placement()
 
     @property
     def me(self) -> int:
@@ -116,7 +116,7 @@ class Swarm:
     @property
     def stages(self) -> list[int]:
         """By position, which stage it serves."""
-        return self.arrangement.stages
+        return self.placement.stages
 
     def peers(self, stage: int) -> list[int]:
         """Positions of those of `stage` that are left."""
@@ -130,7 +130,7 @@ class Swarm:
         self.changes = [
             change for change in changes if change.before == NOWHERE or change.peer in self.agreement.members
         ]
-        self.arrangement.apply(self.changes)
+        self.placement.apply(self.changes)
         comers = [change.peer for change in self.changes if change.before == NOWHERE]
         self.agreement.let_in(comers)
         for comer in comers:
@@ -140,15 +140,15 @@ class Swarm:
     def state_dict(self) -> dict[str, Any]:
         """Between two steps, with nothing under way: what the next ways depend on, and who moves."""
         moves = [[change.peer, change.before, change.after] for change in self._next if change.before != NOWHERE]
-        told = {"arrangement": self.arrangement.state_dict(), "peer": self.peer.state_dict(), "moves": moves}
-        return told | {"late": self.late}
+        stats = {"placement": self.placement.state_dict(), "peer": self.peer.state_dict(), "moves": moves}
+        return stats | {"late": self.late}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from `state_dict`, with all peers."""
         self.late = state["late"]
-        self.arrangement.load_state_dict(state["arrangement"])
+        self.placement.load_state_dict(state["placement"])
         self._next = [StageChange(*move) for move in state["moves"]]
-        self.place()
+        self.apply_placement()
         self.peer.load_state_dict(state["peer"])
 
     @property
@@ -161,12 +161,12 @@ class Swarm:
         """These at once; who was to come, go or move before the next step asks again."""
         self._next, self._going = list(changes), []
         self.arrange()
-        self.place()
+        self.apply_placement()
 
     @property
     def asking(self) -> list[int]:
         """Who has asked this peer to come, and where to, in so many words of an agreement."""
-        here = sorted(self._asking.keys() - self.agreement.post.mail.lost.keys())[:COMERS]
+        here = sorted(self._asking.keys() - self.agreement.inbox.queue.lost.keys())[:COMERS]
         asking = [(self._asking[peer] + 1) * len(self.stages) + peer for peer in here]
         return asking + [NOBODY] * (COMERS - len(asking))
 
@@ -174,15 +174,15 @@ class Swarm:
         """Those of `asked` that are positions of somebody who was not here before: who is counted out keeps its
         stage. Where they wish to go the arrangement knows from now on.
         """
-        wishes = {word % len(self.stages): word // len(self.stages) - 1 for word in sorted(asked) if word != NOBODY}
-        self.arrangement.wishes = {peer: wish for peer, wish in wishes.items() if self.stages[peer] == NOWHERE}
-        return sorted(self.arrangement.wishes)
+        wishes = {vote % len(self.stages): vote // len(self.stages) - 1 for vote in sorted(asked) if vote != NOBODY}
+        self.placement.wishes = {peer: wish for peer, wish in wishes.items() if self.stages[peer] == NOWHERE}
+        return sorted(self.placement.wishes)
 
     def close(self) -> None:
         """Await what is under way between two steps: here nothing. All peers call it together."""
 
-    def step(self, mend: Callable[[], None] | None = None) -> SwarmStep:
-        """One step. mend: called where a stage has no peer any more, to put somebody there; then the step begins again.
+    def step(self, hint: Callable[[], None] | None = None) -> SwarmStep:
+        """One step. hint: called where a stage has no peer any more, to put somebody there; then the step begins again.
         StageLost where there is nothing that mends; PeerLost where the others do not count this one any more;
         DeadlinePassed where somebody is silent who is not known to be lost.
         """
@@ -192,10 +192,10 @@ class Swarm:
                 if done is not None:
                     return done
             except StageLost:
-                if mend is None:
+                if hint is None:
                     raise
-                mend()
-            self.peer.counts.begun_again += 1
+                hint()
+            self.peer.counts.restarted += 1
 
     def _try(self) -> SwarmStep | None:
         """None where the step is to begin again."""
@@ -211,75 +211,75 @@ class Swarm:
         for parameter in self.parameters:
             parameter.grad = None
         self.peer.forget()
-        self.place()
+        self.apply_placement()
 
-    def place(self, mend: Callable[[], None] | None = None) -> None:
-        """Take note of who is left. mend: as in `step`."""
+    def apply_placement(self, hint: Callable[[], None] | None = None) -> None:
+        """Take note of who is left. hint: as in `step`."""
         stages = [self.peers(stage) for stage in range(self.count)]
         if all(stages):
-            self.peer.place(stages, self.stages[self.me])
-        elif mend is None:
+            self.peer.set_stages(stages, self.stages[self.me])
+        elif hint is None:
             raise StageLost(stages.index([]))
         else:
-            mend()
+            hint()
 
     def _mine(self, todo: Sequence[int]) -> list[int]:
         """The microbatches that begin here, by the origins' speeds."""
         if self.stages[self.me]:
             return []
-        return origins(todo, {peer: self.arrangement.cost(peer) for peer in self.peers(0)})[self.me]
+        return origins(todo, {peer: self.placement.cost(peer) for peer in self.peers(0)})[self.me]
 
     # Settling
 
-    def _settled(self, whole: bool) -> Said | None:
+    def _settled(self, whole: bool) -> Votes | None:
         """What all who are left have counted, which is right. whole: whether nobody was lost before. None where that
         takes another run.
         """
-        return self._strict(whole) if self.consistency == "strict" else self._mended()
+        return self._strict(whole) if self.consistency == "strict" else self._repaired()
 
-    def _strict(self, whole: bool) -> Said | None:
+    def _strict(self, whole: bool) -> Votes | None:
         before = self.agreement.members
-        said = self.agreement.agree([*self._counted(), int(whole)])
-        self.place()
-        return said if self.agreement.members == before and all(word[2] for word in said.values()) else None
+        votes = self.agreement.agree([*self._counted(), int(whole)])
+        self.apply_placement()
+        return votes if self.agreement.members == before and all(vote[2] for vote in votes.values()) else None
 
-    def _mended(self) -> Said:
+    def _repaired(self) -> Votes:
         while True:
             book = as_words(set(self.peer.counted), self.microbatches)
-            said = self.agreement.agree([*self._counted(), *book])
-            self.place()
-            books = {position: from_words(word[2:], self.microbatches) for position, word in said.items()}
+            votes = self.agreement.agree([*self._counted(), *book])
+            self.apply_placement()
+            ledger = {position: from_words(vote[2:], self.microbatches) for position, vote in votes.items()}
             stages = self.peer.stages
             if self.consistency == "exact":
-                found = fixes(books, stages, self.microbatches)
+                found = plan_repairs(ledger, stages, self.microbatches)
                 if found.none:
-                    return said
+                    return votes
                 self.peer.repair(found)
-            elif todo := lacking(books, stages, self.microbatches):
+            elif todo := lacking(ledger, stages, self.microbatches):
                 self.peer.run(self._mine(todo))
             else:
-                return said
+                return votes
 
     def _counted(self) -> list[int]:
         """How many microbatches this peer has added to its gradients, and the sum of their losses."""
         return [len(self.peer.counted), as_bits(float(sum(loss.double() for loss in self.peer.losses_counted())))]
 
-    def _conclude(self, settled: Said) -> SwarmStep | None:
-        """The step's gradients, once all who are left have them. settled: what all said when the books were right."""
+    def _conclude(self, settled: Votes) -> SwarmStep | None:
+        """The step's gradients, once all who are left have them. settled: what all said when the ledger were right."""
         gradient = self._gradient(self._counted_here(settled))
-        said, asked = self._vote(gradient)
-        if not all(told.holds for told in said.values()) or self.lacks(settled):
+        votes, asked = self._vote(gradient)
+        if not all(stats.holds for stats in votes.values()) or self.lacks(settled):
             return None
         self._take_over(gradient)
-        return self._told(said, self._loss(settled), asked)
+        return self._conclude_step(votes, self._loss(settled), asked)
 
-    def _counted_here(self, settled: Said) -> int:
+    def _counted_here(self, settled: Votes) -> int:
         """Microbatches, by this stage's peers that were left then."""
-        return sum(word[0] for position, word in settled.items() if self.stages[position] == self.stages[self.me])
+        return sum(vote[0] for position, vote in settled.items() if self.stages[position] == self.stages[self.me])
 
-    def _loss(self, settled: Said) -> float:
-        last = [word for position, word in settled.items() if self.stages[position] == self.count - 1]
-        return sum(as_number(word[1]) for word in last) / sum(word[0] for word in last)
+    def _loss(self, settled: Votes) -> float:
+        last = [vote for position, vote in settled.items() if self.stages[position] == self.count - 1]
+        return sum(as_number(vote[1]) for vote in last) / sum(vote[0] for vote in last)
 
     def _gradient(self, counted: int) -> Tensor | None:
         """The mean gradient that this peer steps on (n,), of no entries where it is of nothing; None where somebody was
@@ -293,13 +293,13 @@ class Swarm:
             return total
         return total * (self.microbatches / counted)
 
-    def _vote(self, gradient: Tensor | None) -> tuple[dict[int, PeerWord], list[int]]:
+    def _vote(self, gradient: Tensor | None) -> tuple[dict[int, PeerStats], list[int]]:
         """What every peer says of itself when it has its gradient, or has none; and who asks to come."""
         own = len(self.peer.counted)
         square = float(gradient.double().square().sum()) if gradient is not None and gradient.numel() else _NO_SQUARE
         seconds = round(1e9 * self.peer.counts.seconds / own) if own else 0
         clock = as_bits(self.peer.now())
-        word = PeerWord(
+        vote = PeerStats(
             int(gradient is not None),
             as_bits(square),
             own,
@@ -308,38 +308,38 @@ class Swarm:
             clock,
             int(self.leaving),
         )
-        answers = self.agreement.agree([*word, *self.asking])
-        self.place()
-        asked = self.may_come(peer for told in answers.values() for peer in told[len(word) :])
-        return {position: PeerWord(*told[: len(word)]) for position, told in answers.items()}, asked
+        answers = self.agreement.agree([*vote, *self.asking])
+        self.apply_placement()
+        asked = self.may_come(peer for stats in answers.values() for peer in stats[len(vote) :])
+        return {position: PeerStats(*stats[: len(vote)]) for position, stats in answers.items()}, asked
 
-    def _told(self, said: Mapping[int, PeerWord], loss: float, asked: Sequence[int]) -> SwarmStep:
-        means = self._squares({position: as_number(word.square) for position, word in said.items()})
+    def _conclude_step(self, votes: Mapping[int, PeerStats], loss: float, asked: Sequence[int]) -> SwarmStep:
+        means = self._squares({position: as_number(vote.square) for position, vote in votes.items()})
         self.peer.counts.seconds = 0.0
-        self.arrangement.measured(said)
+        self.placement.measured(votes)
         members = self.agreement.members
-        clock = as_number(said[members[0]].clock)
-        self._next = self._changes(clock, {peer for peer in members if said[peer].leaves}, said, asked)
+        clock = as_number(votes[members[0]].clock)
+        self._next = self._changes(clock, {peer for peer in members if votes[peer].leaves}, votes, asked)
         own = means[self.stages[self.me]]
-        return SwarmStep(loss, sum(means) ** 0.5, own**0.5, members, said)
+        return SwarmStep(loss, sum(means) ** 0.5, own**0.5, members, votes)
 
-    def _squares(self, said: Mapping[int, float]) -> list[float]:
+    def _squares(self, votes: Mapping[int, float]) -> list[float]:
         """By stage, the mean square of its peers' gradients, 0 where none has any. said: by position."""
-        squares = [[said[position] for position in self.peers(stage)] for stage in range(self.count)]
+        squares = [[votes[position] for position in self.peers(stage)] for stage in range(self.count)]
         known = [[square for square in each if square != _NO_SQUARE] for each in squares]
         return [sum(each) / len(each) if each else 0.0 for each in known]
 
     def _changes(
-        self, clock: float, leavers: set[int], told: Mapping[int, PeerWord], asking: Sequence[int]
+        self, clock: float, leavers: set[int], stats: Mapping[int, PeerStats], asking: Sequence[int]
     ) -> list[StageChange]:
         """Before the next step. The last of a stage goes once somebody else has come there."""
         self._going = self._may_go(sorted(leavers))
         staying = [peer for peer in self.agreement.members if peer not in leavers]
-        changes = self.arrangement.change(clock, staying, told, asking) if staying else []
+        changes = self.placement.change(clock, staying, stats, asking) if staying else []
         last = {self.stages[peer] for peer in leavers.difference(self._going)}
         bare = sorted(last - {change.after for change in changes})
         moving = {change.peer for change in changes}
-        changes += self.arrangement.rescue([peer for peer in staying if peer not in moving], (), bare)
+        changes += self.placement.rescue([peer for peer in staying if peer not in moving], (), bare)
         self.bare = last - {change.after for change in changes}
         self.is_needed = self.me in leavers and self.stages[self.me] in self.bare
         return changes
@@ -354,12 +354,12 @@ class Swarm:
         return going
 
     @property
-    def is_gone(self) -> bool:
+    def has_departed(self) -> bool:
         """Whether this peer has left."""
         return self.me not in self.agreement.members
 
     def lacks(self, settled: Collection[int]) -> bool:
-        """Whether the step lacks what somebody has taken along who was there when the books were `settled`."""
+        """Whether the step lacks what somebody has taken along who was there when the ledger were `settled`."""
         return False  # it is in the sums
 
     def _own(self) -> Tensor:

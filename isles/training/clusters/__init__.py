@@ -3,8 +3,8 @@
 
 `node`         `ClusterWorker`: one worker, whose step is a stretch of updates (`isles.training.loop`)
 `opening`      how it begins, in a fixed world and where workers come and leave
-`serving`      what a worker holds as its place changes: a stage with its optimizer, and the text at the root
+`server`      what a worker holds as its place changes: a stage with its optimizer, and the text at the root
 `cuts`         where each cluster cuts the model; `describing`: what this machine offers to one
 
-Over a lighthouse: `peering`, after `peering` and `seated` in `isles.training.swarm`.
+Over a lighthouse: `peering`, after `peering` and `assigned` in `isles.training.swarm`.
 """

@@ -17,9 +17,9 @@ from isles.models import limits, sketch
 from isles.models.cuts import PieceCosts, decoder_costs
 from isles.models.stages import Stage, load_of
 from isles.network.clusters.cuts import ModelLoad
-from isles.pipeline.peers.inbox import Post
+from isles.pipeline.peers.inbox import PeerInbox
 from isles.pipeline.pipeline import Cut, cut_of
-from isles.pipeline.ravnest.agreement import cluster_post
+from isles.pipeline.ravnest.agreement import cluster_inbox
 from isles.pipeline.ravnest.averaging import SharedSegment, refinement
 from isles.training.config.inner import inner_kind, inner_notices
 from isles.training.config.sections import Config
@@ -76,10 +76,10 @@ def shared_segments(config: Config, cuts: list[Cut]) -> list[SharedSegment]:
     return refinement(held)
 
 
-def post_of(config: Config, world: Mesh, met: Sequence[int] | None = None) -> Post:
-    """The letters of a run in clusters; see `cluster_post`. A message holds the weights and their moments at most."""
+def inbox_of(config: Config, world: Mesh, met: Sequence[int] | None = None) -> PeerInbox:
+    """The messages of a run in clusters; see `cluster_inbox`. A message holds the weights and their moments at most."""
     weights = sum(parameter.nbytes for parameter in sketch(config.model).parameters())
-    return cluster_post(world.world, run_number(config), (1 + _MOMENTS) * weights + _SPARE, met)
+    return cluster_inbox(world.world, run_number(config), (1 + _MOMENTS) * weights + _SPARE, met)
 
 
 def run_number(config: Config) -> int:
@@ -108,8 +108,8 @@ def memory(device: torch.device) -> float:
         return float(torch.cuda.mem_get_info(device)[0])
     told = Path("/proc/meminfo")
     if told.exists():
-        words = dict(line.split(":") for line in told.read_text(encoding="ascii").splitlines())
-        return 1024.0 * int(words["MemAvailable"].split()[0])
+        fields = dict(line.split(":") for line in told.read_text(encoding="ascii").splitlines())
+        return 1024.0 * int(fields["MemAvailable"].split()[0])
     return float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
 
 

@@ -28,18 +28,18 @@ from isles.membership.messages import JoinSwarm, StartSwarm, SwarmBeat, SwarmSta
 from isles.membership.requests import measure_lighthouse_link
 from isles.models import choose_device
 from isles.network.clusters.nodes import NO_FIGURES, ClusterNode, encode_node
-from isles.training.clusters.cuts import cluster_cuts, forward_speed, memory, post_of, run_number
+from isles.training.clusters.cuts import cluster_cuts, forward_speed, inbox_of, memory, run_number
 from isles.training.clusters.node import ClusterWorker, enter, found, growth_of
 from isles.training.elastic.states import state_of
 from isles.training.records.shard import State, StateCopy, read_state
 from isles.training.step import Left, seed_draws
-from isles.training.swarm.connect import SeatedPeer
-from isles.training.swarm.trainer import KeptParts, OwnMember, SeatedWork
+from isles.training.swarm.connect import SwarmParticipant
+from isles.training.swarm.trainer import FetchPart, OwnMember, PeerWork
 
 _LOOK = 2.0  # seconds between questions to the lighthouse
 
 
-class SeatedNode(SeatedWork):
+class ElasticClusterNode(PeerWork):
     """What trains in one seat of a run in clusters.
 
     part: who begin together, or whom of clusters that are at work this node asks to be let in. told: what
@@ -50,24 +50,24 @@ class SeatedNode(SeatedWork):
 
     def __init__(
         self,
-        seat: OwnMember,
+        member: OwnMember,
         part: StartSwarm | JoinSwarm,
         *,
-        told: int,
+        descriptor: int,
         members_now: Callable[[], Collection[int] | None],
         await_saved: Callable[[int], object],
     ) -> None:
-        self._seat, self.config, self.epoch, self._told = seat, seat.config, part.epoch, told
-        self._seats = sorted(part.members) if isinstance(part, StartSwarm) else []
+        self._member, self.config, self.epoch, self._descriptor = member, member.config, part.epoch, descriptor
+        self._founders = sorted(part.members) if isinstance(part, StartSwarm) else []
         self._members = part.members if isinstance(part, JoinSwarm) else ()
-        self.world = seat.mesh({})
-        self.post = post_of(self.config, self.world, met=(*self._seats, *self._members))
+        self.world = member.mesh({})
+        self.inbox = inbox_of(self.config, self.world, met=(*self._founders, *self._members))
         self._worker: ClusterWorker | None = None
         self._leaving, self._has_left = False, False
         self._members_now, self._await_saved = members_now, await_saved
-        self._asked_at = self._stepped_at = seat.transport.now()
+        self._asked_at = self._stepped_at = member.transport.now()
         self._seen = 0  # steps, when they were last told of
-        self._kept: State | None = None
+        self._fetch_saved: State | None = None
 
     @property
     @override
@@ -85,10 +85,13 @@ class SeatedNode(SeatedWork):
             self._worker.leave()
 
     @override
-    def go_on_from(self, step: int, kept: KeptParts) -> None:
+    def go_on_from(self, step: int, kept: FetchPart) -> None:
         path, facts = kept(0)
         states = [read_state(one)[0] for one in (path, *(kept(part)[0] for part in range(1, facts["parts"])))]
-        self._kept = {**states[0], "parameters": {name: own for one in states for name, own in _held(one).items()}}
+        self._fetch_saved = {
+            **states[0],
+            "parameters": {name: own for one in states for name, own in _held(one).items()},
+        }
 
     @override
     def run(self, out: Path | None) -> dict[str, Any] | None:
@@ -96,18 +99,18 @@ class SeatedNode(SeatedWork):
         try:
             worker = self._worker = self._begun()
             worker.saves, worker.leaving, worker.goes = self._offer, self._leaving, self._goes
-            if self._kept is not None:
-                _restore(worker, self._kept)
+            if self._fetch_saved is not None:
+                _restore(worker, self._fetch_saved)
             return worker.run(out)
         except Left:
             self._has_left = self._leaving
             return None
 
     def _begun(self) -> ClusterWorker:
-        config, world, corpus = self.config, self.world, self._seat.corpus
-        if self._seats:
-            return found(config, world, corpus, self._seats, self.post, growth_of(config))
-        return enter(config, world, corpus, self._members, self._told, self.post, self._gives_up)
+        config, world, corpus = self.config, self.world, self._member.corpus
+        if self._founders:
+            return found(config, world, corpus, self._founders, self.inbox, growth_of(config))
+        return enter(config, world, corpus, self._members, self._descriptor, self.inbox, self._gives_up)
 
     def _gives_up(self) -> bool:
         """While it waits to be let in: also where nobody of those whom it has asked is at work any more."""
@@ -139,48 +142,54 @@ class SeatedNode(SeatedWork):
     @override
     def first(self) -> int:
         assert self._worker is not None
-        seats = self._worker.agreement.seats
-        return seats.clusters[seats.whole[0]][0]
+        assignment = self._worker.agreement.assignment
+        return assignment.clusters[assignment.whole[0]][0]
 
     @override
     def beat(self) -> SwarmBeat | None:
         worker = self._worker
-        if worker is None or worker.agreement.is_gone:
+        if worker is None or worker.agreement.has_departed:
             return None
-        seats, now = worker.agreement.seats, self.world.transport.now()
-        living, place = tuple(seats.living), seats.place(self.world.rank)
+        assignment, now = worker.agreement.assignment, self.world.transport.now()
+        living, coordinates = tuple(assignment.living), assignment.coordinates_of(self.world.rank)
         if self.world.rank not in living:
             return None
         if worker.steps > self._seen:
             self._seen, self._stepped_at = worker.steps, now
-        told = ()
-        if place is not None:
-            told = (*place, len(seats.clusters[place[0]]), int(place[0] not in seats.out))
+        descriptor = ()
+        if coordinates is not None:
+            descriptor = (
+                *coordinates,
+                len(assignment.clusters[coordinates[0]]),
+                int(coordinates[0] not in assignment.out),
+            )
         since = round(now - self._stepped_at, 1)
-        return SwarmBeat(self.epoch, worker.steps, living, (0,) * len(living), _seconds(worker), 0.0, 0, since, told)
+        return SwarmBeat(
+            self.epoch, worker.steps, living, (0,) * len(living), _seconds(worker), 0.0, 0, since, descriptor
+        )
 
     def _offer(self, out: Path, step: int, state: dict[str, Any]) -> None:
         worker = self._worker
         assert worker is not None
-        seats, serving = worker.agreement.seats, worker.serving
-        place = seats.place(self.world.rank)
-        if serving is None or place is None or not worker.trains or place[0] != seats.whole[0]:
+        assignment, server = worker.agreement.assignment, worker.server
+        coordinates = assignment.coordinates_of(self.world.rank)
+        if server is None or coordinates is None or not worker.trains or coordinates[0] != assignment.whole[0]:
             return
         held: dict[str, list[Tensor]] = {}
-        for name, parameter in serving.model.named_parameters():
-            moments = [v for v in serving.optimizer.state.get(parameter, {}).values() if v.shape == parameter.shape]
+        for name, parameter in server.model.named_parameters():
+            moments = [v for v in server.optimizer.state.get(parameter, {}).values() if v.shape == parameter.shape]
             held[name] = [parameter, *moments]
         copy = StateCopy({"step": step, "read": worker.reading.after(step), "parameters": held})
-        part, name = place[1], state_of(place[1], step)
-        facts = {"step": step, "parts": len(seats.clusters[place[0]])}
-        self._seat.publish(name, facts, copy.write)
+        part, name = coordinates[1], state_of(coordinates[1], step)
+        facts = {"step": step, "parts": len(assignment.clusters[coordinates[0]])}
+        self._member.publish(name, facts, copy.write)
         self.world.report({"offered": {"stage": part, **facts}})
 
 
 def _seconds(worker: ClusterWorker) -> float:
     """Seconds that a microbatch takes this node, in the stretch under way or the last one; 0 before the first."""
-    serving = worker.serving
-    played = [] if serving is None else [*serving.node.played]
+    server = worker.server
+    played = [] if server is None else [*server.node.played]
     spent = [span.end - span.start for span in played]
     return sum(spent) / len({span.task.microbatch for span in played}) if played else 0.0
 
@@ -194,14 +203,14 @@ def _held(state: State) -> dict[str, list[Tensor]]:
 
 
 @torch.no_grad()
-def _restore(worker: ClusterWorker, kept: State) -> None:
-    """Copy this worker's stage out of `kept`. ValueError where that is of another model."""
-    step, held = integer(kept, "step", 0, worker.config.run.steps), _held(kept)
-    worker.begin_after(step, integer(kept, "read", 0, 1 << 53))
-    if worker.serving is None:
+def _restore(worker: ClusterWorker, saved: State) -> None:
+    """Copy this worker's stage out of `saved`. ValueError where that is of another model."""
+    step, held = integer(saved, "step", 0, worker.config.run.steps), _held(saved)
+    worker.begin_after(step, integer(saved, "read", 0, 1 << 53))
+    if worker.server is None:
         return
-    for name, parameter in worker.serving.model.named_parameters():
-        state = worker.serving.optimizer.state.get(parameter, {})
+    for name, parameter in worker.server.model.named_parameters():
+        state = worker.server.optimizer.state.get(parameter, {})
         moments = [value for value in state.values() if value.shape == parameter.shape]
         for own, given in zip_longest([parameter, *moments], held.get(name, [])[: 1 + len(moments)]):
             if not isinstance(given, Tensor) or given.shape != own.shape:
@@ -215,11 +224,11 @@ def _restore(worker: ClusterWorker, kept: State) -> None:
 _AGAIN = 0.2  # seconds
 
 
-class SeatedClusterPeer(SeatedPeer):
+class ClusterParticipant(SwarmParticipant):
     """One node in one seat. node: what its machine has; None: as its user says, or measured."""
 
     def __init__(self, *of: Any, node: ClusterNode | None = None) -> None:
-        self._told, self._closed = node or of[1].here.node, threading.Event()
+        self._descriptor, self._closed = node or of[1].here.node, threading.Event()
         super().__init__(*of)
         stack: ExitStack = of[0]
         stack.callback(self._closed.set)
@@ -230,13 +239,13 @@ class SeatedClusterPeer(SeatedPeer):
         return run_number(self.config)
 
     @override
-    def made(self, part: StartSwarm | JoinSwarm) -> SeatedNode:
-        return SeatedNode(
+    def made(self, part: StartSwarm | JoinSwarm) -> ElasticClusterNode:
+        return ElasticClusterNode(
             self.member(),
             part,
-            told=encode_node(self._told or self._measured()) if isinstance(part, JoinSwarm) else NO_FIGURES,
+            descriptor=encode_node(self._descriptor or self._measured()) if isinstance(part, JoinSwarm) else NO_FIGURES,
             members_now=self._members_now,
-            await_saved=lambda step: self.line.await_saved(step, self.config.run.grace / 2),
+            await_saved=lambda step: self.client.await_saved(step, self.config.run.grace / 2),
         )
 
     @override
@@ -250,21 +259,21 @@ class SeatedClusterPeer(SeatedPeer):
         wait = self.config.run.grace
         while not self._closed.wait(wait):
             wait = _AGAIN
-            for seat in [*self._there]:
-                self._transport.give_up(seat, "this worker leaves, and could not wait for the next average")
+            for member in [*self._there]:
+                self._transport.give_up(member, "this worker leaves, and could not wait for the next average")
 
     def _members_now(self) -> set[int] | None:
-        now = self.line.ask(b"", key=STATUS)
+        now = self.client.ask(b"", key=STATUS)
         return {peer.member for peer in now.peers if peer.stage >= 0} if isinstance(now, SwarmStatus) else None
 
     def _measured(self) -> ClusterNode:
         """Its line is that to the lighthouse, which lies between any two."""
-        self.tell("measuring this machine's memory and speed, and its line")
-        line, rate, latency = measure_lighthouse_link(self._session), self.config.world.slowest_link, 0.0
-        if line is None:
-            self.tell(f"its line could not be measured: it counts as world.slowest_link, {rate / 1e6:g} Mbit/s")
+        self.notify("measuring this machine's memory and speed, and its line")
+        client, rate, latency = measure_lighthouse_link(self._session), self.config.world.slowest_link, 0.0
+        if client is None:
+            self.notify(f"its line could not be measured: it counts as world.slowest_link, {rate / 1e6:g} Mbit/s")
         else:
-            rate, latency = 8 * min(line.out, line.back), line.round_trip / 2
+            rate, latency = 8 * min(client.out, client.back), client.round_trip / 2
         device = choose_device(self.config.model, int(os.environ.get("LOCAL_RANK", 0)))
         return ClusterNode(
             name="here", memory=memory(device), speed=forward_speed(device), bandwidth=rate, latency=latency

@@ -37,11 +37,11 @@ from isles.models import sketch
 from isles.models.factory import take_device
 from isles.network.clusters.formation import ClusterGrowth
 from isles.network.routing.events import Span
-from isles.pipeline.peers.inbox import Post
+from isles.pipeline.peers.inbox import PeerInbox
 from isles.pipeline.ravnest.agreement import ClusterAgreement, ClusterWelcome, ask_in, let_in
-from isles.pipeline.ravnest.assignment import ClusterSeats
-from isles.training.clusters.cuts import cluster_cuts, first_blocks, model_load, opening_notices, post_of
-from isles.training.clusters.stage_server import NodeHolding, Serving, SharedReading
+from isles.pipeline.ravnest.assignment import ClusterAssignment
+from isles.training.clusters.cuts import cluster_cuts, first_blocks, inbox_of, model_load, opening_notices
+from isles.training.clusters.stage_server import ClusterState, SharedReading, StageServer
 from isles.training.config.reading import run_name
 from isles.training.config.sections import Config
 from isles.training.loop import TrainingLoop
@@ -55,7 +55,7 @@ LONGEST = 200
 
 class ClusterWorker(TrainingLoop):
     """One worker, whose `step` is a stretch of updates. corpus: that of `config.data`, where it was loaded already.
-    seats: who serves what. post: letters between all, those who may come included; None: made
+    seats: who serves what. post: messages between all, those who may come included; None: made
     here. growth: how new clusters are made; None: nobody comes or leaves.
     """
 
@@ -64,9 +64,9 @@ class ClusterWorker(TrainingLoop):
         config: Config,
         world: Mesh,
         corpus: Corpus | None,
-        seats: ClusterSeats,
+        assignment: ClusterAssignment,
         *,
-        post: Post | None = None,
+        inbox: PeerInbox | None = None,
         growth: ClusterGrowth | None = None,
     ) -> None:
         device = take_device(config.model, world.local_rank)
@@ -74,7 +74,7 @@ class ClusterWorker(TrainingLoop):
         self.losses_a_step = config.pipeline.microbatches
         world.world.ledger.trust.ratio = config.world.trust_ratio
         cuts = cluster_cuts(config)
-        self.agreement = ClusterAgreement(post or post_of(config, world), world.world, seats, growth)
+        self.agreement = ClusterAgreement(inbox or inbox_of(config, world), world.world, assignment, growth)
         for notice in opening_notices(config, cuts) if not world.rank else ():
             world.report({"notice": notice})
         take_cores(config, device)
@@ -88,16 +88,16 @@ class ClusterWorker(TrainingLoop):
         self.steps = self.averaged = 0
         """Updates; those at the last average."""
         batch = config.data.batch_size_per_worker(config.replicas_in_all)
-        self.reading = SharedReading(len(seats.clusters), batch)
+        self.reading = SharedReading(len(assignment.clusters), batch)
         self.stale, self._has_come = 0.0, False
         self._end_at = self._taken = 0
         """Losses of the stretch under way that are among `losses`, or were told."""
-        self._holding = NodeHolding(config, world, corpus, self.agreement, cuts, self._update)
-        self.average = self._holding.average
+        self._cluster_state = ClusterState(config, world, corpus, self.agreement, cuts, self._update)
+        self.average = self._cluster_state.average
 
     def meet(self, present: Sequence[int]) -> None:
         """All who begin together ask for what concerns all of them."""
-        text = None if self.serving is None else self.serving.text
+        text = None if self.server is None else self.server.text
         own = [0, 0] if text is None else [int(text.judges), text.sequences]
         said = torch.stack(self.world.world.among(present).all_gather(numbers(*own), channel="control"))
         judges, sequences = said.amax(0).tolist()
@@ -123,19 +123,19 @@ class ClusterWorker(TrainingLoop):
         self.leaving = True
 
     @property
-    def is_gone(self) -> bool:
+    def has_departed(self) -> bool:
         """Whether it has left."""
-        return self.agreement.is_gone
+        return self.agreement.has_departed
 
     @property
-    def serving(self) -> Serving | None:
+    def server(self) -> StageServer | None:
         """What this worker holds; None: it stands by."""
-        return self._holding.serving
+        return self._cluster_state.server
 
     @property
     def trains(self) -> bool:
         """Whether it takes part in what its cluster does now."""
-        return self._holding.trains
+        return self._cluster_state.trains
 
     @override
     def steps_done(self) -> int:
@@ -143,24 +143,24 @@ class ClusterWorker(TrainingLoop):
 
     @override
     def played(self) -> Sequence[Span]:
-        serving = self.serving if self.trains else None
-        return [] if serving is None else serving.node.played[-4 * len(serving.cut.pieces) :]
+        server = self.server if self.trains else None
+        return [] if server is None else server.node.played[-4 * len(server.cut.pieces) :]
 
     @override
     def conclude(self, out: Path | None) -> dict[str, Any]:
         """With who is left. Tokens are those of this worker's updates."""
-        serving, seats, totals = self.serving if self.trains else None, self.agreement.seats, self.totals()
-        is_first = serving is not None and self.world.rank in seats.clusters[seats.whole[0]]
-        loss = serving.judge() if serving is not None and self.judges else None
-        if serving is not None and is_first:
-            serving.write_whole(out)
-        text = None if serving is None else serving.text
+        server, assignment, totals = self.server if self.trains else None, self.agreement.assignment, self.totals()
+        is_first = server is not None and self.world.rank in assignment.clusters[assignment.whole[0]]
+        loss = server.judge() if server is not None and self.judges else None
+        if server is not None and is_first:
+            server.write_whole(out)
+        text = None if server is None else server.text
         whole, tells = sketch(self.config.model), is_first and text is not None  # the summary goes by who has the model
         parameters = sum(parameter.numel() for parameter in whole.parameters())
         return {
             **totals,
-            **self.compared(parameters, next(whole.parameters()).dtype, len(seats.living), text),
-            "tokens": self._holding.tokens if self.trains else self._holding.tokens_before,
+            **self.compared(parameters, next(whole.parameters()).dtype, len(assignment.living), text),
+            "tokens": self._cluster_state.tokens if self.trains else self._cluster_state.tokens_before,
             "parameters": parameters if tells else 0,
             "val_loss": loss if tells else None,
             "val_loss_replica": loss if text is not None else None,
@@ -177,7 +177,7 @@ class ClusterWorker(TrainingLoop):
 
     @override
     def _saves_after(self, step: int) -> bool:
-        stuck = frozenset() if self.goes is None else self.agreement.seats.leaving
+        stuck = frozenset() if self.goes is None else self.agreement.assignment.leaving
         before, self._saved_for = self._saved_for, stuck
         return super()._saves_after(step) or bool(stuck - before)
 
@@ -191,7 +191,7 @@ class ClusterWorker(TrainingLoop):
     @property
     def _every(self) -> int:
         """Updates between averages; 0: there are none."""
-        averages = len(self._holding.cuts) > 1 or self._is_open
+        averages = len(self._cluster_state.cuts) > 1 or self._is_open
         return getattr(self.config.replicas, "sync_every", 0) if averages else 0
 
     def _until(self) -> int:
@@ -221,7 +221,7 @@ class ClusterWorker(TrainingLoop):
             if self._every and (until % self._every == 0 or until == self.config.run.steps):
                 if self.leaving:
                     self.agreement.leave()
-                samples = 0 if self.serving is None else self.serving.samples  # of an update
+                samples = 0 if self.server is None else self.server.samples  # of an update
                 self.average.average(until, (until - self.averaged) * samples)
                 self.averaged = until
                 self._admit()
@@ -231,27 +231,27 @@ class ClusterWorker(TrainingLoop):
 
     def _train(self, updates: int) -> None:
         """A loss ends it: what this cluster did is worthless then."""
-        serving = self.serving
-        if serving is None or not self.agreement.trains:
+        server = self.server
+        if server is None or not self.agreement.trains:
             return
-        if self._holding.is_broken:
-            serving.at(self.steps)
-            serving.node.refuse()  # some of its nodes may not know
+        if self._cluster_state.is_broken:
+            server.at(self.steps)
+            server.node.refuse()  # some of its nodes may not know
             return
         try:
-            serving.node.run(serving.batches(updates))
-            self._take(serving)
+            server.node.run(server.batches(updates))
+            self._take(server)
         except PeerLost as error:
             self._broken_by(error)
 
     @override
     def validate(self) -> float | None:
         """None also where a node of this cluster is lost meanwhile."""
-        if self.serving is None or not self.trains:
+        if self.server is None or not self.trains:
             return None
         try:
-            loss = self.serving.judge()
-            return loss if self.serving.text is not None else None
+            loss = self.server.judge()
+            return loss if self.server.text is not None else None
         except PeerLost as error:
             self._broken_by(error)
             return None
@@ -261,20 +261,20 @@ class ClusterWorker(TrainingLoop):
         if not self._every:
             raise error
         self.agreement.miss(error.rank)
-        self._holding.is_broken = True
+        self._cluster_state.is_broken = True
         self.losses.clear()  # what was trained since the last line is worth nothing
 
     def _update(self, stale: int) -> None:
-        assert self.serving is not None
-        self.serving.step(stale)
+        assert self.server is not None
+        self.server.step(stale)
         self.steps, self.stale = self.steps + 1, float(stale)
         if self.steps % self.config.run.log_every == 0 and self.steps < self._end_at:
             self.report(None)
 
-    def _take(self, serving: Serving) -> None:
+    def _take(self, server: StageServer) -> None:
         """The losses of the stretch so far."""
-        self.losses += serving.node.losses[self._taken :]
-        self._taken = len(serving.node.losses)
+        self.losses += server.node.losses[self._taken :]
+        self._taken = len(server.node.losses)
 
     # Who serves what
 
@@ -285,42 +285,42 @@ class ClusterWorker(TrainingLoop):
         facts = {"step": self.steps, "judges": int(self.judges), "most": self.agreement.most}
         facts |= {"since": self.reading.since, "before": self.reading.before}
         for comer in let_in(self.agreement, facts):
-            if self.world.rank == self.agreement.seats.living[0]:  # who says what all know
-                self._holding.note(f"worker {comer} has come, and stands by from step {self.steps} on")
+            if self.world.rank == self.agreement.assignment.living[0]:  # who says what all know
+                self._cluster_state.note(f"worker {comer} has come, and stands by from step {self.steps} on")
 
     def _mend(self) -> None:
         """Where somebody stands by for who was lost or leaves, their clusters go on from the others' weights; so do new
         ones.
         """
-        while self.agreement.mend() and not self.agreement.is_gone:
-            self._take_place()
+        while self.agreement.repair() and not self.agreement.has_departed:
+            self._take_assignment()
             self.average.load(self.steps)
         if self._is_open:
-            if self.agreement.is_gone:
-                self._holding.note(f"worker {self.world.rank} leaves after step {self.steps}")
+            if self.agreement.has_departed:
+                self._cluster_state.note(f"worker {self.world.rank} leaves after step {self.steps}")
                 raise Left
-            self._take_place()  # others may have left without a successor
+            self._take_assignment()  # others may have left without a successor
 
-    def _take_place(self) -> None:
-        self.reading = self.reading.among(len(self.agreement.seats.clusters), self.steps)
-        self._holding.take_place(self.steps, self.reading.after(self.steps))
+    def _take_assignment(self) -> None:
+        self.reading = self.reading.among(len(self.agreement.assignment.clusters), self.steps)
+        self._cluster_state.take_assignment(self.steps, self.reading.after(self.steps))
 
     # Records
 
     @override
     def report(self, val_loss: float | None) -> None:
         """Where there is a loss to tell: it may have just taken a place."""
-        if self.serving is None or not self.trains:
+        if self.server is None or not self.trains:
             return
-        self._take(self.serving)
-        self.tokens = self._holding.tokens
+        self._take(self.server)
+        self.tokens = self._cluster_state.tokens
         if self.losses:
             super().report(val_loss)
 
     @override
     def _gauges(self) -> dict[str, float]:
-        assert self.serving is not None
-        return {"staleness": self.stale, "weight_versions": float(self.serving.node.versions.live)}
+        assert self.server is not None
+        return {"staleness": self.stale, "weight_versions": float(self.server.node.versions.live)}
 
     @override
     def _mean(self, losses: Sequence[Tensor]) -> float:
@@ -332,11 +332,11 @@ class ClusterWorker(TrainingLoop):
     def state_dict(self) -> dict[str, Any]:
         """Nothing is in flight."""
         return {
-            "serving": self.serving.state_dict() if self.serving is not None and self.trains else None,
-            "seats": self.agreement.seats.to_plain(),
+            "server": self.server.state_dict() if self.server is not None and self.trains else None,
+            "assignment": self.agreement.assignment.to_plain(),
             "steps": self.steps,
             "averaged": self.averaged,
-            "tokens_before": self._holding.tokens_before,
+            "tokens_before": self._cluster_state.tokens_before,
             "read": self.reading.after(self.steps),
             "traffic": self.world.world.traffic.state_dict(),
             "transport": self.world.transport.state_dict(),
@@ -346,17 +346,17 @@ class ClusterWorker(TrainingLoop):
     def begin_after(self, step: int, read: int) -> None:
         """As all are after so many steps and sequences of the data's order, but for the weights."""
         self._go_on({"steps": step, "averaged": step, "read": read})
-        if self.serving is not None:
-            self.serving.begin_after(step, read)
+        if self.server is not None:
+            self.server.begin_after(step, read)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue exactly from `state_dict`."""
-        if self.serving is not None:
-            if state["serving"] is None:  # of a cluster that was broken, as not all knew
+        if self.server is not None:
+            if state["server"] is None:  # of a cluster that was broken, as not all knew
                 raise ValueError("the checkpoint was written while a worker was lost: name an earlier one with --step")
-            self.serving.load_state_dict(state["serving"], state["steps"])
+            self.server.load_state_dict(state["server"], state["steps"])
         self._go_on(state)
-        self._holding.tokens_before = state["tokens_before"]
+        self._cluster_state.tokens_before = state["tokens_before"]
         self.world.transport.load_state_dict(state["transport"])
         self.world.world.traffic.load_state_dict(state["traffic"])
         self.load_records(state)
@@ -384,9 +384,9 @@ def train_clustered(
     saved, absent = checkpoints.seats(resume), checkpoints.absent(resume)
     here = world.rank if world.rank in saved else next((worker for worker in saved if worker not in absent), saved[0])
     state = checkpoints.read_shard(resume, here)
-    seats = ClusterSeats.of_plain(state["seats"], world.size)
+    assignment = ClusterAssignment.of_plain(state["assignment"], world.size)
     gone = set(range(world.size)) - set(saved)
-    node = ClusterWorker(config, world, corpus, seats.without(gone - seats.lost).returned())
+    node = ClusterWorker(config, world, corpus, assignment.without(gone - assignment.lost).returned())
     node.meet(range(world.size))
     if world.rank in saved:
         node.load_state_dict(state)
@@ -400,15 +400,15 @@ def found(
     world: Mesh,
     corpus: Corpus | None,
     founders: Sequence[int],
-    post: Post | None = None,
+    inbox: PeerInbox | None = None,
     growth: ClusterGrowth | None = None,
 ) -> ClusterWorker:
     """One of the first, `founders` of `world`, which has positions for all who may come. post, growth: as in
     `ClusterWorker`. ValueError where they fill no cluster.
     """
     cuts = [first_blocks(cut) for cut in cluster_cuts(config)]
-    seats = ClusterSeats.of(cuts, founders)
-    worker = ClusterWorker(config, world, corpus, seats, post=post, growth=growth)
+    assignment = ClusterAssignment.of(cuts, founders)
+    worker = ClusterWorker(config, world, corpus, assignment, inbox=inbox, growth=growth)
     worker.meet(founders)
     worker.average.begin()
     return worker
@@ -419,21 +419,21 @@ def enter(
     world: Mesh,
     corpus: Corpus,
     others: Sequence[int],
-    told: int,
-    post: Post | None = None,
+    descriptor: int,
+    inbox: PeerInbox | None = None,
     gives_up: Callable[[], bool] = lambda: False,
 ) -> ClusterWorker:
     """One that comes later, once the `others` who are left have let it in. told: see
     `isles.network.clusters.nodes`. Left where it has come too late, or gives up before.
     """
-    post = post or post_of(config, world)
+    inbox = inbox or inbox_of(config, world)
     try:
-        welcome = ask_in(post, others, told, gives_up)
+        welcome = ask_in(inbox, others, descriptor, gives_up)
     except PeerLost:
         raise Left from None
     if welcome is None:
         raise Left
-    worker = ClusterWorker(config, world, corpus, welcome.seats, post=post, growth=growth_of(config))
+    worker = ClusterWorker(config, world, corpus, welcome.assignment, inbox=inbox, growth=growth_of(config))
     worker.come(welcome)
     return worker
 

@@ -24,9 +24,9 @@ from isles.models import autocast, limits, sketch
 from isles.pipeline.evaluation import assembled, mean_loss
 from isles.pipeline.pipeline import Cut, form_of
 from isles.pipeline.ravnest.agreement import ClusterAgreement
-from isles.pipeline.ravnest.assignment import ClusterSeats
+from isles.pipeline.ravnest.assignment import ClusterAssignment
 from isles.pipeline.ravnest.averaging import ClusterAverage
-from isles.pipeline.ravnest.stage import AsyncStage, AsyncWays
+from isles.pipeline.ravnest.stage import AsyncOptions, AsyncStage
 from isles.pipeline.shares import stage_shares
 from isles.training.clusters.cuts import cuts_at, first_blocks, shared_segments
 from isles.training.config.sections import Config
@@ -58,18 +58,18 @@ class SharedReading:
         return SharedReading(clusters, self.batch, step, self.after(step))
 
 
-def layout_of_seats(seats: ClusterSeats, size: int) -> Layout:
+def layout_of_assignment(assignment: ClusterAssignment, size: int) -> Layout:
     """Where all workers are now. Who stands by, or has lost its place, is in a column without a first stage."""
-    places = [seats.place(position) for position in range(size)]
+    all_coordinates = [assignment.coordinates_of(position) for position in range(size)]
     return Layout(
         tuple(
-            Coordinate(size + position, 1, 0) if place is None else Coordinate(*place, 0)
-            for position, place in enumerate(places)
+            Coordinate(size + position, 1, 0) if coordinates is None else Coordinate(*coordinates, 0)
+            for position, coordinates in enumerate(all_coordinates)
         )
     )
 
 
-class Serving:
+class StageServer:
     """world: arranged as it is now. cut: of its cluster. update: see `isles.pipeline.ravnest.stage.StaleUpdate`."""
 
     def __init__(
@@ -102,10 +102,10 @@ class Serving:
         self._take_part()
         self._go_on_after(updates, sequences)
 
-    def _ways(self) -> AsyncWays:
+    def _ways(self) -> AsyncOptions:
         pipeline, piece = self.config.pipeline, self.cut.pieces[self.world.coordinate.stage]
         shares = stage_shares(piece, self.cut.costs, pipeline.microbatches, recompute=pipeline.recompute)
-        return AsyncWays(
+        return AsyncOptions(
             in_flight=pipeline.in_flight if isinstance(pipeline.in_flight, int) else len(self.cut.pieces),
             every=pipeline.microbatches,
             order=pipeline.order,
@@ -209,7 +209,7 @@ class Serving:
         self.at(updates)
 
 
-class NodeHolding:
+class ClusterState:
     """cuts: of each cluster. update: called after the backward pass of an update, with how many updates its gradients
     are old.
     """
@@ -232,7 +232,7 @@ class NodeHolding:
             by_samples=getattr(config.replicas, "weights", "equal") == "samples",
             with_state=config.pipeline.ravnest.average_optimizer,
         )
-        self.serving: Serving | None = None
+        self.server: StageServer | None = None
         """None: this worker stands by."""
         self.is_broken = False
         """Whether a node of its cluster is lost, and nobody has taken its place yet."""
@@ -250,31 +250,31 @@ class NodeHolding:
     @property
     def tokens(self) -> int:
         """Read for the updates so far."""
-        return self.tokens_before + (0 if self.serving is None else self.serving.tokens)
+        return self.tokens_before + (0 if self.server is None else self.server.tokens)
 
-    def take_place(self, steps: int, sequences: int) -> None:
+    def take_assignment(self, steps: int, sequences: int) -> None:
         """Hold what this worker's place asks for now, after so many updates and sequences of the data's order."""
-        seats, here = self._agreement.seats, self._world.rank
+        assignment, here = self._agreement.assignment, self._world.rank
         is_recut = self._recut()
-        place, serving = seats.place(here), self.serving
-        gives, takes = ([pair[side] for pair in seats.handed] for side in (0, 1))
-        if place is None and here not in gives:
+        coordinates, server = assignment.coordinates_of(here), self.server
+        has_source, takes = ([pair[side] for pair in assignment.handovers] for side in (0, 1))
+        if coordinates is None and here not in has_source:
             self._serve_nothing()
-        elif here in gives:
-            assert serving is not None
-            self.average.serve(serving.model, serving.optimizer)
-        elif place is not None and (place[0] in seats.complete or here in takes):
-            self._begin_at(*place, steps, sequences)
-        elif serving is not None and self.trains:
+        elif here in has_source:
+            assert server is not None
+            self.average.serve(server.model, server.optimizer)
+        elif coordinates is not None and (coordinates[0] in assignment.complete or here in takes):
+            self._begin_at(*coordinates, steps, sequences)
+        elif server is not None and self.trains:
             world = self._arranged()
-            if world.stage.ranks != serving.world.stage.ranks or world.reader != serving.world.reader:
-                serving.regroup(world, steps, sequences)
+            if world.stage.ranks != server.world.stage.ranks or world.reader != server.world.reader:
+                server.regroup(world, steps, sequences)
             if is_recut:
-                self.average.serve(serving.model, serving.optimizer)
+                self.average.serve(server.model, server.optimizer)
 
     def _recut(self) -> bool:
         """Whether the clusters are cut anew: then what is averaged with whom is, too."""
-        wanted = self._agreement.seats.cuts
+        wanted = self._agreement.assignment.cuts
         if wanted == tuple(map(first_blocks, self.cuts)):
             return False
         self.cuts = cuts_at(self._config, wanted)
@@ -283,28 +283,28 @@ class NodeHolding:
 
     def _begin_at(self, cluster: int, stage: int, steps: int, sequences: int) -> None:
         """In a cluster that wants the others' weights, or a place whose holder leaves."""
-        is_new, seats = self.serving is None, self._agreement.seats
+        is_new, assignment = self.server is None, self._agreement.assignment
         self._serve().begin_after(steps, sequences)
         if is_new:
             told = f"worker {self._world.rank} serves stage {stage} of cluster {cluster} from step {steps} on"
             self.note(told if self._is_open else f"{told}, in place of one that was lost")
-        if stage == 0 and self._is_open and cluster in seats.out:
+        if stage == 0 and self._is_open and cluster in assignment.out:
             told = f"cluster {cluster} begins at step {steps} with the others' weights"
-            self.note(f"{told}: {seats.told_of(cluster)}")
+            self.note(f"{told}: {assignment.describe_cluster(cluster)}")
 
-    def _serve(self) -> Serving:
+    def _serve(self) -> StageServer:
         """Hold what this worker's place is now."""
         self._serve_nothing()
         world = self._arranged()
-        self.serving = Serving(self._config, world, self.cuts[world.coordinate.replica], self._update, self._corpus)
-        self.average.serve(self.serving.model, self.serving.optimizer)
-        return self.serving
+        self.server = StageServer(self._config, world, self.cuts[world.coordinate.replica], self._update, self._corpus)
+        self.average.serve(self.server.model, self.server.optimizer)
+        return self.server
 
     def _serve_nothing(self) -> None:
-        self.tokens_before, self.serving, self.is_broken = self.tokens, None, False
+        self.tokens_before, self.server, self.is_broken = self.tokens, None, False
 
     def _arranged(self) -> Mesh:
-        return self._world.arranged(layout_of_seats(self._agreement.seats, self._world.size))
+        return self._world.arranged(layout_of_assignment(self._agreement.assignment, self._world.size))
 
     def note(self, text: str) -> None:
         self._world.report({"notice": text})

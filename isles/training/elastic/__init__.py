@@ -10,7 +10,7 @@ A worker:
 `beginning`   with whose state it begins, and with which round
 `joining`     `Participant`: its rounds, and its end
 `worker`      one worker of a member: it obeys decision after decision
-`states`      whole states as files, for joiners; `means`: the means of single rounds, for who missed them
+`states`      whole states as files, for joiners; `catch_up_log`: the means of single rounds, for who missed them
 
 `lighthouse`  the other side: who keeps the run
 `churn`       the same workers on the virtual clock

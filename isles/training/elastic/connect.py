@@ -53,7 +53,7 @@ from isles.training.config.reading import Tables, over, resolve
 from isles.training.config.sections import Config
 from isles.training.deadlines import deadlines
 from isles.training.elastic.leader import Participant
-from isles.training.elastic.states import giver_of
+from isles.training.elastic.states import server_name
 from isles.training.elastic.support import in_rounds
 from isles.training.elastic.worker import ElasticWorker
 from isles.training.interrupts import first_interrupt
@@ -71,22 +71,22 @@ def with_own(theirs: Tables, own: Tables) -> Tables:
             raise ValueError(f"--set {name}: only the lighthouse sets this; a joiner may set {', '.join(_OWN)}")
     for name in _OWN:
         table, key = table_of(theirs, name)
-        said = table.pop(key, None)
-        if name in _NEEDED and said not in (None, "", "bytes") and key not in table_of(own, name)[0]:
+        value = table.pop(key, None)
+        if name in _NEEDED and value not in (None, "", "bytes") and key not in table_of(own, name)[0]:
             raise ValueError(
-                f"the run has {name} = {printable(as_typed(said), 100)}, and a joiner takes no path and no code from a "
+                f"the run has {name} = {printable(as_typed(value), 100)}, and a joiner takes no path and no code from a "
                 f"lighthouse: say what it is on this machine, --set {name}=..."
             )
     return over(theirs, own)
 
 
-def _names(tables: Tables, place: str = "") -> Iterator[str]:
+def _names(tables: Tables, prefix: str = "") -> Iterator[str]:
     for key, value in tables.items():
-        is_table = isinstance(value, dict) and place + key not in _OWN
-        yield from _names(value, f"{place}{key}.") if is_table else [place + key]
+        is_table = isinstance(value, dict) and prefix + key not in _OWN
+        yield from _names(value, f"{prefix}{key}.") if is_table else [prefix + key]
 
 
-def as_words(tables: Tables) -> list[str]:
+def as_arguments(tables: Tables) -> list[str]:
     """What is a machine's own of `tables`, for the command of another worker on it."""
     found = []
     for name in _OWN:
@@ -104,7 +104,7 @@ _LONGEST = 1 << 20  # bytes of a configuration
 
 
 @dataclass(frozen=True, kw_only=True)
-class Here:
+class LocalSettings:
     """What this machine sets for itself.
 
     own: settings, see `own`. listen: (host, port) of this machine at which other workers reach this one; port 0: any.
@@ -120,11 +120,11 @@ class Here:
     node: ClusterNode | None = None
 
 
-def train(worker: Participant, address: str, tell: Callable[[str], None]) -> str:
+def train(worker: Participant, address: str, notify: Callable[[str], None]) -> str:
     """Train until the run ends, or this worker leaves it; how it ended, in a line. OSError as `take_part`."""
-    tell(f"in: member {worker.client.member} of {worker.config.method} at {address}, on {worker.trainer.device}")
-    ending, ended = worker.run(), worker.client.ended
-    if ending == "left":
+    notify(f"in: member {worker.client.member} of {worker.config.method} at {address}, on {worker.trainer.device}")
+    end_reason, ended = worker.run(), worker.client.ended
+    if end_reason == "left":
         return f"left the run after inner step {worker.optimizer.steps}; the others go on"
     if isinstance(ended, Over) and ended.reason:
         raise OSError(f"the run goes on without this worker: {printable(ended.reason, 300)}")
@@ -132,13 +132,13 @@ def train(worker: Participant, address: str, tell: Callable[[str], None]) -> str
 
 
 @dataclass(frozen=True, kw_only=True)
-class Entrance:
+class RunConnection:
     """A worker that was let in: its session with the lighthouse, and the run's configuration as it holds here."""
 
     session: Session
     token: Token
     config: Config
-    here: Here
+    here: LocalSettings
     folder: Path
 
     @cached_property
@@ -151,70 +151,72 @@ class Entrance:
         """This worker's key, and the certificate that others know it by."""
         return credentials.own(self.token.secret, self.folder / "own")
 
-    def shown(self, places: IslandGroup) -> tuple[str, ...]:
+    def shown(self, island: IslandGroup) -> tuple[str, ...]:
         """Fingerprints of the certificates of all of this worker's island; all of it call this together."""
-        return tuple(told.decode("ascii") for told in places.gather_text(self.own.token.fingerprint.encode("ascii")))
+        return tuple(told.decode("ascii") for told in island.gather_text(self.own.token.fingerprint.encode("ascii")))
 
 
-def admitted(
+def admit(
     stack: ExitStack,
     address: str,
     token: Token,
-    here: Here,
+    here: LocalSettings,
     *,
-    tell: Callable[[str], None],
+    notify: Callable[[str], None],
     fit: Callable[[Config], Config] = in_rounds,
-) -> Entrance:
+) -> RunConnection:
     """Come to the lighthouse, until `stack` ends. fit: the run's configuration as workers here take it; ValueError
     where they cannot. tell: called with lines for a person.
 
-    ValueError, in one line, for what a person can mend; OSError where nobody answers.
+    ValueError, in one line, for what a person can fix; OSError where nobody answers.
     """
     host, port = parse_address(address, "HOST:PORT")
     refuse_unknown(host)
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="isles-")))
-    session = _opened(token, written(host, port), tell)
+    session = _opened(token, written(host, port), notify)
     stack.callback(session.close)
     config = _configuration(_asked(session, CONFIG, b""), here, fit)
-    return Entrance(session=session, token=token, config=config, here=here, folder=folder)
+    return RunConnection(session=session, token=token, config=config, here=here, folder=folder)
 
 
 @contextmanager
-def seated(entrance: Entrance, places: IslandGroup, *, tell: Callable[[str], None]) -> Iterator[Participant]:
-    """A worker in a member of the run until the block ends, which leads the island `places`. Errors as `admitted`."""
-    session, config = entrance.session, entrance.config
-    is_dark, shown_next = False, 0.0
+def with_member(
+    connection: RunConnection, island: IslandGroup, *, notify: Callable[[str], None]
+) -> Iterator[Participant]:
+    """A worker in a member of the run until the block ends, which leads the island `island`. Errors as `admit`."""
+    session, config = connection.session, connection.config
+    is_down, shown_next = False, 0.0
 
     def seen(_: str, there: bool) -> None:
         """Tell a person when the lighthouse goes out and when it is back. In the session's thread."""
-        nonlocal is_dark
-        if client.ended is None and there == is_dark:
-            gone = "the lighthouse does not answer: on without it until it does"
-            tell("the lighthouse is back" if there else gone)
-            is_dark = not there
+        nonlocal is_down
+        if client.ended is None and there == is_down:
+            message = "the lighthouse does not answer: on without it until it does"
+            notify("the lighthouse is back" if there else message)
+            is_down = not there
 
     def show(line: Mapping[str, Any]) -> None:
         nonlocal shown_next
         if time.monotonic() >= shown_next:
             shown_next = time.monotonic() + _SELDOM
-            tell(f"step {line['step']}/{config.run.steps}  loss {line['loss']:.3f}")
+            notify(f"step {line['step']}/{config.run.steps}  loss {line['loss']:.3f}")
 
     with ExitStack() as stack:
-        certificates = entrance.shown(places)
-        entry = member_of(session, entrance.corpus.sha256, certificates, tell)
-        places.next_decision(lambda: Decision(kind="member", member=entry.member, key=entry.key))
+        certificates = connection.shown(island)
+        entry = member_of(session, connection.corpus.sha256, certificates, notify)
+        island.next_decision(lambda: Decision(kind="member", member=entry.member, key=entry.key))
         client = MembershipClient(session, entry)
         size = config.replicas_in_all
-        transport, gifts = connect(stack, entrance, client, places, certificates, size=size, tell=tell)
+        transport, transfers = connect(stack, connection, client, island, certificates, size=size, notify=notify)
         worker = Participant(
             config,
             client,
             transport,
-            gifts,
-            entrance.corpus,
-            entrance.folder,
-            tell,
-            places=places,
+            transfers,
+            connection.corpus,
+            connection.folder,
+            notify,
+            island=island,
             shown=show,
         )
         worker.worker.refusals = session.refused
@@ -225,13 +227,13 @@ def seated(entrance: Entrance, places: IslandGroup, *, tell: Callable[[str], Non
 
 def connect(
     stack: ExitStack,
-    entrance: Entrance,
+    connection: RunConnection,
     line: LighthouseClient,
-    places: IslandGroup,
+    island: IslandGroup,
     certificates: Sequence[str],
     *,
     size: int,
-    tell: Callable[[str], None],
+    notify: Callable[[str], None],
 ) -> tuple[ElasticTransport, StateServer]:
     """Connect the worker whose line to the lighthouse `line` is with those of other members, until `stack` ends: over
     what it talks to them, and what it gives them.
@@ -239,23 +241,23 @@ def connect(
     It listens where this machine's user has said. places: its island, of which `certificates` are. size: workers of the
     world that it begins in. ValueError where the address to listen at cannot be had.
     """
-    session, entry, here, place = entrance.session, line.entry, entrance.here, places.island_rank
-    torch.set_num_threads(entrance.config.world.start_threads)
+    session, entry, here, island_rank = connection.session, line.entry, connection.here, island.island_rank
+    torch.set_num_threads(connection.config.world.start_threads)
     stack.callback(line.close)
     pairs = PeerConnections(
         session,
         entry,
         LighthouseClient(session, entry).ask,
-        entrance.own,
-        lease=entrance.config.world.elastic.lease,
-        notice=tell,
-        island_rank=place,
+        connection.own,
+        lease=connection.config.world.elastic.lease,
+        notice=notify,
+        island_rank=island_rank,
         certificates=certificates,
     )
     stack.callback(pairs.close)
     if here.listen is not None:
         host, port = here.listen
-        port = port + place * here.apart if port else 0
+        port = port + island_rank * here.apart if port else 0
         pairs.listen(host, port, announced=here.announced, relays=here.relays)
     transport = ElasticTransport(
         session,
@@ -265,52 +267,54 @@ def connect(
         back=lambda member: line.connection(member, broken=False),
         suspect=line.suspect,
         guide=pairs,
-        island_rank=place,
-        beside=None if places.mesh is None else places.mesh.transport,
-        connections=entrance.config.world.elastic.connections,
+        island_rank=island_rank,
+        beside=None if island.mesh is None else island.mesh.transport,
+        connections=connection.config.world.elastic.connections,
     )
     stack.callback(transport.close)
     line.waits, line.meets = transport, pairs.meet
-    places.failed = failure_notifier(line, place, places.size)
+    island.failed = failure_notifier(line, island_rank, island.size)
     pairs.start(transport)
-    if not place:
+    if not island_rank:
         seen = f"; the lighthouse sees it at {pairs.seen}" if pairs.seen else ""
-        tell(f"this worker's fingerprint: {spoken(identity_of(certificates))}{seen}")
+        notify(f"this worker's fingerprint: {spoken(identity_of(certificates))}{seen}")
 
     def lost(state_server: str) -> bool:
         return state_server.isdecimal() and line.lost(int(state_server))
 
-    gifts = StateServer(session, giver_of(entry.member, place), tell, lost=lost, changed=line.changed, guide=pairs)
-    stack.callback(gifts.close)
-    return transport, gifts
+    transfers = StateServer(
+        session, server_name(entry.member, island_rank), notify, lost=lost, changed=line.changed, guide=pairs
+    )
+    stack.callback(transfers.close)
+    return transport, transfers
 
 
-def _opened(token: Token, address: str, tell: Callable[[str], None]) -> Session:
+def _opened(token: Token, address: str, notify: Callable[[str], None]) -> Session:
     """A session with the lighthouse, which may be starting again, or busy with strangers. OSError, in one line, where
     it does not let this machine in.
     """
     try:
         return open_session(token, address, _MOMENT)
     except LinkLost as error:
-        tell(f"no way into the run at {address} yet ({error}); trying for {_PATIENCE:g} s")
+        notify(f"no way into the run at {address} yet ({error}); trying for {_PATIENCE:g} s")
     try:
         return open_session(token, address, _PATIENCE)
     except LinkLost as error:
-        mend = "is the lighthouse running, at this address, is its port open, and the token whole?"
+        hint = "is the lighthouse running, at this address, is its port open, and the token whole?"
         if isinstance(error.__cause__, SecretRefused):
-            mend = "copy the whole token once more, or try again: it may be busy with strangers"
-        raise OSError(f"no way into the run at {address} within {_PATIENCE:g} s ({error}): {mend}") from None
+            hint = "copy the whole token once more, or try again: it may be busy with strangers"
+        raise OSError(f"no way into the run at {address} within {_PATIENCE:g} s ({error}): {hint}") from None
 
 
-def _asked(session: Session, key: str, said: bytes) -> bytes:
+def _asked(session: Session, key: str, value: bytes) -> bytes:
     """The lighthouse's answer. RendezvousFailed where there is none."""
-    answer = ask(session, key, said)
+    answer = ask(session, key, value)
     if answer is None:
         raise RendezvousFailed("the lighthouse let this worker in, and does not answer; look at what it prints")
     return answer
 
 
-def _configuration(text: bytes, here: Here, fit: Callable[[Config], Config]) -> Config:
+def _configuration(text: bytes, here: LocalSettings, fit: Callable[[Config], Config]) -> Config:
     """The run's configuration, for this machine. ValueError for one that is damaged, or that names code: what another
     machine says is data, and nothing of it is imported. Further ones as `with_own`.
     """
@@ -331,7 +335,7 @@ def _configuration(text: bytes, here: Here, fit: Callable[[Config], Config]) -> 
     return fit(resolve(with_own(tables, here.own)))
 
 
-def member_of(session: Session, corpus: str, certificates: tuple[str, ...], tell: Callable[[str], None]) -> Entry:
+def member_of(session: Session, corpus: str, certificates: tuple[str, ...], notify: Callable[[str], None]) -> Entry:
     """Ask for a member, and wait where too many ask. corpus: SHA-256 of this machine's text. certificates: see `Hello`.
 
     ValueError, in one line, where this worker is refused; OSError where it has waited too long.
@@ -341,7 +345,7 @@ def member_of(session: Session, corpus: str, certificates: tuple[str, ...], tell
     answer = decode(_asked(session, HELLO, hello))
     while isinstance(answer, Later) and time.monotonic() < until:
         pause = min(max(answer.seconds, 0.1), 60.0)
-        tell(f"the lighthouse: {printable(answer.reason, 200)}; asking again in {pause:.0f} s")
+        notify(f"the lighthouse: {printable(answer.reason, 200)}; asking again in {pause:.0f} s")
         time.sleep(pause)
         answer = decode(_asked(session, HELLO, hello))
     if isinstance(answer, Later):
@@ -356,29 +360,32 @@ def member_of(session: Session, corpus: str, certificates: tuple[str, ...], tell
 _FAR = 1 << 40  # rounds: the leader knows the last one
 
 
-def take_part(address: str, token: Token, here: Here, *, tell: Callable[[str], None]) -> str:
+def take_part(address: str, token: Token, here: LocalSettings, *, notify: Callable[[str], None]) -> str:
     """Join the run at `address`, and train until it ends or this worker is told to leave; how it ended, in a line.
     Where the run is one of islands this starts the workers of one, in processes of their own.
 
-    Arguments and errors as `admitted`; OSError also where the run goes on without this worker.
+    Arguments and errors as `admit`; OSError also where the run goes on without this worker.
     """
     with ExitStack() as stack:
-        entrance = admitted(stack, address, token, here, tell=tell)
-        if entrance.config.world.inner == 1:
-            with seated(entrance, IslandGroup(), tell=tell) as worker, first_interrupt(partial(_leave, worker)):
-                return train(worker, address, tell)
-        config = entrance.config
+        connection = admit(stack, address, token, here, notify=notify)
+        if connection.config.world.inner == 1:
+            with (
+                with_member(connection, IslandGroup(), notify=notify) as worker,
+                first_interrupt(partial(_leave, worker)),
+            ):
+                return train(worker, address, notify)
+        config = connection.config
     return _as_island(config, (address, token, here))
 
 
 def _leave(worker: Participant) -> None:
     worker.leaving.set()
-    said = "isles: leaving once the others have a plan without this worker; Ctrl-C again ends it at once\n"
+    text = "isles: leaving once the others have a plan without this worker; Ctrl-C again ends it at once\n"
     with suppress(OSError, ValueError):
-        os.write(sys.stderr.fileno(), said.encode())  # in a handler: whoever prints may be in the middle of it
+        os.write(sys.stderr.fileno(), text.encode())  # in a handler: whoever prints may be in the middle of it
 
 
-def _as_island(config: Config, where: tuple[str, Token, Here]) -> str:
+def _as_island(config: Config, where: tuple[str, Token, LocalSettings]) -> str:
     """All workers of an island, in processes of their own; how it ended. OSError where one of them is lost: the island
     leaves the run then.
     """
@@ -393,52 +400,52 @@ def _as_island(config: Config, where: tuple[str, Token, Here]) -> str:
     return results[0]
 
 
-def island_worker(world: Mesh, address: str, token: Token, here: Here) -> str:
+def island_worker(world: Mesh, address: str, token: Token, here: LocalSettings) -> str:
     """What each process of an island does; the leader's result says how it ended."""
     if world.rank == 0:
         with leading(world, address, token, here) as worker:
-            return train(worker, address, _tell)
+            return train(worker, address, _notify)
     follow(world, address, token, here)
     return ""
 
 
 @contextmanager
-def leading(world: Mesh, address: str, token: Token, here: Here) -> Iterator[Participant]:
-    """The leader of an island, in its member until the block ends. Errors as `admitted`."""
+def leading(world: Mesh, address: str, token: Token, here: LocalSettings) -> Iterator[Participant]:
+    """The leader of an island, in its member until the block ends. Errors as `admit`."""
     with ExitStack() as stack:
-        entrance = admitted(stack, address, token, here, tell=_tell)
-        places = IslandGroup(world, entrance.config.world.outer_deadline)
-        yield stack.enter_context(seated(entrance, places, tell=_tell))
+        connection = admit(stack, address, token, here, notify=_notify)
+        island = IslandGroup(world, connection.config.world.outer_deadline)
+        yield stack.enter_context(with_member(connection, island, notify=_notify))
 
 
-def follow(world: Mesh, address: str, token: Token, here: Here) -> None:
-    """Be another worker of an island, until its leader says that this is the end. Errors as `admitted`."""
+def follow(world: Mesh, address: str, token: Token, here: LocalSettings) -> None:
+    """Be another worker of an island, until its leader says that this is the end. Errors as `admit`."""
     with ExitStack() as stack:
-        entrance = admitted(stack, address, token, here, tell=_tell)
-        places = IslandGroup(world, entrance.config.world.outer_deadline)
-        config, session = entrance.config, entrance.session
-        certificates = entrance.shown(places)
-        said = places.next_decision(lambda: Decision(kind="end"))  # never asked: the leader decides
-        if said.kind != "member":
+        connection = admit(stack, address, token, here, notify=_notify)
+        island = IslandGroup(world, connection.config.world.outer_deadline)
+        config, session = connection.config, connection.session
+        certificates = connection.shown(island)
+        decision = island.next_decision(lambda: Decision(kind="end"))  # never asked: the leader decides
+        if decision.kind != "member":
             raise Malformed(0, "the leader of this island has no member")
-        line = FollowerClient(session, Entry(said.member, said.key), places.island_rank)
-        transport, gifts = connect(
+        line = FollowerClient(session, Entry(decision.member, decision.key), island.island_rank)
+        transport, transfers = connect(
             stack,
-            entrance,
+            connection,
             line,
-            places,
+            island,
             certificates,
             size=config.replicas_in_all,
-            tell=lambda line: _tell(f"place {places.island_rank}: {line}"),
+            notify=lambda line: _notify(f"place {island.island_rank}: {line}"),
         )
         worker = ElasticWorker(
             config,
-            Group(transport, (said.member,), "outer", deadlines(config), Ledger()),
+            Group(transport, (decision.member,), "outer", deadlines(config), Ledger()),
             None,
-            places,
-            gifts,
-            entrance.corpus,
-            entrance.folder,
+            island,
+            transfers,
+            connection.corpus,
+            connection.folder,
             report=lambda event: None,
             last=lambda: _FAR,
         )
@@ -447,5 +454,5 @@ def follow(world: Mesh, address: str, token: Token, here: Here) -> None:
         worker.obey()
 
 
-def _tell(line: str) -> None:
+def _notify(line: str) -> None:
     print(f"isles: {line}", file=sys.stderr, flush=True)

@@ -53,7 +53,7 @@ _AHEAD = 2  # rounds before its first one in which a worker of pairs and groups 
 
 
 @dataclass
-class Beginning:
+class Bootstrap:
     """states: what was taken. leaving: set once this worker is to leave. agrees: whether all land one mean."""
 
     client: MembershipClient
@@ -75,7 +75,7 @@ class Beginning:
         if round is None or not (yield from self._catches_up(load, round)):
             return None
         round = max(self.client.first(0.0) or round, self._has + 1)  # in step with the donor, not a round behind
-        self._tell_start(load, round)
+        self._report_start(load, round)
         return round
 
     def _take(self, load: Load) -> Decisions[bool]:
@@ -148,8 +148,8 @@ class Beginning:
         self._has = round - 1
         return True
 
-    def _tell_start(self, load: Load, round: int) -> None:
-        line = StartRecord(
+    def _report_start(self, load: Load, round: int) -> None:
+        record = StartRecord(
             member=self.client.member,
             first=round,
             donor=load.donor if self._has else -1,
@@ -158,13 +158,13 @@ class Beginning:
             size=self.states.taken,
             at=self.transport.now(),
         )
-        self.client.report({"start": as_line(line)})
+        self.client.report({"start": as_line(record)})
 
 
 _WAIT = 5.0  # seconds between looks at whether the run has ended
 _MOST_PUT_OFF, _LONGEST_OUTAGE = 10, 600.0  # rounds, and seconds, that nothing lands until a worker gives up
 
-Ending = Literal["finished", "left", "over", "again"]
+EndReason = Literal["finished", "left", "over", "again"]
 
 
 class Participant:
@@ -184,17 +184,17 @@ class Participant:
         config: Config,
         client: MembershipClient,
         transport: Transport,
-        gifts: StateTransfer,
+        transfers: StateTransfer,
         corpus: Corpus,
         folder: Path,
         notice: Callable[[str], None],
         *,
-        places: IslandGroup | None = None,
-        shown: Callable[[Mapping[str, Any]], None] = lambda line: None,
+        island: IslandGroup | None = None,
+        shown: Callable[[Mapping[str, Any]], None] = lambda record: None,
         leaving: threading.Event | None = None,
     ) -> None:
-        self._counts, self._shown = places is not None, shown
-        self.config, self.client, self.transport, self.gifts = config, client, transport, gifts
+        self._counts, self._shown = island is not None, shown
+        self.config, self.client, self.transport, self.transfers = config, client, transport, transfers
         self.folder, self.leaving, self.notice = folder, leaving or threading.Event(), notice
         self._asked_to_leave = False
         self._spare = 0  # batches read out of turn
@@ -204,7 +204,7 @@ class Participant:
         self._late = 0  # rounds that it was late for, until the last one
         self._landed_at = 0.0
         alone = Group(transport, (client.member,), "outer", deadlines(config), Ledger())
-        self._places = places or IslandGroup()
+        self._island = island or IslandGroup()
         self.leader = RoundLeader(client, alone)
         self._is_quorum = is_quorum(config)
         self.leader.deliveries.landed, self.leader.deliveries.fetch = self._landed, self._missed
@@ -212,43 +212,43 @@ class Participant:
             config,
             alone,
             self.leader,
-            self._places,
-            gifts,
+            self._island,
+            transfers,
             corpus,
             folder,
             report=self._report,
             last=lambda: self._last,
         )
         self.worker.paced = client.pace
-        self._beginning = Beginning(client, transport, self.worker.states, self.leaving, notice, agrees=self._agrees)
+        self._bootstrap = Bootstrap(client, transport, self.worker.states, self.leaving, notice, agrees=self._agrees)
         self.trainer, self.optimizer = self.worker.trainer, self.worker.optimizer
-        self._ending: Ending = "again"
+        self._end_reason: EndReason = "again"
 
-    def run(self) -> Ending:
+    def run(self) -> EndReason:
         """Train until the run ends, or this worker has left it."""
         self.worker.obey(self.decisions())
-        return self._ending if self.client.ended is None or self._ending != "again" else "over"
+        return self._end_reason if self.client.ended is None or self._end_reason != "again" else "over"
 
     def decisions(self) -> Decisions[None]:
         """What this member does, until its end."""
         client = self.client
-        while self._ending == "again" and client.ended is None:
+        while self._end_reason == "again" and client.ended is None:
             if self.leaving.is_set() and not self._asked_to_leave:
-                self._ending = "left"
+                self._end_reason = "left"
                 return
             yield Decision(kind="idle")
-            said = client.next_decision(_WAIT)
-            round = (yield from self._beginning.with_state(said)) if isinstance(said, Load) else None
+            instruction = client.next_decision(_WAIT)
+            round = (yield from self._bootstrap.with_state(instruction)) if isinstance(instruction, Load) else None
             if round is not None:
-                self._ending = yield from self._train(round)
-                if self._ending == "again":
+                self._end_reason = yield from self._train(round)
+                if self._end_reason == "again":
                     yield Decision(kind="forget")
-        if self._ending == "finished":
+        if self._end_reason == "finished":
             yield from self._conclude()
 
     # Rounds
 
-    def _train(self, round: int) -> Decisions[Ending]:
+    def _train(self, round: int) -> Decisions[EndReason]:
         every, client = sync_every(self.config), self.client
         yield from self._enter(round, (round - 1) * every)
         while not self._is_done(round):
@@ -287,24 +287,24 @@ class Participant:
         then more steps come.
         """
         client, view = self.client, self.client.start_round(round)
-        place = None if view is None else view.index(client.member)
-        steps = every if view is None or place is None or not view.steps else view.steps[place]
-        cell, spare = None if round == self._tried else view, self._spare
+        index = None if view is None else view.index(client.member)
+        steps = every if view is None or index is None or not view.steps else view.steps[index]
+        slice_view, spare = None if round == self._tried else view, self._spare
         self._tried = round
-        read = () if cell is None else tuple(batches(client.state.views, cell, round, cast(int, place)))
+        read = () if slice_view is None else tuple(batches(client.state.views, slice_view, round, cast(int, index)))
         done, began = round * every - steps, self._computed()  # whoever takes fewer steps counts as the others
         yield Decision(kind="train", round=round, steps=done, slices=read, spare=spare)
         seconds = max(self._computed() - began, 0.0)
-        if cell is None:
+        if slice_view is None:
             self._spare += every
         if steps == 1:
             client.pace(seconds)
         is_put_off = self._is_put_off(round)
         members, outcome = self._outcome(round, is_put_off=is_put_off)
-        line = RoundRecord(
+        record = RoundRecord(
             member=client.member,
             round=round,
-            view=-1 if cell is None else cell.number,
+            view=-1 if slice_view is None else slice_view.number,
             spare=spare,
             steps=steps,
             seconds=seconds,
@@ -312,10 +312,10 @@ class Participant:
             outcome=outcome,
             at=self.transport.now(),
         )
-        client.report({"round": as_line(line)})
+        client.report({"round": as_line(record)})
         if is_put_off:
             return 0
-        yield from self._report_metrics(round, is_first=place == 0)
+        yield from self._report_metrics(round, is_first=index == 0)
         if self._is_quorum:
             return self._skipped(round)
         yield Decision(kind="keep", round=round, left_out=client.left_out())
@@ -358,7 +358,7 @@ class Participant:
 
     def _landed(self, round: int) -> None:
         """A mean for which a quorum was enough has landed, between two inner steps or at the end of a round."""
-        self.worker.means.landed(round, self.client.left_out())
+        self.worker.catch_up_log.landed(round, self.client.left_out())
         shown = self.optimizer.evaluation_weights() if any(self.worker.states.wanted()) else nullcontext()
         with shown:  # the anchors, for what was learned since is this worker's own
             self.worker.copy(round, self.client.left_out())
@@ -366,7 +366,7 @@ class Participant:
     def _missed(self, decision: RoundDecision) -> MissedMean | None:
         """Fetch the mean of a round for which this worker was late."""
         path, seconds = self.folder / "missed.safetensors", SLOW + 4 * self.client.state.seconds
-        return missed(self.optimizer, self.gifts, decision, path, seconds, self.client.lost)
+        return missed(self.optimizer, self.transfers, decision, path, seconds, self.client.lost)
 
     def _is_put_off(self, round: int) -> bool:
         """Whether `round`, which all are to land together, did not land because the lighthouse could not be asked.
@@ -391,8 +391,8 @@ class Participant:
 
     def _report_counts(self) -> Decisions[None]:
         if self._counts:
-            for name, told in (yield Decision(kind="report")).items():
-                self.client.report({name: told})
+            for name, counts in (yield Decision(kind="report")).items():
+                self.client.report({name: counts})
 
     def _passes(self, round: int, number: int) -> bool:
         """Whether one of the inner steps of `round` is a multiple of `number`; 0: never."""
@@ -401,7 +401,7 @@ class Participant:
 
     def _leaves(self, round: int) -> bool:
         """Whether this worker leaves before `round`: the first one of a view without it."""
-        island = self._places.mesh
+        island = self._island.mesh
         if island is not None and island.stop_here(round - 1):
             self.leaving.set()
         if not self.leaving.is_set():
@@ -419,17 +419,17 @@ class Participant:
     def _conclude(self) -> Decisions[None]:
         """Offer this worker's model, and judge the run's where the lighthouse asks for it; until the run is over."""
         result = yield Decision(kind="conclude")
-        self.gifts.publish(MODEL, self.folder / "model.safetensors", {})
+        self.transfers.publish(MODEL, self.folder / "model.safetensors", {})
         yield from self._report_counts()
         self.client.report({"result": result})
-        heard, patience = self.transport.now(), self.config.world.eval_deadline
+        answered_at, patience = self.transport.now(), self.config.world.eval_deadline
         while not isinstance(self.client.ended, Over):
             if isinstance(self.client.ended, Examine):
                 self._judge()
                 self.client.ended = None
             if self.client.ask(Finished()) is not None:
-                heard = self.transport.now()
-            elif self.transport.now() - heard > patience:
+                answered_at = self.transport.now()
+            elif self.transport.now() - answered_at > patience:
                 raise RendezvousFailed(f"the lighthouse has not taken this worker's model within {patience:g} s")
             self.client.wait(lambda: self.client.ended is not None, 1.0)
         self.client.reported(_WAIT)
@@ -437,7 +437,7 @@ class Participant:
     def _judge(self) -> None:
         path = self.folder / "whole.safetensors"
         try:
-            self.gifts.fetch(FetchRequest(source=LIGHTHOUSE, what=MODEL, most=1 << 62, seconds=SLOW), path)
+            self.transfers.fetch(FetchRequest(source=LIGHTHOUSE, what=MODEL, most=1 << 62, seconds=SLOW), path)
         except StateUnavailable as why:
             self.notice(f"the one model did not come ({why}): it is not judged")
             return

@@ -17,9 +17,9 @@ from isles.membership.run_log import EXCHANGES, RoundRecord, StartRecord, goodpu
 from isles.membership.views import View
 
 
-def figures(
+def elastic_metrics(
     journal: Sequence[Mapping[str, Any]],
-    lines: Sequence[RoundRecord | StartRecord],
+    records: Sequence[RoundRecord | StartRecord],
     membership: RoundsCoordinator,
     last: int,
     computed: float | None = None,
@@ -27,9 +27,9 @@ def figures(
     """membership: at the end of the run, whose last round was `last`. computed: seconds of computing of all workers;
     None: those of the rounds that somebody heard of.
     """
-    done, counted = ledger(lines), membership.read(last + 1)
+    done, counted = ledger(records), membership.read(last + 1)
     seconds = done.seconds if computed is None else computed
-    there = read_history(journal, max((line.at for line in lines), default=0.0))
+    there = read_history(journal, max((record.at for record in records), default=0.0))
     return ElasticSummary(
         goodput=goodput(counted, done, there),
         work_lost=max(1 - counted * done.seconds / done.steps / seconds, 0.0) if done.steps and seconds else 0.0,
@@ -41,7 +41,7 @@ def figures(
         inner_steps=done.steps,
         inner_steps_counted=counted,
         inner_steps_backlog=count_steps(membership.ledger.outstanding(last + 1, membership.members())),
-        inner_steps_repeated=repeated(journal, lines),
+        inner_steps_repeated=repeated(journal, records),
         joins=there.counts["join"],
         losses=there.counts["lost"],
         leaves=there.counts["leave"],
@@ -58,17 +58,17 @@ def views_of(journal: Iterable[Mapping[str, Any]]) -> dict[int, View]:
     return {view.number: view for view in views}
 
 
-def repeated(journal: Iterable[Mapping[str, Any]], lines: Iterable[RoundRecord | StartRecord]) -> int:
+def repeated(journal: Iterable[Mapping[str, Any]], records: Iterable[RoundRecord | StartRecord]) -> int:
     """Inner steps whose batch somebody had read before, as far as anybody heard of both."""
     views = views_of(journal)
     read, count = set[int](), 0
-    for line in lines:
-        view = views.get(line.view) if isinstance(line, RoundRecord) else None
-        place = None if view is None else view.index(line.member)
-        if isinstance(line, RoundRecord) and view is not None and place is not None:
-            places = {int(rows(*one, batch_size=1)[0]) for one in batches(views, view, line.round, place)}
-            count += len(places & read)
-            read |= places
+    for record in records:
+        view = views.get(record.view) if isinstance(record, RoundRecord) else None
+        index = None if view is None else view.index(record.member)
+        if isinstance(record, RoundRecord) and view is not None and index is not None:
+            samples = {int(rows(*one, batch_size=1)[0]) for one in batches(views, view, record.round, index)}
+            count += len(samples & read)
+            read |= samples
     return count
 
 
@@ -76,12 +76,14 @@ def recorded(out: Path) -> tuple[list[dict[str, Any]], list[RoundRecord | StartR
     """(the journal's entries, the lines of its exchanges) of the run in `out`; a last line that was not written whole
     is left out. ValueError for any other that is none.
     """
-    return [dict(entry) for entry in _lines(out / NAME)], [read_record(line) for line in _lines(out / EXCHANGES)]
+    return [dict(entry) for entry in _read_lines(out / NAME)], [
+        read_record(record) for record in _read_lines(out / EXCHANGES)
+    ]
 
 
-def _lines(path: Path) -> list[Any]:
+def _read_lines(path: Path) -> list[Any]:
     try:
         whole, _, _ = path.read_bytes().rpartition(b"\n")
     except FileNotFoundError:
         return []
-    return [parse_json(line) for line in whole.split(b"\n") if line]
+    return [parse_json(record) for record in whole.split(b"\n") if record]

@@ -44,7 +44,7 @@ _LOST = "PeerLost"
 
 
 @dataclass(frozen=True)
-class RecordedLife:
+class RecordedIncarnation:
     """A worker from one state that it began with to the next. rounds: in their order."""
 
     start: StartRecord
@@ -52,73 +52,83 @@ class RecordedLife:
 
 
 @dataclass(frozen=True)
-class Script:
+class ReplayLog:
     """lives: by member. views: by number."""
 
-    incarnations: Mapping[int, Sequence[RecordedLife]]
+    incarnations: Mapping[int, Sequence[RecordedIncarnation]]
     views: Mapping[int, View]
 
-    def line(self, member: int, round: int) -> RoundRecord | None:
+    def record(self, member: int, round: int) -> RoundRecord | None:
         """The last time that `member` was in `round`."""
-        found = (line for life in self.incarnations.get(member, ()) for line in life.rounds if line.round == round)
+        found = (
+            record
+            for incarnation in self.incarnations.get(member, ())
+            for record in incarnation.rounds
+            if record.round == round
+        )
         return next(iter([*found][::-1]), None)
 
 
-def script(entries: Iterable[Mapping[str, Any]], lines: Iterable[RoundRecord | StartRecord], *, agrees: bool) -> Script:
+def replay_log(
+    entries: Iterable[Mapping[str, Any]], records: Iterable[RoundRecord | StartRecord], *, agrees: bool
+) -> ReplayLog:
     """Of the journal's entries and the lines of exchanges. agrees: of a method of one mean for all.
 
     ValueError, in one line, for what cannot be repeated.
     """
-    incarnations: dict[int, list[RecordedLife]] = {}
-    for line in lines:
-        own = incarnations.setdefault(line.member, [])
-        if isinstance(line, StartRecord):
-            if line.donor < 0 and line.has:
+    incarnations: dict[int, list[RecordedIncarnation]] = {}
+    for record in records:
+        own = incarnations.setdefault(record.member, [])
+        if isinstance(record, StartRecord):
+            if record.donor < 0 and record.has:
                 raise ValueError(
-                    f"worker {line.member} began with a state from the lighthouse's disk, which is not kept: only runs "
+                    f"worker {record.member} began with a state from the lighthouse's disk, which is not kept: only runs "
                     "that never lost all of their workers can be repeated"
                 )
-            own.append(RecordedLife(line))
+            own.append(RecordedIncarnation(record))
         elif own:
-            own[-1].rounds.append(line)
+            own[-1].rounds.append(record)
     for own in incarnations.values():
-        for number, life in enumerate(own):
-            own[number] = _landed(life) if agrees else life
-    made = Script(incarnations, views_of(entries))
-    _unheard(made, agrees=agrees)
+        for number, incarnation in enumerate(own):
+            own[number] = _landed(incarnation) if agrees else incarnation
+    made = ReplayLog(incarnations, views_of(entries))
+    _add_unreported(made, agrees=agrees)
     return made
 
 
-def _landed(life: RecordedLife) -> RecordedLife:
+def _landed(incarnation: RecordedIncarnation) -> RecordedIncarnation:
     """Without rounds at the end that were put off, whose work is in nobody's weights."""
-    rounds = list(life.rounds)
+    rounds = list(incarnation.rounds)
     while rounds and rounds[-1].outcome == ALONE:
         rounds.pop()
-    for line in rounds:
-        if line.outcome in (ALONE, LATE):
+    for record in rounds:
+        if record.outcome in (ALONE, LATE):
             raise ValueError(
-                f"worker {line.member} did not land round {line.round} in time: where rounds are put off, or a quorum "
+                f"worker {record.member} did not land round {record.round} in time: where rounds are put off, or a quorum "
                 "is enough, a run is not repeated"
             )
-    return RecordedLife(life.start, rounds)
+    return RecordedIncarnation(incarnation.start, rounds)
 
 
-def _unheard(script: Script, *, agrees: bool) -> None:
+def _add_unreported(replay_log: ReplayLog, *, agrees: bool) -> None:
     """Add the rounds that only others tell of."""
-    for own in list(script.incarnations.values()):
-        for line in [line for life in own for line in life.rounds if line.outcome == WHOLE]:
-            for member in line.members:
-                if script.line(member, line.round) is None:
-                    life = next(
-                        (one for one in script.incarnations.get(member, ()) if _ends_before(one, line.round)), None
+    for own in list(replay_log.incarnations.values()):
+        for record in [record for incarnation in own for record in incarnation.rounds if record.outcome == WHOLE]:
+            for member in record.members:
+                if replay_log.record(member, record.round) is None:
+                    incarnation = next(
+                        (one for one in replay_log.incarnations.get(member, ()) if _ends_before(one, record.round)),
+                        None,
                     )
-                    if life is None:
-                        raise ValueError(f"nothing is on record of worker {member} in round {line.round}")
-                    life.rounds.append(replace(line, member=member, spare=0, outcome=WHOLE if agrees else _LOST))
+                    if incarnation is None:
+                        raise ValueError(f"nothing is on record of worker {member} in round {record.round}")
+                    incarnation.rounds.append(
+                        replace(record, member=member, spare=0, outcome=WHOLE if agrees else _LOST)
+                    )
 
 
-def _ends_before(life: RecordedLife, round: int) -> bool:
-    done = life.rounds[-1].round if life.rounds else life.start.first - 1
+def _ends_before(incarnation: RecordedIncarnation, round: int) -> bool:
+    done = incarnation.rounds[-1].round if incarnation.rounds else incarnation.start.first - 1
     return done == round - 1
 
 
@@ -130,24 +140,24 @@ def repeat(config: Config, run: Path, out: Path, on_notice: Callable[[str], None
 
     ValueError, in one line, for a run that cannot be repeated.
     """
-    entries, lines = recorded(run)
-    if not lines or not any(entry["event"] == "view" for entry in entries):
+    entries, records = recorded(run)
+    if not records or not any(entry["event"] == "view" for entry in entries):
         raise ValueError(f"{run}: holds no record of exchanges (members.jsonl, exchanges.jsonl): name an elastic run")
     if config.world.inner > 1:
         raise ValueError("world.inner: runs of islands are not repeated")
-    made = script(entries, lines, agrees=lands_together(config))
+    made = replay_log(entries, records, agrees=lands_together(config))
     config = in_rounds(changed(config, {"world.backend": "virtual", "world.virtual.links": "lan"}), simulated=True)
-    corpus, shelf, ended = load_corpus(config.data), Shelf(made), list[int]()
+    corpus, store, ended = load_corpus(config.data), RecordedStates(made), list[int]()
 
     def open_all(scheduler: Scheduler, wire: Any, transports: Sequence[VirtualTransport]) -> None:
-        shelf.changed = [SimulatedCondition(scheduler, worker) for worker in scheduler.workers]
+        store.changed = [SimulatedCondition(scheduler, worker) for worker in scheduler.workers]
 
     with held(run), tempfile.TemporaryDirectory(prefix="isles-") as folder:
 
         def work(transport: VirtualTransport) -> None:
             own = Path(folder) / str(transport.rank)
             own.mkdir()
-            gifts = RecordedGifts(transport.rank, shelf)
+            transfers = RecordedTransfer(transport.rank, store)
             waits = replace(deadlines(config), outer=_FOREVER)
             leader = RecordedLeader(made, Group(transport, (transport.rank,), "outer", waits, Ledger()))
             last = last_round(config, made.views[max(made.views)])
@@ -156,7 +166,7 @@ def repeat(config: Config, run: Path, out: Path, on_notice: Callable[[str], None
                 leader.alone,
                 leader,
                 IslandGroup(),
-                gifts,
+                transfers,
                 corpus,
                 own,
                 report=lambda event: on_notice(event["notice"]) if "notice" in event else None,
@@ -164,7 +174,7 @@ def repeat(config: Config, run: Path, out: Path, on_notice: Callable[[str], None
             )
             leader.mixing = worker.optimizer.parts.mixing
             try:
-                worker.obey(_decisions(config, worker, leader, gifts, last))
+                worker.obey(_decisions(config, worker, leader, transfers, last))
             finally:
                 worker.close()
             if (own / f"{MODEL}.safetensors").exists():
@@ -182,13 +192,13 @@ def repeat(config: Config, run: Path, out: Path, on_notice: Callable[[str], None
 
 
 def _decisions(
-    config: Config, worker: ElasticWorker, leader: RecordedLeader, gifts: RecordedGifts, last: int
+    config: Config, worker: ElasticWorker, leader: RecordedLeader, transfers: RecordedTransfer, last: int
 ) -> Decisions[None]:
     """Life after life, as they are on record. ValueError where a round comes to something else than it did."""
-    every, views, spare = sync_every(config), leader.script.views, 0
+    every, views, spare = sync_every(config), leader.replay_log.views, 0
     done: RoundRecord | None = None
-    for life in leader.incarnations:
-        leader.life, gifts.life, start, expected = life, life, life.start, 0
+    for incarnation in leader.incarnations:
+        leader.incarnation, transfers.incarnation, start, expected = incarnation, incarnation, incarnation.start, 0
         if start.donor < 0:
             yield Decision(kind="draw")
         else:
@@ -197,15 +207,15 @@ def _decisions(
                 yield Decision(
                     kind="catch up", donor=start.donor, round=start.copied + 1, until=start.first, seconds=_FOREVER
                 )
-        for done in life.rounds:
+        for done in incarnation.rounds:
             round, view = done.round, views.get(done.view)
             if round != expected:  # the first one, or it went over some
                 steps = (round - 1) * every
                 began_at = steps if worker.states.lacks_moments else None
                 yield Decision(kind="enter", round=round, steps=steps, began_at=began_at)
-            place = None if view is None else view.index(worker.member)
-            read = () if view is None or place is None else tuple(batches(views, view, round, place))
-            gifts.round, expected = round, round + 1
+            index = None if view is None else view.index(worker.member)
+            read = () if view is None or index is None else tuple(batches(views, view, round, index))
+            transfers.round, expected = round, round + 1
             yield Decision(
                 kind="train", round=round, steps=round * every - (len(read) or every), slices=read, spare=spare
             )
@@ -226,11 +236,11 @@ class RecordedLeader(RoundLeader):
     """Decides of each round as is on record of the life that it is in. alone: see `RoundLeader`."""
 
     mixing: Mixing
-    life: RecordedLife
+    incarnation: RecordedIncarnation
 
-    def __init__(self, made: Script, alone: Group) -> None:
+    def __init__(self, made: ReplayLog, alone: Group) -> None:
         super().__init__(cast(Any, None), alone)  # nobody is asked
-        self.script, self.incarnations = made, made.incarnations.get(self.member, ())
+        self.replay_log, self.incarnations = made, made.incarnations.get(self.member, ())
 
     def exchange(self, round: int) -> Decision:
         """In the newest view in which those who exchanged met; this worker alone where the other one was not there."""
@@ -239,34 +249,38 @@ class RecordedLeader(RoundLeader):
         return Decision(kind="exchange", round=round, members=members, view=max(view, 0), seconds=_FOREVER)
 
     def _met(self, round: int) -> tuple[int, tuple[int, ...]]:
-        line, alone = self._told(round), (-1, (self.member,))
-        if line is None or line.outcome == ALONE or not all(self._sends(member, line) for member in line.members):
+        record, alone = self._record_of(round), (-1, (self.member,))
+        if (
+            record is None
+            or record.outcome == ALONE
+            or not all(self._sends(member, record) for member in record.members)
+        ):
             return alone
         if self.mixing.agrees:
-            return line.view, line.members
-        for number in sorted(self.script.views, reverse=True):
-            view = self.script.views[number]
-            place = view.index(self.member)
-            if view.since <= round and place is not None:
-                members = self.mixing.members(round, len(view.members), place)
-                if sorted(view.members[one] for one in members) == sorted(line.members):
+            return record.view, record.members
+        for number in sorted(self.replay_log.views, reverse=True):
+            view = self.replay_log.views[number]
+            index = view.index(self.member)
+            if view.since <= round and index is not None:
+                members = self.mixing.members(round, len(view.members), index)
+                if sorted(view.members[one] for one in members) == sorted(record.members):
                     return number, view.members
         return alone
 
-    def _told(self, round: int) -> RoundRecord | None:
-        return next((line for line in self.life.rounds if line.round == round), None)
+    def _record_of(self, round: int) -> RoundRecord | None:
+        return next((record for record in self.incarnation.rounds if record.round == round), None)
 
-    def _sends(self, member: int, line: RoundRecord) -> bool:
+    def _sends(self, member: int, record: RoundRecord) -> bool:
         """Whether `member` took part in the exchange of that line."""
-        other = self.script.line(member, line.round)
-        return other is not None and sorted(other.members) == sorted(line.members)
+        other = self.replay_log.record(member, record.round)
+        return other is not None and sorted(other.members) == sorted(record.members)
 
     def lost(self, member: int) -> bool:
         return False
 
     def is_answer_used(self, round: int, members: Sequence[int]) -> bool:
-        line = self._told(round)
-        return len(members) <= 1 or (line is not None and line.outcome == WHOLE)
+        record = self._record_of(round)
+        return len(members) <= 1 or (record is not None and record.outcome == WHOLE)
 
     def report_peer(self, round: int, error: CommError) -> None:
         """Nothing follows from it."""
@@ -278,25 +292,29 @@ class RecordedLeader(RoundLeader):
         return Decision(kind="exchange", round=round, members=members, view=view, seconds=_FOREVER)
 
     def finish_round(self, round: int, attempt: int, digest: int | None, error: CommError | None) -> Decision:
-        line = self._told(round)
-        if digest is None or line is None:
+        record = self._record_of(round)
+        if digest is None or record is None:
             return Decision(kind="postpone", round=round)
-        self.note(round, line.members, WHOLE)
+        self.note(round, record.members, WHOLE)
         return Decision(kind="land", round=round)
 
 
-class Shelf:
+class RecordedStates:
     """States and means of all workers, by giver, name and round, for those who used them. changed: by member."""
 
     changed: Sequence[SimulatedCondition]
 
-    def __init__(self, made: Script) -> None:
-        self.used = {(life.start.donor, life.start.copied) for each in made.incarnations.values() for life in each}
-        self._kept: dict[tuple[str, str, int], tuple[bytes, dict[str, Any]]] = {}
+    def __init__(self, made: ReplayLog) -> None:
+        self.used = {
+            (incarnation.start.donor, incarnation.start.copied)
+            for each in made.incarnations.values()
+            for incarnation in each
+        }
+        self._states: dict[tuple[str, str, int], tuple[bytes, dict[str, Any]]] = {}
 
     def put(self, member: int, key: tuple[str, str, int], content: bytes, facts: dict[str, Any]) -> None:
         """Keep it, in the turn of `member`."""
-        self._kept[key] = content, facts
+        self._states[key] = content, facts
         with self.changed[member]:
             for other in self.changed:
                 other.notify_all()
@@ -304,18 +322,18 @@ class Shelf:
     def take(self, member: int, key: tuple[str, str, int], seconds: float) -> tuple[bytes, dict[str, Any]]:
         """Wait for it. StateNotFound where nobody gives it."""
         with self.changed[member]:
-            if not self.changed[member].wait_for(lambda: key in self._kept, seconds):
+            if not self.changed[member].wait_for(lambda: key in self._states, seconds):
                 raise StateNotFound("it is not on record")
-        return self._kept[key]
+        return self._states[key]
 
 
-class RecordedGifts:
+class RecordedTransfer:
     """What the worker in `member` gives and takes: what those who used it got. round: that it is in."""
 
-    life: RecordedLife
+    incarnation: RecordedIncarnation
 
-    def __init__(self, member: int, shelf: Shelf) -> None:
-        self._member, self._shelf, self.round = member, shelf, 0
+    def __init__(self, member: int, store: RecordedStates) -> None:
+        self._member, self._shelf, self.round = member, store, 0
 
     def is_requested(self, what: str) -> bool:
         return what in (STATE, ANCHORS) and (self._member, self.round) in self._shelf.used
@@ -336,7 +354,7 @@ class RecordedGifts:
 
     def fetch(self, asked: FetchRequest, path: Path) -> dict[str, Any]:
         is_state = asked.what in (STATE, ANCHORS)
-        round = self.life.start.copied if is_state else int(asked.what.rpartition("-")[2])
+        round = self.incarnation.start.copied if is_state else int(asked.what.rpartition("-")[2])
         content, facts = self._shelf.take(self._member, (asked.source, asked.what, round), asked.seconds)
         path.write_bytes(content)
         return facts

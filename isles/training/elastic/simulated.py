@@ -28,30 +28,30 @@ from isles.membership.simulated import SimulatedMembership
 from isles.membership.state_transfer import StateServer
 from isles.training.config.sections import Config
 from isles.training.elastic.leader import Participant
-from isles.training.elastic.metrics import figures
-from isles.training.elastic.states import MODEL, giver_of
+from isles.training.elastic.metrics import elastic_metrics
+from isles.training.elastic.states import MODEL, server_name
 from isles.training.elastic.support import lands_together, last_round, rules
 from isles.training.lighthouse.mean import consolidate, spread
 from isles.training.lighthouse.rounds import MODEL_FILE
-from isles.training.simulated_churn import ChurnedWorld
+from isles.training.simulated_churn import SimulatedWorld
 
 
-class ChurnedRun(ChurnedWorld):
-    """One run of whole replicas; see `ChurnedWorld`. made: called with each worker before it begins."""
+class SimulatedElasticRun(SimulatedWorld):
+    """One run of whole replicas; see `SimulatedWorld`. made: called with each worker before it begins."""
 
     def __init__(self, config: Config, *more: Any, made: Callable[[Participant], None] = lambda worker: None) -> None:
         super().__init__(config, *more)
         self._notices: dict[str, None] = {}
         self._made = made
         governed = replace(rules(config), founders=self.founders, most=1 << 20)
-        self.meeting = SimulatedMembership(governed, self.trace, config.world.elastic.lease, self._heard)
+        self.simulation = SimulatedMembership(governed, self.trace, config.world.elastic.lease, self._on_report)
         self.lines: list[dict[str, Any]] = []
 
     @override
     def train(self, corpus: Corpus) -> list[dict[str, Any]]:
         with tempfile.TemporaryDirectory(prefix="isles-") as folder:
             self._train(corpus, Path(folder))
-            for name, entries in ((NAME, self.meeting.journal), (EXCHANGES, self.lines)):
+            for name, entries in ((NAME, self.simulation.journal), (EXCHANGES, self.lines)):
                 lines = (f"{json.dumps(entry, separators=(',', ':'))}\n" for entry in entries)
                 write_text(self.out / name, "".join(lines))
             self._members = self._mean(Path(folder))
@@ -59,7 +59,7 @@ class ChurnedRun(ChurnedWorld):
 
     def _train(self, corpus: Corpus, folder: Path) -> None:
         def work(transport: VirtualTransport) -> None:
-            client = self.meeting.seated(transport.rank)
+            client = self.simulation.seated(transport.rank)
             if client is None:
                 return
             own = folder / str(transport.rank)
@@ -68,15 +68,15 @@ class ChurnedRun(ChurnedWorld):
             def lost(state_server: str) -> bool:
                 return state_server.isdecimal() and client.lost(int(state_server))
 
-            gifts = StateServer(
-                client.session, giver_of(client.member, 0), self._notice, lost=lost, changed=client.changed
+            transfers = StateServer(
+                client.session, server_name(client.member, 0), self._notice, lost=lost, changed=client.changed
             )
-            leaving = self.meeting.leaving[transport.rank]
+            leaving = self.simulation.leaving[transport.rank]
             worker = Participant(
                 self.config,
                 client,
                 transport,
-                gifts,
+                transfers,
                 corpus,
                 own,
                 self._notice,
@@ -87,17 +87,17 @@ class ChurnedRun(ChurnedWorld):
                 worker.run()
                 client.close()
                 with client.changed:
-                    self.meeting.ended(client.member)
+                    self.simulation.ended(client.member)
             except Exception:
                 with client.changed:
-                    self.meeting.end()  # else the others wait for this one for ever
+                    self.simulation.end()  # else the others wait for this one for ever
                 raise
             finally:
                 worker.worker.close()
 
-        self.let_work(work, before=self.meeting.open)
+        self.let_work(work, before=self.simulation.open)
 
-    def _heard(self, member: int, event: Mapping[str, Any]) -> None:
+    def _on_report(self, member: int, event: Mapping[str, Any]) -> None:
         if "result" in event:
             self.results[member] = event["result"]
         elif "round" in event or "start" in event:
@@ -113,7 +113,7 @@ class ChurnedRun(ChurnedWorld):
 
     def _mean(self, folder: Path) -> list[int]:
         """Write the one model; whose mean it is."""
-        members = sorted(member for member in self.meeting.finished if member in self.results)
+        members = sorted(member for member in self.simulation.finished if member in self.results)
         models = {member: folder / str(member) / f"{MODEL}.safetensors" for member in members}
         alike, ratio = lands_together(self.config), self.config.world.trust_ratio
         left = consolidate(models, self.out / MODEL_FILE, alike=alike, ratio=ratio)
@@ -124,9 +124,9 @@ class ChurnedRun(ChurnedWorld):
     @override
     def told(self) -> dict[str, Any]:
         lines = [read_record(line) for line in self.lines]
-        computed = sum(transport.compute_seconds for transport in self.meeting.transports)
-        membership = self.meeting.membership
+        computed = sum(transport.compute_seconds for transport in self.simulation.transports)
+        membership = self.simulation.membership
         assert membership is not None, "it was there at the end"
         last = last_round(self.config, membership.view)
-        told = figures(self.meeting.journal, lines, membership, last, computed).record()
+        told = elastic_metrics(self.simulation.journal, lines, membership, last, computed).record()
         return {"workers": len(self._members), "replica_std": self.spread, **told}

@@ -8,7 +8,7 @@ A donor copies its state once, right after a landing; the copy becomes a file, a
 
 Shadow rounds: how a joiner's state becomes that of members who land one mean together.
 
-donor     after a copy of its state was asked for: the mean of each of the next `KEPT` landed rounds, as a file
+donor     after a copy of its state was asked for: the mean of each of the next `RETAINED` landed rounds, as a file
 joiner    has the state after round r: fetches the means of r + 1, r + 2, ... and lands them with the same rule,
           until it is where the others are; the hash of its anchor must be theirs
 
@@ -43,14 +43,14 @@ COPIES, BESIDE = 16, 1 << 20
 """Of the model's bytes, that a state may have at most; bytes of a file beside its tensors."""
 
 
-def giver_of(member: int, place: int) -> str:
-    """The giver's name of the worker at `place` in the island of `member`."""
-    return f"{member}/{place}" if place else str(member)
+def server_name(member: int, island_rank: int) -> str:
+    """The giver's name of the worker at `island_rank` in the island of `member`."""
+    return f"{member}/{island_rank}" if island_rank else str(member)
 
 
-def kept_as(place: int) -> str:
+def saved_name(island_rank: int) -> str:
     """What the lighthouse calls the state of a place in an island."""
-    return f"{STATE}-{place}" if place else STATE
+    return f"{STATE}-{island_rank}" if island_rank else STATE
 
 
 def state_of(stage: int, step: int) -> str:
@@ -78,21 +78,21 @@ class States:
     def __init__(
         self,
         optimizer: OuterSync,
-        gifts: StateTransfer,
+        transfers: StateTransfer,
         folder: Path,
         kind: JoinState,
         last: Callable[[], int],
-        place: int = 0,
+        island_rank: int = 0,
     ) -> None:
-        self._place, self._fetched, self.left_out = place, folder / "taken.safetensors", dict[int, int]()
-        self._optimizer, self._gifts, self._folder = optimizer, gifts, folder
+        self._island_rank, self._fetched, self.left_out = island_rank, folder / "taken.safetensors", dict[int, int]()
+        self._optimizer, self._transfers, self._folder = optimizer, transfers, folder
         self._joins_with, self._last = STATE if kind == "full" else ANCHORS, last
         self._copied = {STATE: -FRESH, ANCHORS: -FRESH}  # the round of the newest copy
         self.taken, self.of, self.lacks_moments, self.are_drawn = 0, 0, False, True
 
     def wanted(self) -> list[bool]:
         """Whether somebody has asked this worker for `STATE`, and for `ANCHORS`."""
-        return [self._gifts.is_requested(what) for what in (STATE, ANCHORS)]
+        return [self._transfers.is_requested(what) for what in (STATE, ANCHORS)]
 
     def landed(self, round: int, left_out: dict[int, int], wanted: Sequence[bool]) -> bool:
         """Right after the landing of `round`: copy what is `wanted`; whether something was. left_out: who was told by
@@ -101,7 +101,7 @@ class States:
         done = False
         for what, is_wanted in zip((STATE, ANCHORS), wanted, strict=True):
             if round - self._copied[what] >= FRESH:
-                self._gifts.freeze(what)
+                self._transfers.freeze(what)
             if is_wanted:
                 self._copied[what], done = round, True
                 self._offer(what, round, left_out)
@@ -110,7 +110,7 @@ class States:
     def forget(self) -> None:
         """What this worker has is nobody's any more: no copy of it is given."""
         for what in (STATE, ANCHORS):
-            self._gifts.unpublish(what)
+            self._transfers.unpublish(what)
             self._copied[what] = -FRESH
 
     def _offer(self, what: str, round: int, left_out: dict[int, int]) -> None:
@@ -121,7 +121,7 @@ class States:
             weights = {name: weights[name] for name in self._beside_anchors()}
         copy = StateCopy({"optimizer": state, "model": weights, "round": round})
         facts = {"round": round, "left_out": dict(left_out)}
-        self._gifts.publish(what, self._folder / f"{what}-{round}.safetensors", facts, copy.write)
+        self._transfers.publish(what, self._folder / f"{what}-{round}.safetensors", facts, copy.write)
 
     def _beside_anchors(self) -> set[str]:
         trained = {id(parameter) for parameter in self._optimizer.parameters}
@@ -137,9 +137,9 @@ class States:
         seconds, wait, after: as in `FetchRequest`. Returns the round that it is said to be of, 0 where nothing is said.
         StateUnavailable where none came.
         """
-        state_server, what = giver_of(donor, self._place), self._joins_with
+        state_server, what = server_name(donor, self._island_rank), self._joins_with
         if donor < 0:
-            state_server, what = LIGHTHOUSE, kept_as(self._place)
+            state_server, what = LIGHTHOUSE, saved_name(self._island_rank)
         weights = sum(one.numel() * one.element_size() for one in self._optimizer.parameters)
         most = COPIES * weights + BESIDE
         asked = FetchRequest(
@@ -152,7 +152,7 @@ class States:
             newest=self._last(),
         )
         try:
-            facts = self._gifts.fetch(asked, self._fetched)
+            facts = self._transfers.fetch(asked, self._fetched)
         except StateUnavailable:
             self._fetched.unlink(missing_ok=True)
             raise
@@ -197,19 +197,19 @@ class States:
         self.taken, self.of, self.lacks_moments, self.are_drawn = 0, 0, False, True
 
 
-KEPT = 16
+RETAINED = 16
 _MEAN = "mean"
 _SPARE = 1 << 16  # bytes of a file beside its tensor
 
 
-class Means:
+class CatchUpLog:
     """The means that a donor keeps for joiners. folder: for their files."""
 
-    def __init__(self, optimizer: OuterSync, gifts: StateTransfer, folder: Path) -> None:
-        self._optimizer, self._gifts, self._folder = optimizer, gifts, folder
+    def __init__(self, optimizer: OuterSync, transfers: StateTransfer, folder: Path) -> None:
+        self._optimizer, self._transfers, self._folder = optimizer, transfers, folder
         self._offered: list[int] = []
         self._next = math.inf  # the first round whose mean may still be had here
-        gifts.announce(self._comes)
+        transfers.announce(self._comes)
 
     def begins(self, round: int) -> None:
         """This worker takes part from `round` on."""
@@ -220,9 +220,9 @@ class Means:
         (fragment,) = self._optimizer.fragments
         fragment.retain_until, self._next = 0, math.inf
         for round in self._offered:
-            self._gifts.unpublish(_name(round))
+            self._transfers.unpublish(_name(round))
         self._offered = []
-        self._gifts.announce(self._comes)
+        self._transfers.announce(self._comes)
 
     def _comes(self, what: str) -> bool:
         """A round that went on without this worker, or that it has landed and not kept, never does."""
@@ -232,7 +232,7 @@ class Means:
     def copied(self, round: int) -> None:
         """This worker's state after `round` has been given to somebody: the means of the next ones are kept for it."""
         (fragment,) = self._optimizer.fragments
-        fragment.retain_until = round + KEPT
+        fragment.retain_until = round + RETAINED
 
     def landed(self, round: int, left_out: Mapping[Any, int]) -> None:
         """Right after the landing of `round`: its mean, where it was kept. left_out: see `MissedMean`."""
@@ -242,17 +242,17 @@ class Means:
             path = self._folder / f"{_MEAN}-{round}.safetensors"
             facts = {"round": round, "whole": answer.whole, "participants": answer.participants}
             facts |= {"digest": fragment.digest, "left_out": dict(left_out)}
-            kept = {_MEAN: fragment.landed_mean}
-            self._gifts.publish(_name(round), path, facts, lambda path: write_tensors(path, kept))
+            tensors = {_MEAN: fragment.landed_mean}
+            self._transfers.publish(_name(round), path, facts, lambda path: write_tensors(path, tensors))
             self._offered.append(round)
         self._next = round + 1
-        for old in [old for old in self._offered if old <= round - KEPT]:
-            self._gifts.unpublish(_name(old))
+        for old in [old for old in self._offered if old <= round - RETAINED]:
+            self._transfers.unpublish(_name(old))
             self._offered.remove(old)
 
 
-def shadow(
-    optimizer: OuterSync, gifts: StateTransfer, donor: str, rounds: range, path: Path, seconds: float
+def catch_up(
+    optimizer: OuterSync, transfers: StateTransfer, donor: str, rounds: range, path: Path, seconds: float
 ) -> dict[int, int]:
     """Land the means of `rounds` as `donor` has. path: for a file that is gone afterwards. Whom the others have left
     out meanwhile, see `MissedMean`.
@@ -261,7 +261,7 @@ def shadow(
     """
     out: dict[int, int] = {}
     for round in rounds:
-        mean = _taken(optimizer, gifts, donor, round, path, seconds)
+        mean = _taken(optimizer, transfers, donor, round, path, seconds)
         if land_missed(optimizer, round, mean.mean, mean.participants, whole=mean.whole) != mean.digest:
             raise StateUnavailable(f"with the mean of round {round} this worker is elsewhere than worker {donor}")
         out |= mean.left_out
@@ -270,7 +270,7 @@ def shadow(
 
 def missed(
     optimizer: OuterSync,
-    gifts: StateTransfer,
+    transfers: StateTransfer,
     decision: RoundDecision,
     path: Path,
     seconds: float,
@@ -280,18 +280,18 @@ def missed(
     for member in decision.members[:MEAN_HOLDERS]:
         if not is_lost(member):
             with contextlib.suppress(StateUnavailable):
-                return _taken(optimizer, gifts, str(member), decision.round, path, seconds)
+                return _taken(optimizer, transfers, str(member), decision.round, path, seconds)
     return None
 
 
 def _taken(
-    optimizer: OuterSync, gifts: StateTransfer, donor: str, round: int, path: Path, seconds: float
+    optimizer: OuterSync, transfers: StateTransfer, donor: str, round: int, path: Path, seconds: float
 ) -> MissedMean:
     """The mean of `round`, as `donor` has it. StateUnavailable."""
     (fragment,) = optimizer.fragments
     try:
         most = fragment.anchor.nbytes + _SPARE
-        facts = gifts.fetch(FetchRequest(source=donor, what=_name(round), most=most, seconds=seconds), path)
+        facts = transfers.fetch(FetchRequest(source=donor, what=_name(round), most=most, seconds=seconds), path)
         mean = load_file(str(path))[_MEAN]
         if mean.shape != fragment.anchor.shape or mean.dtype != fragment.anchor.dtype:
             raise StateUnavailable("it is of another model")

@@ -29,7 +29,7 @@ from isles.membership.state_transfer import StateRejected, StateTransfer, StateU
 from isles.models import build
 from isles.replicas.loop.outer import OuterSync, enter
 from isles.training.config.sections import Config
-from isles.training.elastic.states import WARM_UP, Means, States, giver_of, shadow
+from isles.training.elastic.states import WARM_UP, CatchUpLog, States, catch_up, server_name
 from isles.training.elastic.support import lands_together, sync_every
 from isles.training.records.finished import load_weights
 from isles.training.records.summary import by_channel
@@ -59,8 +59,8 @@ class ElasticWorker:
         config: Config,
         alone: Group,
         leader: RoundLeader | None,
-        places: IslandGroup,
-        gifts: StateTransfer,
+        island: IslandGroup,
+        transfers: StateTransfer,
         corpus: Corpus,
         folder: Path,
         *,
@@ -69,25 +69,27 @@ class ElasticWorker:
     ) -> None:
         self._config, self._alone, self._corpus, self.folder = config, alone, corpus, folder
         world = Mesh(world=alone, layout=grid_of(1), report=report)
-        if places.mesh is not None:
-            world = replace(places.mesh, layout=grid_of(places.size, inner=places.size), report=report)
+        if island.mesh is not None:
+            world = replace(island.mesh, layout=grid_of(island.size, inner=island.size), report=report)
         self.reader = world.reader
         self.member = alone.transport.rank
-        place, workers = self.reader
-        torch.manual_seed(draws_seed(config.run.seed, self.member * workers + place))
-        self._world, self._roster = world, ElasticRoster(alone, places, leader)
+        reader_index, workers = self.reader
+        torch.manual_seed(draws_seed(config.run.seed, self.member * workers + reader_index))
+        self._world, self._roster = world, ElasticRoster(alone, island, leader)
         self.trainer = trainer_of(config, world, corpus, self._roster)
         assert isinstance(self.trainer.optimizer, OuterSync) and self.trainer.text is not None
         self.optimizer, self._text = self.trainer.optimizer, self.trainer.text
-        self.means = Means(self.optimizer, gifts, folder)
-        self.states = States(self.optimizer, gifts, folder, config.world.elastic.join_state, last, place=place)
-        self._gifts, self._places = gifts, places
+        self.catch_up_log = CatchUpLog(self.optimizer, transfers, folder)
+        self.states = States(
+            self.optimizer, transfers, folder, config.world.elastic.join_state, last, island_rank=reader_index
+        )
+        self._transfers, self._island = transfers, island
         self.paced: Callable[[float], None] = lambda seconds: None
         self._paced = False
         self.refusals = Rejections()
         self._began_at: int | None = None  # inner steps, where this worker began without moments
         self._does: dict[DecisionKind, Callable[[Decision], Any]] = {
-            "idle": lambda said: None,
+            "idle": lambda decision: None,
             "load": self.load,
             "draw": self.draw,
             "catch up": self.catch_up,
@@ -95,8 +97,8 @@ class ElasticWorker:
             "forget": self.forget,
             "train": self.train,
             "keep": self.keep,
-            "over": lambda said: cast(Any, alone.transport).over("outer", said.round),  # of pairs or groups
-            "validate": lambda said: self.trainer.validate(),
+            "over": lambda decision: cast(Any, alone.transport).over("outer", decision.round),  # of pairs or groups
+            "validate": lambda decision: self.trainer.validate(),
             "report": self.counted,
             "conclude": self.conclude,
         }
@@ -106,33 +108,33 @@ class ElasticWorker:
         follower. Malformed for what is not to be done between rounds.
         """
         came, why = None, None
-        while (said := self._places.next_decision(partial(_next, decisions, came, why))).kind != "end":
+        while (decision := self._island.next_decision(partial(_next, decisions, came, why))).kind != "end":
             came, why = None, None
-            if said.kind not in self._does:
-                raise Malformed(-1, f"between rounds the leader of this island decides to {said.kind}")
+            if decision.kind not in self._does:
+                raise Malformed(-1, f"between rounds the leader of this island decides to {decision.kind}")
             try:
-                came = self._does[said.kind](said)
+                came = self._does[decision.kind](decision)
             except StateUnavailable as reason:
                 why = reason  # the leader knows, and decides what then
 
-    def load(self, said: Decision) -> tuple[int, dict[int, int]]:
+    def load(self, decision: Decision) -> tuple[int, dict[int, int]]:
         """Take on the state of `donor`, see `States.fetch`: its round, and whom the donor knew by then to be left out.
         All of an island take states of one round. StateUnavailable for all where one has none: all are as before, but
         for NotAdopted.
         """
-        apart = "the workers of this island got states of different rounds"
-        fetch = partial(self.states.fetch, said.donor, said.seconds, after=said.round, wait=said.wait)
+        mismatch = "the workers of this island got states of different rounds"
+        fetch = partial(self.states.fetch, decision.donor, decision.seconds, after=decision.round, wait=decision.wait)
         for _ in range(_TRIES):
             if self._same(fetch) is not None:
                 break
         else:
-            raise StateUnavailable(apart)
+            raise StateUnavailable(mismatch)
         try:
             round = self._same(self.states.adopt)
         except StateUnavailable as why:
             raise StateRejected(str(why)) from why
         if round is None:
-            raise StateRejected(apart)
+            raise StateRejected(mismatch)
         return round, self.states.left_out
 
     def _same(self, call: Callable[[], int]) -> int | None:
@@ -144,12 +146,12 @@ class ElasticWorker:
             number = call()
         except StateUnavailable as reason:
             why = reason
-        numbers = [told[0] for told in self._places.gather(number)]
+        numbers = [gathered[0] for gathered in self._island.gather(number)]
         if min(numbers) < 0:
             raise why if str(why) else StateUnavailable(f"worker {numbers.index(min(numbers))} of this island got none")
         return number if min(numbers) == max(numbers) else None
 
-    def draw(self, said: Decision) -> None:
+    def draw(self, decision: Decision) -> None:
         """Go back to the weights as drawn, the same everywhere, for nobody has a state of the run."""
         if not self.states.are_drawn:
             trainer = trainer_of(self._config, self._world, self._corpus, self._roster)
@@ -157,32 +159,32 @@ class ElasticWorker:
             self.states.become(trainer.optimizer)
             trainer.memory.close()
 
-    def catch_up(self, said: Decision) -> dict[int, int]:
+    def catch_up(self, decision: Decision) -> dict[int, int]:
         """Land the means of rounds `round` to `until - 1` as `donor` has; whom the others have left out meanwhile (see
         `MissedMean`). StateUnavailable for all where one could not, or none came within `seconds`.
         """
-        state_server, rounds = giver_of(said.donor, self.reader[0]), range(said.round, said.until)
+        state_server, rounds = server_name(decision.donor, self.reader[0]), range(decision.round, decision.until)
         path, why, left_out = self.folder / "taken.safetensors", "", dict[int, int]()
         try:
-            left_out = shadow(self.optimizer, self._gifts, state_server, rounds, path, said.seconds)
+            left_out = catch_up(self.optimizer, self._transfers, state_server, rounds, path, decision.seconds)
         except StateUnavailable as reason:
             why = str(reason)
-        if not all(told[0] for told in self._places.gather(int(not why))):
+        if not all(gathered[0] for gathered in self._island.gather(int(not why))):
             raise StateUnavailable(why or "another worker of this island could not land them")
         return left_out
 
-    def enter(self, said: Decision) -> None:
+    def enter(self, decision: Decision) -> None:
         """Begin with `round`, after so many inner `steps`."""
-        self._began_at = said.began_at
+        self._began_at = decision.began_at
         self._roster.begin_anew()
-        self.means.begins(said.round)
-        enter(self.optimizer, said.round, said.steps)
-        self.schedule_at(said.steps)
+        self.catch_up_log.begins(decision.round)
+        enter(self.optimizer, decision.round, decision.steps)
+        self.schedule_at(decision.steps)
 
-    def forget(self, said: Decision) -> None:
+    def forget(self, decision: Decision) -> None:
         """What this worker has is nobody's any more: nobody begins with it."""
         self.states.forget()
-        self.means.forget()
+        self.catch_up_log.forget()
 
     def schedule_at(self, steps: int) -> None:
         """Set the learning rates of the inner step that follows `steps` of them."""
@@ -196,13 +198,13 @@ class ElasticWorker:
         ):
             group["lr"] = base * factor(steps) * warmth
 
-    def train(self, said: Decision) -> None:
+    def train(self, decision: Decision) -> None:
         """Inner steps after so many `steps`, one a slice; the last one exchanges."""
-        count = len(said.slices) or sync_every(self._config)
+        count = len(decision.slices) or sync_every(self._config)
         self.states.are_drawn = False
-        self._text.positions = positions(self._config, self.member, said.slices, said.spare, self.reader)
-        self.optimizer.steps = said.steps
-        self.schedule_at(said.steps)
+        self._text.positions = positions(self._config, self.member, decision.slices, decision.spare, self.reader)
+        self.optimizer.steps = decision.steps
+        self.schedule_at(decision.steps)
         clock, began = self.trainer.step_clock, self.trainer.step_clock.reading()
         for left in reversed(range(count)):
             self.trainer.step()
@@ -210,43 +212,43 @@ class ElasticWorker:
                 self._paced = True
                 self.paced((clock.reading() - began) / (count - left))
 
-    def keep(self, said: Decision) -> None:
-        """Right after `round`: keep its mean, and copy the state for whoever has asked; see `Means` and `States`."""
+    def keep(self, decision: Decision) -> None:
+        """Right after `round`: keep its mean, and copy the state for whoever has asked; see `CatchUpLog` and `States`."""
         if lands_together(self._config):
-            self.means.landed(said.round, said.left_out)
-        self.copy(said.round, said.left_out)
+            self.catch_up_log.landed(decision.round, decision.left_out)
+        self.copy(decision.round, decision.left_out)
 
     def copy(self, round: int, left_out: Mapping[int, int]) -> None:
         """See `States.landed`."""
-        told = self._places.gather(*map(int, self.states.wanted()))
-        wanted = [any(each) for each in zip(*told, strict=True)]
+        gathered = self._island.gather(*map(int, self.states.wanted()))
+        wanted = [any(each) for each in zip(*gathered, strict=True)]
         if self.states.landed(round, dict(left_out), wanted):
-            self.means.copied(round)
+            self.catch_up_log.copied(round)
 
-    def conclude(self, said: Decision) -> dict[str, Any]:
+    def conclude(self, decision: Decision) -> dict[str, Any]:
         """See `Trainer.conclude`; of an island all tokens, and the means of what its workers counted."""
         for fragment in self.optimizer.fragments:
             fragment.ahead = None  # there is no round that it was sent ahead for
         own = self.trainer.conclude(self.folder)
-        if self._places.size == 1:
+        if self._island.size == 1:
             return own
         counted = json.dumps({key: own[key] for key in ("tokens", "channels", *_MEANS)}).encode("ascii")
-        told = [parse_json(one) for one in self._places.gather_text(counted)]
-        own |= {key: sum(one[key] for one in told) / len(told) for key in _MEANS}
-        return own | {"tokens": sum(one["tokens"] for one in told), "channels": by_channel(told)}
+        gathered = [parse_json(one) for one in self._island.gather_text(counted)]
+        own |= {key: sum(one[key] for one in gathered) / len(gathered) for key in _MEANS}
+        return own | {"tokens": sum(one["tokens"] for one in gathered), "channels": by_channel(gathered)}
 
-    def counted(self, said: Decision) -> dict[str, Any]:
+    def counted(self, decision: Decision) -> dict[str, Any]:
         """carried: bytes that all of an island have sent to others, by the way that they went. refused: what all of
         them have refused. paths: of each worker of it.
         """
         transport = self._alone.transport
         assert isinstance(transport, ElasticTransport)
-        told = self._places.gather(*(transport.carried[way] for way in CARRIED))
-        carried = {way: sum(numbers) for way, numbers in zip(CARRIED, zip(*told, strict=True), strict=True)}
+        gathered = self._island.gather(*(transport.carried[way] for way in CARRIED))
+        carried = {way: sum(numbers) for way, numbers in zip(CARRIED, zip(*gathered, strict=True), strict=True)}
         rows = [self.refusals.rows(), transport.paths()]
-        told = [parse_json(one) for one in self._places.gather_text(json.dumps(rows).encode("ascii"))]
-        paths = [row for _, one in told for row in read_paths(one)]
-        refused = together(read_rejections(one) for one, _ in told)
+        gathered = [parse_json(one) for one in self._island.gather_text(json.dumps(rows).encode("ascii"))]
+        paths = [row for _, one in gathered for row in read_paths(one)]
+        refused = together(read_rejections(one) for one, _ in gathered)
         return {"carried": carried, "refused": refused, "paths": sorted(paths, key=lambda row: -row[3])[:MOST]}
 
     def judge(self, file: Path) -> float | None:

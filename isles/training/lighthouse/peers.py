@@ -26,7 +26,7 @@ from isles.membership.messages import SwarmStatus
 from isles.membership.state_transfer import StateUnavailable
 from isles.membership.swarm_coordinator import SwarmCoordinator, SwarmRules
 from isles.training.elastic.states import MODEL, state_of
-from isles.training.lighthouse.server import LOOK, MODEL_FILE, RunKeeper
+from isles.training.lighthouse.server import LOOK, MODEL_FILE, LighthouseServer
 from isles.training.records.checkpoint import Checkpoints
 from isles.training.records.checksums import is_whole
 from isles.training.records.rundir import SUMMARY, as_json
@@ -38,7 +38,7 @@ _SLOW = 30.0  # seconds without a piece of a state
 _PATIENCE = 10.0  # seconds for the last words of peers
 
 
-class SwarmKeeper(RunKeeper):
+class SwarmLighthouseServer(LighthouseServer):
     """Peers of stages: `SwarmCoordinator`."""
 
     joins_with = "isles swarm peer --join"
@@ -215,8 +215,8 @@ class SwarmKeeper(RunKeeper):
             self.state_server.publish(state_of(stage, step), path, {"step": step, "parts": self.parts(step)})
 
 
-class ClusterKeeper(SwarmKeeper):
-    """A `SwarmKeeper` for nodes of clusters, which agree among themselves about who is in which cluster."""
+class ClusterLighthouseServer(SwarmLighthouseServer):
+    """A `SwarmLighthouseServer` for nodes of clusters, which agree among themselves about who is in which cluster."""
 
     @override
     def swarm_rules(self) -> SwarmRules:

@@ -11,7 +11,7 @@ LIGHTHOUSE = -1
 _MOST = 100  # lines for a person
 
 
-class RefusalBook:
+class RejectionLog:
     """own: the lighthouse's, as it grows. notice: called with a line for each (by whom, of whom, why) that is new."""
 
     def __init__(self, own: Rejections, notice: Callable[[str], None]) -> None:

@@ -25,10 +25,10 @@ from isles.membership.journal import Journal
 from isles.membership.messages import MARGIN, Examine, Over, RunStatus
 from isles.membership.run_log import EXCHANGES, RoundRecord, as_line, read_record
 from isles.membership.state_transfer import StateUnavailable
-from isles.training.elastic.metrics import figures, recorded
-from isles.training.elastic.states import MODEL, STATE, giver_of, kept_as
+from isles.training.elastic.metrics import elastic_metrics, recorded
+from isles.training.elastic.states import MODEL, STATE, saved_name, server_name
 from isles.training.lighthouse.mean import consolidate, spread
-from isles.training.lighthouse.server import LOOK, MODEL_FILE, RunKeeper
+from isles.training.lighthouse.server import LOOK, MODEL_FILE, LighthouseServer
 from isles.training.records.checkpoint import Checkpoints
 from isles.training.records.checksums import is_whole
 from isles.training.records.rundir import SUMMARY, as_json
@@ -37,7 +37,7 @@ from isles.training.records.summary import SummaryTable, parallel_bytes, summari
 _KEPT = 2  # rounds whose states stay, for whoever is taking the older one
 
 
-class Keeper(RunKeeper):
+class RoundsLighthouseServer(LighthouseServer):
     """Views and rounds: `membership`."""
 
     joins_with = "isles join"
@@ -77,7 +77,7 @@ class Keeper(RunKeeper):
             summary["val_loss"] = self.judged[0]
         ddp = parallel_bytes(summary["parameters"], len(taken), self.config.run.steps)
         summary |= {"workers": len(taken), "replica_std": self.spread, "ddp_bytes_per_worker": ddp}
-        told = figures(*recorded(self.out), self.membership, self.membership.last or 0)
+        told = elastic_metrics(*recorded(self.out), self.membership, self.membership.last or 0)
         summary |= replace(told, links=self.links(), refused=self.refused.table()).record()
         write_text(self.out / SUMMARY, as_json(summary, indent=2) + "\n")
         self.lighthouse.tell(members, Over())
@@ -124,14 +124,14 @@ class Keeper(RunKeeper):
     def _fetch(self, member: int, place: int, path: Path) -> int:
         rounds = sorted(self.membership.workers[one].round for one in self.members())
         newest = rounds[(len(rounds) - 1) // 2] + MARGIN  # so far half of them say that they are, or soon
-        facts = self.fetch(giver_of(member, place), STATE, path, self.config.world.outer_deadline, newest=newest)
+        facts = self.fetch(server_name(member, place), STATE, path, self.config.world.outer_deadline, newest=newest)
         if not is_whole(path) or "round" not in facts:
             raise StateUnavailable("it is no state, or of no round")
         return facts["round"]
 
     def _offer(self, round: int | None) -> None:
         for place, path in enumerate([] if round is None else self._states.shards(round)):
-            self.state_server.publish(kept_as(place), path, {})
+            self.state_server.publish(saved_name(place), path, {})
 
     def _collect(self, members: Sequence[int]) -> list[int]:
         """Fetch the models of `members`, and write the one model; whose it is of. Who is lost costs its share."""

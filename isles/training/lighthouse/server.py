@@ -36,7 +36,7 @@ from isles.training.config.reading import to_toml
 from isles.training.config.sections import Config
 from isles.training.elastic.states import BESIDE, COPIES
 from isles.training.elastic.support import rules
-from isles.training.lighthouse.rejections import RefusalBook
+from isles.training.lighthouse.rejections import RejectionLog
 from isles.training.records.events import Schema
 from isles.training.records.rundir import CONFIG, METRICS, SUMMARY, as_json, held, keep_config
 from isles.training.records.summary import SummaryTable
@@ -51,7 +51,7 @@ _SHOWN = 1000  # paths
 _MOST = 1 << 40  # bytes of a file where the model's are not known
 
 
-class RunKeeper(ABC):
+class LighthouseServer(ABC):
     """The lighthouse of the run `config` in the directory `out`, at `address`.
 
     told: called once it can be joined, with its token. on_line, on_notice: as in `isles.running.run.launch`.
@@ -128,7 +128,7 @@ class RunKeeper(ABC):
                 island_size=self.config.world.inner,
             )
             stack.callback(self.lighthouse.close)
-            self.refused = RefusalBook(self.lighthouse.refused, self.on_notice)
+            self.refused = RejectionLog(self.lighthouse.refused, self.on_notice)
             self.session.serve(
                 STATUS, lambda query: query.reply(encode(replace(self.now(), paths=self.paths()[:_SHOWN])))
             )

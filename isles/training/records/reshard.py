@@ -53,7 +53,7 @@ from isles.models.cuts import cut_points
 from isles.models.stages import Stage
 from isles.pipeline.boundaries.names import boundary_name
 from isles.pipeline.config import PipelineConfig
-from isles.pipeline.ravnest.assignment import ClusterSeats
+from isles.pipeline.ravnest.assignment import ClusterAssignment
 from isles.replicas import method
 from isles.replicas.flat import FlatParameters
 from isles.replicas.sync import ReplicaSync
@@ -455,8 +455,8 @@ def reshard_clusters(run: Path, step: int, config: Config, workers: int | None) 
     """
     checkpoints = Checkpoints(run)
     manifest, saved = checkpoints.manifest(step), checkpoints.seats(step)
-    plain = checkpoints.read_shard(step, saved[0])["seats"]
-    told = ClusterSeats.of_plain(plain, int(manifest[POSITIONS]))
+    plain = checkpoints.read_shard(step, saved[0])["assignment"]
+    told = ClusterAssignment.of_plain(plain, int(manifest[POSITIONS]))
     seats = told.without(set(told.living) - set(saved))
     if not seats.whole:
         raise ValueError(f"{run}: after step {step} no cluster was whole; name an earlier step with --step")
@@ -483,7 +483,7 @@ def reshard_clusters(run: Path, step: int, config: Config, workers: int | None) 
     return after, step, notes
 
 
-def _config(config: Config, seats: ClusterSeats, kept: Sequence[int]) -> Config:
+def _config(config: Config, seats: ClusterAssignment, kept: Sequence[int]) -> Config:
     """Of a world of those alone."""
     given = config.world.virtual.step_factors
     factors = list(islice(cycle(given or (1.0,)), max(kept) + 1))
@@ -493,9 +493,9 @@ def _config(config: Config, seats: ClusterSeats, kept: Sequence[int]) -> Config:
     return changed(config, now | {"pipeline.together": PipelineConfig.together})
 
 
-def _state(state: State, number: int, seats: ClusterSeats) -> State:
+def _state(state: State, number: int, seats: ClusterAssignment) -> State:
     """That of worker `number` of now."""
-    place, serving = seats.place(number), state["serving"]
+    place, serving = seats.coordinates_of(number), state["server"]
     if place is not None and serving is None:
         raise ValueError("the checkpoint was written while a worker was lost: name an earlier one with --step")
     transport: dict[str, Any] = state["transport"]
@@ -507,8 +507,8 @@ def _state(state: State, number: int, seats: ClusterSeats) -> State:
         serving = {**serving, "loader": {**shared, "consumed": state["read"]}}
     return {
         **state,
-        "serving": serving if place is not None else None,
-        "seats": seats.to_plain(),
+        "server": serving if place is not None else None,
+        "assignment": seats.to_plain(),
         "transport": transport,
     }
 

@@ -5,6 +5,6 @@
 Over a lighthouse, also for runs in clusters (`isles.training.clusters`):
 
 `peering`      takes part in a run from its start to its end; `isles swarm peer` calls it
-`seated`       what a peer has in its member, whatever it serves, and `SeatedTrainer`, a swarm's trainer there
+`seated`       what a peer has in its member, whatever it serves, and `ElasticSwarmTrainer`, a swarm's trainer there
 `keeping`      the lighthouse
 """

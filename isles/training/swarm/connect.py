@@ -29,14 +29,14 @@ from isles.membership.rounds import IslandGroup
 from isles.membership.state_transfer import FetchRequest, StateUnavailable
 from isles.membership.swarm_coordinator import MAX_MEMBERS
 from isles.models import choose_device
-from isles.training.elastic.connect import Entrance, Here, admitted, connect, member_of
+from isles.training.elastic.connect import LocalSettings, RunConnection, admit, connect, member_of
 from isles.training.elastic.states import MODEL, state_of
 from isles.training.elastic.support import among_peers
 from isles.training.interrupts import first_interrupt
 from isles.training.kinds import kind_of
 from isles.training.stage_runner import planned_cut
 from isles.training.swarm.step import identity, split_sequence
-from isles.training.swarm.trainer import ANYWHERE, OwnMember, SeatedTrainer, SeatedWork
+from isles.training.swarm.trainer import ANYWHERE, ElasticSwarmTrainer, OwnMember, PeerWork
 
 _ASK = 0.2  # seconds from one question to the next while there is nothing to do
 _SOON = 1.0  # seconds until a peer comes again
@@ -44,18 +44,18 @@ _SLOW = 60.0  # seconds without a piece of a state
 _LAST = 3.0  # seconds for the last reports
 _MOST = 1 << 40  # bytes of a state
 _LONGEST_OUTAGE = 600.0  # seconds without the lighthouse, where there is nothing to do without it
-MemberEnding = Literal["finished", "left", "again"]
+MemberEndReason = Literal["finished", "left", "again"]
 
 
-def take_part(address: str, token: Token, here: Here, wish: int, *, tell: Callable[[str], None]) -> str:
+def take_part(address: str, token: Token, here: LocalSettings, wish: int, *, notify: Callable[[str], None]) -> str:
     """Join the run at `address`, wishing to serve stage `wish` or `ANYWHERE`, and train until the run ends or this peer
     has left; how it ended, in a line.
 
-    ValueError, in one line, for what a person can mend; OSError where nobody answers, or the run goes on without this
+    ValueError, in one line, for what a person can fix; OSError where nobody answers, or the run goes on without this
     peer.
     """
     leaving = threading.Event()
-    current: list[SeatedPeer] = []
+    current: list[SwarmParticipant] = []
 
     def leave() -> None:
         leaving.set()
@@ -65,46 +65,51 @@ def take_part(address: str, token: Token, here: Here, wish: int, *, tell: Callab
     with first_interrupt(leave):
         while True:
             with ExitStack() as stack:
-                entrance = admitted(stack, address, token, here, tell=tell, fit=among_peers)
-                if not 0 <= wish < entrance.config.pipeline.stages and wish != ANYWHERE:
-                    stages = entrance.config.pipeline.stages
+                connection = admit(stack, address, token, here, notify=notify, fit=among_peers)
+                if not 0 <= wish < connection.config.pipeline.stages and wish != ANYWHERE:
+                    stages = connection.config.pipeline.stages
                     raise ValueError(f"--stage {wish}: the run has {stages} stages, 0 to {stages - 1}; leave it out")
-                peer = kind_of(entrance.config.pipeline).seated(stack, entrance, wish, leaving, tell)
+                peer = kind_of(connection.config.pipeline).participant(stack, connection, wish, leaving, notify)
                 current[:] = [peer]
-                device = choose_device(entrance.config.model, int(os.environ.get("LOCAL_RANK", 0)))
-                tell(f"in: member {peer.line.member} at {address}, on {device}")
-                ending = peer.run()
+                device = choose_device(connection.config.model, int(os.environ.get("LOCAL_RANK", 0)))
+                notify(f"in: member {peer.client.member} at {address}, on {device}")
+                end_reason = peer.run()
                 current.clear()
                 step = peer.step
-            if ending == "finished":
+            if end_reason == "finished":
                 return f"the run is over; its model and report are at the lighthouse ({address})"
-            if ending == "left" or leaving.is_set():
+            if end_reason == "left" or leaving.is_set():
                 return f"left the run after step {step}; the others go on"
             time.sleep(_SOON)
 
 
-class SeatedPeer:
+class SwarmParticipant:
     """One peer in one member, until `stack` ends. wish, tell, errors: as in `take_part`. leaving: set once this peer is
     to leave.
     """
 
     def __init__(
-        self, stack: ExitStack, entrance: Entrance, wish: int, leaving: threading.Event, tell: Callable[[str], None]
+        self,
+        stack: ExitStack,
+        connection: RunConnection,
+        wish: int,
+        leaving: threading.Event,
+        notify: Callable[[str], None],
     ) -> None:
-        self.config, self.folder, self.wish = entrance.config, entrance.folder, wish
-        self.leaving, self.tell = leaving, tell
-        self._corpus = entrance.corpus
+        self.config, self.folder, self.wish = connection.config, connection.folder, wish
+        self.leaving, self.notify = leaving, notify
+        self._corpus = connection.corpus
         self._run = self.number()
         self._there: set[int] = set()
         self._named: set[int] = set()
-        self._trainer: SeatedWork | None = None
-        self._session, self._refused = entrance.session, entrance.session.refused
+        self._trainer: PeerWork | None = None
+        self._session, self._refused = connection.session, connection.session.refused
         alone = IslandGroup()
-        certificates = entrance.shown(alone)
-        entry = member_of(entrance.session, self._corpus.sha256, certificates, tell)
-        self.line = SwarmClient(entrance.session, entry, self._meet)
-        self._transport, self._gifts = connect(
-            stack, entrance, self.line, alone, certificates, size=MAX_MEMBERS, tell=tell
+        certificates = connection.shown(alone)
+        entry = member_of(connection.session, self._corpus.sha256, certificates, notify)
+        self.client = SwarmClient(connection.session, entry, self._meet)
+        self._transport, self._transfers = connect(
+            stack, connection, self.client, alone, certificates, size=MAX_MEMBERS, notify=notify
         )
 
     def number(self) -> int:
@@ -120,7 +125,7 @@ class SeatedPeer:
         if self._trainer is not None:
             self._trainer.leave()
 
-    def run(self) -> MemberEnding:
+    def run(self) -> MemberEndReason:
         """Train until there is nothing more to do in this member; "again": come back in another one."""
         part = self._part()
         if not isinstance(part, StartSwarm | JoinSwarm):
@@ -130,17 +135,17 @@ class SeatedPeer:
         except Diverged as error:
             raise ValueError(str(error)) from None
         except CommError as error:
-            self.line.look()
-            if isinstance(self.line.ended, Over):
-                return self._over(self.line.ended)
-            self.tell(f"{printable(str(error), 300)}: coming again")
+            self.client.look()
+            if isinstance(self.client.ended, Over):
+                return self._over(self.client.ended)
+            self.notify(f"{printable(str(error), 300)}: coming again")
             return self._again()
 
-    def _part(self) -> StartSwarm | JoinSwarm | MemberEnding:
+    def _part(self) -> StartSwarm | JoinSwarm | MemberEndReason:
         """Ask the lighthouse what to do until it says so, or how this member has ended."""
-        told, heard = "", time.monotonic()
+        last_reason, answered_at = "", time.monotonic()
         while not self.leaving.is_set():
-            part = self.line.part(self.wish, self._run)
+            part = self.client.part(self.wish, self._run)
             match part:
                 case StartSwarm() | JoinSwarm():
                     return part
@@ -149,10 +154,10 @@ class SeatedPeer:
                 case Refusal(reason=reason):
                     raise ValueError(printable(reason, 300))
                 case Wait(reason=reason):
-                    if reason != told:
-                        self.tell(printable(reason, 300))
-                    told, heard = reason, time.monotonic()
-                case None if time.monotonic() - heard > _LONGEST_OUTAGE:
+                    if reason != last_reason:
+                        self.notify(printable(reason, 300))
+                    last_reason, answered_at = reason, time.monotonic()
+                case None if time.monotonic() - answered_at > _LONGEST_OUTAGE:
                     raise RendezvousFailed(f"the lighthouse has not answered for {_LONGEST_OUTAGE:.0f} s")
                 case None:
                     pass
@@ -161,43 +166,43 @@ class SeatedPeer:
             self.leaving.wait(_ASK)
         return self._left()
 
-    def _over(self, over: Over) -> MemberEnding:
+    def _over(self, over: Over) -> MemberEndReason:
         if over.reason:
             raise OSError(f"the run has ended: {printable(over.reason, 300)}")
         return "finished"
 
-    def _work(self, part: StartSwarm | JoinSwarm) -> MemberEnding:
+    def _work(self, part: StartSwarm | JoinSwarm) -> MemberEndReason:
         trainer = self._trainer = self.made(part)
         for member in [*self._there]:
-            trainer.post.mail.meet(member)
+            trainer.inbox.queue.meet(member)
         if isinstance(part, StartSwarm) and part.step:
             self._resume(trainer, part.step)
         if self.leaving.is_set():
             trainer.leave()
-        self.line.at_work(trainer.beat)
+        self.client.at_work(trainer.beat)
         result = trainer.run(self.folder)
         if result is None:
-            trainer.post.mail.settle()
+            trainer.inbox.queue.settle()
             return self._left() if trainer.has_left else self._again()
         self._conclude(trainer, result)
-        return self._over(self.line.ended) if isinstance(self.line.ended, Over) else self._again()
+        return self._over(self.client.ended) if isinstance(self.client.ended, Over) else self._again()
 
-    def _left(self) -> MemberEnding:
-        self.line.ask(Leave())
+    def _left(self) -> MemberEndReason:
+        self.client.ask(Leave())
         return "left"
 
-    def _again(self) -> MemberEnding:
+    def _again(self) -> MemberEndReason:
         return self._left() if self.leaving.is_set() else "again"
 
-    def made(self, part: StartSwarm | JoinSwarm) -> SeatedWork:
-        return SeatedTrainer(self.member(), part, wish=self.wish, await_saved=self.line.await_saved)
+    def made(self, part: StartSwarm | JoinSwarm) -> PeerWork:
+        return ElasticSwarmTrainer(self.member(), part, wish=self.wish, await_saved=self.client.await_saved)
 
     def member(self) -> OwnMember:
         return OwnMember(
             self.config,
             self._transport,
             self._corpus,
-            self._gifts,
+            self._transfers,
             self.folder,
             report=self._report,
             stop_here=self._stops,
@@ -205,49 +210,49 @@ class SeatedPeer:
 
     def _stops(self, step: int) -> bool:
         """Whether this peer ends after `step` without the others' leave."""
-        return self.line.ended is not None or (self._trainer is not None and self._trainer.has_left)
+        return self.client.ended is not None or (self._trainer is not None and self._trainer.has_left)
 
-    def _resume(self, trainer: SeatedWork, step: int) -> None:
+    def _resume(self, trainer: PeerWork, step: int) -> None:
         """Begin with what the lighthouse keeps."""
         paths: list[Path] = []
 
-        def kept(part: int) -> tuple[Path, dict[str, Any]]:
-            path, facts = self._kept(part, step)
+        def saved(part: int) -> tuple[Path, dict[str, Any]]:
+            path, facts = self._fetch_saved(part, step)
             paths.append(path)
             return path, facts
 
-        trainer.go_on_from(step, kept)
+        trainer.go_on_from(step, saved)
         for path in paths:
             path.unlink()
 
-    def _kept(self, stage: int, step: int) -> tuple[Path, dict[str, Any]]:
+    def _fetch_saved(self, stage: int, step: int) -> tuple[Path, dict[str, Any]]:
         """Fetch the state of `stage` after `step` that the lighthouse keeps: (its file, the facts told beside it).
         CommError where it does not come.
         """
         path = self.folder / f"kept-{stage}.safetensors"
         try:
             asked = FetchRequest(source=LIGHTHOUSE, what=state_of(stage, step), most=_MOST, seconds=_SLOW)
-            return path, self._gifts.fetch(asked, path)
+            return path, self._transfers.fetch(asked, path)
         except StateUnavailable as why:
             raise CommError(f"the state of stage {stage} after step {step} did not come ({why})") from None
 
-    def _conclude(self, trainer: SeatedWork, result: dict[str, Any]) -> None:
+    def _conclude(self, trainer: PeerWork, result: dict[str, Any]) -> None:
         """Hand in the model, or wait while the first peer does; where that one is lost, put it together again."""
         while True:
             if result["parameters"]:
-                self._gifts.publish(MODEL, self.folder / "model.safetensors", {})
-            self._tell()
-            self.line.report({"result": result})
-            heard, first = time.monotonic(), trainer.first
-            while self.line.ended is None and (first == self.line.member or first not in trainer.post.mail.lost):
-                if self.line.ask(Finished()) is not None:
-                    heard = time.monotonic()
-                elif time.monotonic() - heard > self.config.world.eval_deadline:
+                self._transfers.publish(MODEL, self.folder / "model.safetensors", {})
+            self._report_counters()
+            self.client.report({"result": result})
+            answered_at, first = time.monotonic(), trainer.first
+            while self.client.ended is None and (first == self.client.member or first not in trainer.inbox.queue.lost):
+                if self.client.ask(Finished()) is not None:
+                    answered_at = time.monotonic()
+                elif time.monotonic() - answered_at > self.config.world.eval_deadline:
                     raise RendezvousFailed("the lighthouse has not taken the model")
-                self.line.rest(_ASK)
-            self.line.look()
-            if self.line.ended is not None:
-                self.line.reported(_LAST if isinstance(self.line.ended, Over) else 0.0)
+                self.client.rest(_ASK)
+            self.client.look()
+            if self.client.ended is not None:
+                self.client.reported(_LAST if isinstance(self.client.ended, Over) else 0.0)
                 return
             result = trainer.conclude(self.folder)
 
@@ -255,24 +260,24 @@ class SeatedPeer:
         """Somebody is there. In a session's thread."""
         self._there.add(member)
         if self._trainer is not None:
-            self._trainer.post.mail.meet(member)
+            self._trainer.inbox.queue.meet(member)
 
     def _report(self, event: Any) -> None:
         """What the trainer tells whoever started it."""
         if "notice" in event:
-            self.tell(event["notice"])
-            self.line.report({"notice": event["notice"]})
+            self.notify(event["notice"])
+            self.client.report({"notice": event["notice"]})
         elif "offered" in event or ("step" in event and "loss" in event):
-            self.line.report(event)
-            self._tell()
+            self.client.report(event)
+            self._report_counters()
 
-    def _tell(self) -> None:
+    def _report_counters(self) -> None:
         """What was sent which way, and what was refused."""
-        lost = {} if self._trainer is None else dict(self._trainer.post.mail.lost)
+        lost = {} if self._trainer is None else dict(self._trainer.inbox.queue.lost)
         for member, why in lost.items():
             if isinstance(why, Malformed | Refused) and member not in self._named:
                 self._refused.note(member, why.detail)
                 self._named.add(member)
-        self.line.report({"carried": dict(self._transport.carried)})
-        self.line.report({"paths": self._transport.paths()})
-        self.line.report({"refused": self._refused.rows()})
+        self.client.report({"carried": dict(self._transport.carried)})
+        self.client.report({"paths": self._transport.paths()})
+        self.client.report({"refused": self._refused.rows()})

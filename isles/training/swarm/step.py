@@ -23,18 +23,18 @@ from isles.pipeline.boundaries.scheme import Scheme
 from isles.pipeline.compute import Context
 from isles.pipeline.config import PipelineConfig
 from isles.pipeline.peers.agreement import Agreement
-from isles.pipeline.peers.inbox import ASIDE, Post, letter_lengths
+from isles.pipeline.peers.inbox import LARGE, PeerInbox, message_lengths
 from isles.pipeline.peers.join import enter, welcome
 from isles.pipeline.pipeline import Cut, form_of
 from isles.pipeline.recovery import gradient_norm, refuse_unequal
 from isles.pipeline.shares import StageShares, stage_shares
 from isles.pipeline.swarm.delayed import DelayedSwarm
-from isles.pipeline.swarm.evaluation import SwarmJudge, gathered, state_bytes
+from isles.pipeline.swarm.evaluation import SwarmEvaluator, gathered, state_bytes
 from isles.pipeline.swarm.outer import OwnSwarm
-from isles.pipeline.swarm.peer import SwarmPeer, SwarmWays
-from isles.pipeline.swarm.placement import NOWHERE, Arrangement, StageChange
+from isles.pipeline.swarm.peer import SwarmOptions, SwarmPeer
+from isles.pipeline.swarm.placement import NOWHERE, Placement, StageChange
 from isles.pipeline.swarm.rebalancer import Rebalancer
-from isles.pipeline.swarm.stage_recovery import StateGifts, mend, take, take_neighbours
+from isles.pipeline.swarm.stage_recovery import StageStateServer, hint, take, take_neighbours
 from isles.pipeline.swarm.stage_work import StageWork
 from isles.pipeline.swarm.swarm import StageLost, Swarm, SwarmStep
 from isles.pipeline.wire import StageForm
@@ -86,10 +86,10 @@ class Swarmed:
         if self.rebuilds:
             refuse_unequal([len(piece.blocks) for piece in cut.pieces], 'pipeline.swarm.stage_lost = "rebuild"')
         self.rows = config.data.batch_size_per_worker(1)
-        post = self._post(met)
-        self._gifts = StateGifts(post, lambda: self._state())
-        self.swarm = self._swarm(post, present, parts.autocast)
-        self._judge = SwarmJudge(self.swarm)
+        inbox = self._inbox(met)
+        self._transfers = StageStateServer(inbox, lambda: self._state())
+        self.swarm = self._swarm(inbox, present, parts.autocast)
+        self._judge = SwarmEvaluator(self.swarm)
         self.step = self.tokens = self.moves = self.rebuilt = 0
         self.block_norm = 0.0
         self.last: SwarmStep | None = None
@@ -108,11 +108,11 @@ class Swarmed:
         """
         self._state, self._become, self._revive = state, become, revive
 
-    def _post(self, met: Sequence[int] | None) -> Post:
-        """The letters between all who may ever be in the run."""
+    def _inbox(self, met: Sequence[int] | None) -> PeerInbox:
+        """The messages between all who may ever be in the run."""
         config, world = self.config, self.world
         largest = max(state_bytes(self._sketch(), piece) for piece in self.cut.pieces)
-        lengths = letter_lengths(
+        lengths = message_lengths(
             self._form(),
             gradient=largest,
             state=largest,
@@ -121,20 +121,20 @@ class Swarmed:
             ever=world.size,
         )
         group, run = world.world.among(range(world.size), "pipeline"), split_sequence(identity(config, self.cut))
-        return Post(MessageQueue(group, run=run, lengths=lengths, channels=ASIDE, met=met))
+        return PeerInbox(MessageQueue(group, run=run, lengths=lengths, channels=LARGE, met=met))
 
-    def _swarm(self, post: Post, present: Sequence[int], autocast: Context) -> Swarm:
+    def _swarm(self, inbox: PeerInbox, present: Sequence[int], autocast: Context) -> Swarm:
         """The swarm as it begins, with this worker in it where it is `present`."""
-        config, world, pipeline, group = self.config, self.world, self.config.pipeline, post.mail.group
+        config, world, pipeline, group = self.config, self.world, self.config.pipeline, inbox.queue.group
         work = StageWork(
             self.stage, group, self._form(), pipeline.microbatches, shares=self._shares(), autocast=autocast
         )
         work.text = self._microbatch
         placed = [coordinate.stage for coordinate in world.layout.coordinates]
         stages = [stage if rank in present else NOWHERE for rank, stage in enumerate(placed)]
-        agreement = Agreement(post, group.deadlines.pipeline, present if world.rank in present else ())
+        agreement = Agreement(inbox, group.deadlines.pipeline, present if world.rank in present else ())
         ways = ways_of(pipeline, stages, agreement.patience)
-        peer = SwarmPeer(work, post, agreement, ways, seed=config.run.seed * world.size + world.rank)
+        peer = SwarmPeer(work, inbox, agreement, ways, seed=config.run.seed * world.size + world.rank)
         costs = stage_costs(self.cut)
         policy, period, margin = pipeline.swarm.rebalance, pipeline.swarm.rebalance_every, pipeline.swarm.hysteresis
         balance = None if policy == "none" else Rebalancer(policy, costs, period=period, hysteresis=margin)
@@ -144,7 +144,7 @@ class Swarmed:
             peer,
             agreement,
             self._trained(),
-            Arrangement(stages, costs, balance),
+            Placement(stages, costs, balance),
             pipeline.microbatches,
             consistency=pipeline.swarm.consistency,
         )
@@ -174,12 +174,12 @@ class Swarmed:
     def run(self, batches: Iterable[Tensor]) -> Tensor | None:
         self.step += 1
         self._take_up(self._arrange())
-        self._gifts.open()
+        self._transfers.open()
         self.swarm.number = self.step
         self.last = self.swarm.step(self._mend if self.rebuilds else None)
         self._tell_losses()
         if isinstance(self.swarm, OwnSwarm):
-            self._gifts.close()  # until what it exchanges has landed
+            self._transfers.close()  # until what it exchanges has landed
         self.block_norm = gradient_norm(self.stage)
         if self.swarm.is_needed and not self._has_declined:
             self._decline()
@@ -212,7 +212,7 @@ class Swarmed:
             self._is_arranged = False
             return []
         changes = self.swarm.arrange()
-        if self.swarm.is_gone:
+        if self.swarm.has_departed:
             raise Left
         welcome(self.swarm, self.step)
         return changes
@@ -253,7 +253,7 @@ class Swarmed:
 
     def _mend(self, *, comers: bool = True) -> None:
         """Have stages served again that have lost all of their peers."""
-        changes = mend(self.swarm, self.step, self.config.pipeline.swarm.stage_patience, comers=comers)
+        changes = hint(self.swarm, self.step, self.config.pipeline.swarm.stage_patience, comers=comers)
         self._take_up(changes, " and makes it of its neighbours, for it had no peer left")
 
     def _take_up(self, changes: Iterable[StageChange], more: str = "") -> None:
@@ -270,7 +270,7 @@ class Swarmed:
         """Take over the state of the new stage from one that has it; where nobody has, make it of its neighbours."""
         donors, agreement = self.swarm.donors, self.swarm.agreement
         if donors:
-            state = take(agreement.post, donors, agreement.patience)
+            state = take(agreement.inbox, donors, agreement.patience)
             if state is None:
                 raise StageLost(change.after)
             self.serve(*self._become(change.after, state))
@@ -329,7 +329,7 @@ def of_all(config: Config) -> str:
 
 
 def split_sequence(identity: str) -> int:
-    """56 bits of the hash of `identity`, for the heads of letters."""
+    """56 bits of the hash of `identity`, for the heads of messages."""
     return int.from_bytes(hashlib.sha256(identity.encode()).digest()[:7], "little")
 
 
@@ -340,8 +340,8 @@ def begin_alike(config: Config, world: Mesh, cut: Cut, stage: Stage, present: Se
     stages = [coordinate.stage for coordinate in world.layout.coordinates]
     alike = [rank for rank in present if stages[rank] == stages[world.rank]]
     everyone, peers = world.world.among(present), world.world.among(alike, "control")
-    mend = "its configuration or its cut points differ; start all peers with the same ones"
-    same_text(everyone, identity(config, cut), mend)
+    hint = "its configuration or its cut points differ; start all peers with the same ones"
+    same_text(everyone, identity(config, cut), hint)
     with torch.no_grad():
         spread_from_first(peers, [*stage.parameters(), *stage.buffers()])
     same_weights(peers, dict(stage.named_parameters()))
@@ -353,12 +353,12 @@ def stage_costs(cut: Cut) -> list[float]:
     return [own + (cut.costs.head if piece.leaves else 0.0) for own, piece in zip(blocks, cut.pieces, strict=True)]
 
 
-def ways_of(pipeline: PipelineConfig, stages: Sequence[int], patience: float) -> SwarmWays:
-    """How microbatches travel. stages: by peer, `NOWHERE` for who is not there. patience: seconds, see `SwarmWays`."""
+def ways_of(pipeline: PipelineConfig, stages: Sequence[int], patience: float) -> SwarmOptions:
+    """How microbatches travel. stages: by peer, `NOWHERE` for who is not there. patience: seconds, see `SwarmOptions`."""
     given, origins = pipeline.in_flight, max(stages.count(0), 1)
     here = sum(stage != NOWHERE for stage in stages)
     room = {"auto": -(-_AHEAD * here // origins), "1f1b": max(stages, default=0) + 1, "all": None}
-    return SwarmWays(
+    return SwarmOptions(
         room=given if isinstance(given, int) else room[given],
         forward=pipeline.swarm.forward_deadline,
         backward=pipeline.swarm.backward_deadline,

@@ -35,7 +35,7 @@ from isles.membership.swarm_coordinator import MAX_MEMBERS
 from isles.models import limits, sketch
 from isles.models.stages import Stage
 from isles.pipeline.boundaries.scheme import Scheme
-from isles.pipeline.peers.inbox import Post
+from isles.pipeline.peers.inbox import PeerInbox
 from isles.pipeline.pipeline import Cut
 from isles.pipeline.recovery import RATE, block_parameters, merged, sources
 from isles.pipeline.swarm.outer import SwarmRoster
@@ -104,7 +104,7 @@ class SwarmTrainer(Trainer):
 
     Without an outer method all peers of a stage have the same gradient, so their weights are equal after every step,
     and there is nothing to compare or to average. With one, their weights differ between its exchanges, which go by
-    letters among the peers that the swarm has agreed on.
+    messages among the peers that the swarm has agreed on.
 
     present: ranks that are there from the start; None: all. met: ranks that this worker listens to from the start;
     None: all.
@@ -151,13 +151,13 @@ class SwarmTrainer(Trainer):
         self.model_step.swarm.leaving = True
 
     @property
-    def is_gone(self) -> bool:
+    def has_departed(self) -> bool:
         """Whether it has left."""
-        return self.model_step.swarm.is_gone
+        return self.model_step.swarm.has_departed
 
     def _depart(self) -> None:
         """Leave for good; the others know, and nothing that this peer has begun is left undone."""
-        self.model_step.swarm.agreement.post.mail.settle(_FAREWELL)
+        self.model_step.swarm.agreement.inbox.queue.settle(_FAREWELL)
         self.world.leaving.has_left = True
         if self.model_step.last is not None:
             told = f"worker {self.world.rank} has left after step {self.optimizer.steps}, as it was asked to"
@@ -228,7 +228,7 @@ class SwarmTrainer(Trainer):
     @override
     def state_dict(self) -> dict[str, Any]:
         self.model_step.swarm.close()
-        self.model_step.swarm.agreement.post.mail.settle()  # whoever resumes finds the lines as idle
+        self.model_step.swarm.agreement.inbox.queue.settle()  # whoever resumes finds the lines as idle
         return super().state_dict()
 
     @override
@@ -285,7 +285,7 @@ def _read(given: Tensor, last: int) -> Any:
         raise Malformed(-1, f"a stage's state that is none: {str(error).splitlines()[0][:120]}") from error
 
 
-KeptParts = Callable[[int], tuple[Path, dict[str, Any]]]
+FetchPart = Callable[[int], tuple[Path, dict[str, Any]]]
 """Fetches a part of the state that the lighthouse keeps: its file, and the facts told beside it."""
 _KEPT = 2  # steps of which a peer goes on to offer its state
 
@@ -301,7 +301,7 @@ class OwnMember:
     config: Config
     transport: Transport
     corpus: Corpus
-    gifts: StateTransfer
+    transfers: StateTransfer
     folder: Path
     report: Callable[[Any], None]
     stop_here: Callable[[int], bool]
@@ -318,17 +318,17 @@ class OwnMember:
         """Offer a state under `name` in place of the one before the last. facts: told beside it, JSON-able. write: puts
         the state into a file.
         """
-        self.gifts.publish(name, self.folder / f"{name}.safetensors", facts, write)
+        self.transfers.publish(name, self.folder / f"{name}.safetensors", facts, write)
         self._offered.append(name)
         for old in self._offered[:-_KEPT]:
-            self.gifts.unpublish(old)
+            self.transfers.unpublish(old)
         del self._offered[:-_KEPT]
 
 
-class SeatedWork(ABC):
-    """What trains in one member. post: its letters to those in the others."""
+class PeerWork(ABC):
+    """What trains in one member. post: its messages to those in the others."""
 
-    post: Post
+    inbox: PeerInbox
 
     @abstractmethod
     def steps_done(self) -> int:
@@ -345,7 +345,7 @@ class SeatedWork(ABC):
         """The member that puts the model together at the end."""
 
     @abstractmethod
-    def go_on_from(self, step: int, kept: KeptParts) -> None:
+    def go_on_from(self, step: int, kept: FetchPart) -> None:
         """Begin after `step`. ValueError where what is kept is none of this run's."""
 
     @abstractmethod
@@ -370,7 +370,7 @@ HOLDERS = 2
 ANYWHERE = -1
 
 
-class SeatedTrainer(SwarmTrainer, SeatedWork):
+class ElasticSwarmTrainer(SwarmTrainer, PeerWork):
     """A `SwarmTrainer` whose ranks are members.
 
     part: who begin together and at which stages, or whom of a swarm that is at work this peer asks to be let in. wish:
@@ -395,7 +395,7 @@ class SeatedTrainer(SwarmTrainer, SeatedWork):
         """The step of which all gave their states, for a stage's last peer wants to go."""
         world = member.mesh(stages or {member.transport.rank: max(wish, 0)})
         super().__init__(member.config, world, member.corpus, present=sorted(stages), met=sorted(stages))
-        self.post = self.model_step.swarm.agreement.post
+        self.inbox = self.model_step.swarm.agreement.inbox
 
     @override
     def _enter(self) -> None:
@@ -408,7 +408,7 @@ class SeatedTrainer(SwarmTrainer, SeatedWork):
         return super().conclude(out)
 
     @override
-    def go_on_from(self, step: int, kept: KeptParts) -> None:
+    def go_on_from(self, step: int, kept: FetchPart) -> None:
         given = torch.frombuffer(bytearray(kept(self.world.coordinate.stage)[0].read_bytes()), dtype=torch.uint8)
         stepped = self.model_step
         stepped.serve(*self._become(stepped.cut, self.world.coordinate.stage, given))
@@ -420,7 +420,7 @@ class SeatedTrainer(SwarmTrainer, SeatedWork):
         swarm = self.model_step.swarm
         if swarm.is_needed:
             return self.handed_over > 0
-        return swarm.leaving and self.model_step.last is not None and swarm.is_gone
+        return swarm.leaving and self.model_step.last is not None and swarm.has_departed
 
     @property
     @override
@@ -447,7 +447,7 @@ class SeatedTrainer(SwarmTrainer, SeatedWork):
         if me not in members:
             return None
         stages = tuple(swarm.stages[member] for member in members)
-        told = None if last is None else last.told.get(me)
+        told = None if last is None else last.stats.get(me)
         seconds, queue, counted = (0.0, 0.0, 0) if told is None else (told.seconds, told.queue, told.counted)
         since = round(self.world.transport.now() - self._ended_at, 1)
         return SwarmBeat(self.epoch, self.optimizer.steps, members, stages, seconds, queue, counted, since, ())

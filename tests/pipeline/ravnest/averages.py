@@ -16,10 +16,10 @@ from isles.comm.errors import PeerLost
 from isles.comm.mesh import Mesh
 from isles.models.cuts import pieces
 from isles.models.stages import Stage
-from isles.pipeline.ravnest.agreement import ClusterAgreement, cluster_post
-from isles.pipeline.ravnest.assignment import ClusterSeats
+from isles.pipeline.ravnest.agreement import ClusterAgreement, cluster_inbox
+from isles.pipeline.ravnest.assignment import ClusterAssignment
 from isles.pipeline.ravnest.averaging import ClusterAverage, refinement
-from isles.pipeline.ravnest.stage import AsyncStage, AsyncWays
+from isles.pipeline.ravnest.stage import AsyncOptions, AsyncStage
 from tests.pipeline.ravnest import nodes
 from tests.pipeline.ravnest.nodes import BLOCKS, Wet
 
@@ -86,7 +86,7 @@ class Member:
         stages = parts(plan)
         names = [{n: [name for name, _ in part.named_parameters()] for n, part in enumerate(own)} for own in stages]
         self.agreement = ClusterAgreement(
-            cluster_post(world.world, 5, 1 << 20), world.world, ClusterSeats.of(plan.cuts, range(world.size))
+            cluster_inbox(world.world, 5, 1 << 20), world.world, ClusterAssignment.of(plan.cuts, range(world.size))
         )
         self.average = ClusterAverage(
             self.agreement, refinement(names), by_samples=plan.weights == "samples", with_state=plan.with_state
@@ -96,21 +96,21 @@ class Member:
             self.serve()
 
     def serve(self) -> None:
-        place = self.agreement.seats.place(self.world.rank)
-        assert place is not None
-        self.cluster, here = place
+        coordinates = self.agreement.assignment.coordinates_of(self.world.rank)
+        assert coordinates is not None
+        self.cluster, here = coordinates
         self.stage = parts(self.plan)[self.cluster][here]
         self.optimizer = nodes.stepper(self.plan.optimizer, list(self.stage.parameters()))
         self.average.serve(self.stage, self.optimizer)
-        group = self.world.world.among(self.agreement.seats.clusters[self.cluster], "pipeline")
-        self.node = AsyncStage(self.stage, self.step, group, nodes.form(), AsyncWays(in_flight=group.size))
+        group = self.world.world.among(self.agreement.assignment.clusters[self.cluster], "pipeline")
+        self.node = AsyncStage(self.stage, self.step, group, nodes.form(), AsyncOptions(in_flight=group.size))
         self.broken = False
 
     def step(self, stale: int) -> None:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-    def stretch(self, numbers: range) -> None:
+    def segment(self, numbers: range) -> None:
         if self.node is None or not self.agreement.trains:
             return
         self.node.resume(numbers.start, numbers.start)
@@ -124,10 +124,10 @@ class Member:
             self.agreement.miss(error.rank)
             self.broken = True
 
-    def mend(self, updates: int) -> None:
-        while self.agreement.mend():
-            place = self.agreement.seats.place(self.world.rank)
-            if place is not None and place[0] in self.agreement.seats.complete:
+    def repair(self, updates: int) -> None:
+        while self.agreement.repair():
+            coordinates = self.agreement.assignment.coordinates_of(self.world.rank)
+            if coordinates is not None and coordinates[0] in self.agreement.assignment.complete:
                 self.serve()
                 for weight in self.stage.parameters():
                     weight.grad = torch.zeros_like(weight)
@@ -148,13 +148,13 @@ def train(world: Mesh, plan: Plan, how: str = "raise") -> dict[str, Any]:
     whole: Sequence[int] = ()
     for round in range(plan.rounds):
         if not plan.moved:
-            own.stretch(range(round * plan.each, (round + 1) * plan.each))
+            own.segment(range(round * plan.each, (round + 1) * plan.each))
         whole = own.average.average(round, samples(plan, own.cluster))
-        own.mend((round + 1) * plan.each)
+        own.repair((round + 1) * plan.each)
     found = {
         "cluster": own.cluster,
         "trains": own.agreement.trains,
-        "seats": own.agreement.seats,
+        "assignment": own.agreement.assignment,
         "whole": list(whole),
         "sent": world.transport.traffic["outer"].bytes_sent - before[0],
         "told": world.transport.traffic["inner"].bytes_sent - before[1],

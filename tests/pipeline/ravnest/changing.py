@@ -18,8 +18,8 @@ from isles.models.stages import Stage
 from isles.network.clusters.cuts import ModelLoad
 from isles.network.clusters.formation import ClusterGrowth
 from isles.network.clusters.nodes import NO_FIGURES
-from isles.pipeline.ravnest.agreement import ClusterAgreement, ask_in, cluster_post, let_in
-from isles.pipeline.ravnest.assignment import ClusterSeats
+from isles.pipeline.ravnest.agreement import ClusterAgreement, ask_in, cluster_inbox, let_in
+from isles.pipeline.ravnest.assignment import ClusterAssignment
 from isles.pipeline.ravnest.averaging import ClusterAverage, SharedSegment, refinement
 from tests.pipeline.ravnest.averages import THREE
 from tests.pipeline.ravnest.nodes import BLOCKS, Wet, stepper
@@ -41,7 +41,7 @@ class Averaged(NamedTuple):
     """What a node has after a round: which clusters the mean is of, who is in which seat, and what it holds."""
 
     whole: list[int]
-    seats: ClusterSeats
+    assignment: ClusterAssignment
     held: dict[str, Tensor]
 
 
@@ -69,40 +69,40 @@ class ChangingNode:
 
     def __init__(self, world: Mesh, agreement: ClusterAgreement) -> None:
         self.world, self.agreement = world, agreement
-        self.average = ClusterAverage(agreement, segments(agreement.seats.cuts))
+        self.average = ClusterAverage(agreement, segments(agreement.assignment.cuts))
         self.stage: Stage | None = None
 
     def serve(self) -> None:
         """Hold what this node's place asks for; nothing where it has none."""
-        seats, rank = self.agreement.seats, self.world.rank
-        self.average.recut(segments(seats.cuts))
-        place = seats.place(rank)
-        gives = any(rank == giver for giver, _ in seats.handed)
-        if place is not None:
-            cluster, here = place
-            piece = pieces(seats.cuts[cluster], BLOCKS, loss_at_origin=False)[here]
+        assignment, rank = self.agreement.assignment, self.world.rank
+        self.average.recut(segments(assignment.cuts))
+        coordinates = assignment.coordinates_of(rank)
+        has_source = any(rank == source for source, _ in assignment.handovers)
+        if coordinates is not None:
+            cluster, here = coordinates
+            piece = pieces(assignment.cuts[cluster], BLOCKS, loss_at_origin=False)[here]
             if self.stage is None or self.stage.piece != piece:
                 self.stage = Stage(Wet(0.0), piece)
-        if (place is not None or gives) and self.stage is not None:
+        if (coordinates is not None or has_source) and self.stage is not None:
             self.average.serve(self.stage, stepper("sgd", list(self.stage.parameters())))
 
     def round(self, number: int) -> Averaged | None:
         """One more; None where this node has left after it."""
-        agreement, place = self.agreement, self.agreement.seats.place(self.world.rank)
-        if agreement.trains and self.stage is not None and place is not None:
+        agreement, coordinates = self.agreement, self.agreement.assignment.coordinates_of(self.world.rank)
+        if agreement.trains and self.stage is not None and coordinates is not None:
             with torch.no_grad():
                 for own in self.stage.parameters():
-                    own += moved(number, place[0], own.shape)
+                    own += moved(number, coordinates[0], own.shape)
         self.world.transport.compute(1.0)
         whole = self.average.average(number, 1)
         trained = agreement.trains and self.stage is not None
         held = {name: own.detach().clone() for name, own in self.stage.named_parameters()} if trained else {}  # type: ignore[union-attr]
-        told = Averaged(whole, agreement.seats, held)
+        told = Averaged(whole, agreement.assignment, held)
         let_in(agreement, {"round": number})
-        while agreement.mend() and not agreement.is_gone:
+        while agreement.repair() and not agreement.has_departed:
             self.serve()
             self.average.load(number)
-        if agreement.is_gone:
+        if agreement.has_departed:
             return None
         self.serve()
         return told
@@ -111,21 +111,21 @@ class ChangingNode:
 def change(world: Mesh, accounting: MessageAccounting) -> dict[int, Averaged]:
     """By round, what this node had; until it has left, or is lost."""
     torch.set_num_threads(1)
-    post, rank, first = cluster_post(world.world, 5, 1 << 20), world.rank, 0
+    inbox, rank, first = cluster_inbox(world.world, 5, 1 << 20), world.rank, 0
     if rank < FOUNDERS:
-        agreement = ClusterAgreement(post, world.world, ClusterSeats.of(THREE, range(FOUNDERS)), GROWTH)
+        agreement = ClusterAgreement(inbox, world.world, ClusterAssignment.of(THREE, range(FOUNDERS)), GROWTH)
     else:
         world.transport.compute(accounting.comes[rank])
         try:
-            welcome = ask_in(post, range(rank), NO_FIGURES)
+            welcome = ask_in(inbox, range(rank), NO_FIGURES)
         except CommError:  # everybody whom it could have met has gone
             return {}
         assert welcome is not None
-        agreement = ClusterAgreement(post, world.world, welcome.seats, GROWTH)
+        agreement = ClusterAgreement(inbox, world.world, welcome.assignment, GROWTH)
         first = welcome.facts["round"] + 1
     node = ChangingNode(world, agreement)
     if first:
-        while agreement.mend():
+        while agreement.repair():
             node.serve()
             node.average.load(first - 1)
     node.serve()

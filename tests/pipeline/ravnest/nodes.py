@@ -16,7 +16,7 @@ from isles.comm.mesh import Mesh
 from isles.models.cuts import cut_points, pieces
 from isles.models.stages import Stage
 from isles.pipeline.boundaries.base import FullStream
-from isles.pipeline.ravnest.stage import AsyncStage, AsyncWays
+from isles.pipeline.ravnest.stage import AsyncOptions, AsyncStage
 from isles.pipeline.shares import StageShares
 from isles.pipeline.wire import StageForm
 
@@ -111,7 +111,7 @@ def made(world: Mesh, row: Row, update: Callable[[Stage], Callable[[int], None]]
         optimizer.step()
         optimizer.zero_grad()
 
-    ways = AsyncWays(
+    ways = AsyncOptions(
         in_flight=row.in_flight, every=row.every, order=row.order, recompute=row.recompute, shares=row.shares
     )
     node = AsyncStage(stage, step if update is None else update(stage), group, form(), ways)
@@ -167,7 +167,7 @@ def recursion(row: Row, used: list[list[int]] | None = None) -> tuple[list[Tenso
     """
     parts = stages_of(row, Wet(row.dropout))
     own = [list(part.parameters()) for part in parts]
-    kept = [[[weight.detach().clone() for weight in weights]] for weights in own]
+    retained = [[[weight.detach().clone() for weight in weights]] for weights in own]
     optimizers = [stepper(row.optimizer, weights) for weights in own]
     random = [torch.Generator().manual_seed(10 + stage).get_state() for stage in range(row.stages)]
     used = used or [[version for version, _ in schedule(row, stage)] for stage in range(row.stages)]
@@ -175,7 +175,7 @@ def recursion(row: Row, used: list[list[int]] | None = None) -> tuple[list[Tenso
     with torch.random.fork_rng(devices=[]):
         for number in range(sum(row.microbatches)):
             for stage, weights in enumerate(own):
-                for weight, old in zip(weights, kept[stage][used[stage][number]], strict=True):
+                for weight, old in zip(weights, retained[stage][used[stage][number]], strict=True):
                     weight.data = old.clone()
             text = window(number)
             x = text[:, :-1]
@@ -187,12 +187,12 @@ def recursion(row: Row, used: list[list[int]] | None = None) -> tuple[list[Tenso
             losses.append(x.detach())
             (x / row.every).backward()
             for stage, weights in enumerate(own):
-                for weight, new in zip(weights, kept[stage][-1], strict=True):
+                for weight, new in zip(weights, retained[stage][-1], strict=True):
                     weight.data = new.clone()
                 if (number + 1) % row.every == 0:
                     optimizers[stage].step()
                     optimizers[stage].zero_grad()
-                    kept[stage].append([weight.detach().clone() for weight in weights])
+                    retained[stage].append([weight.detach().clone() for weight in weights])
     found = {name: weight.detach() for part in parts for name, weight in part.named_parameters()}
     return losses, found
 

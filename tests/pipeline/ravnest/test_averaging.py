@@ -77,7 +77,7 @@ def test_every_cluster_has_the_mean(cuts: tuple[tuple[int, ...], ...], weights: 
 @pytest.mark.parametrize("cuts", [THREE, *(pytest.param(cuts, marks=LONG) for cuts in CUTS[1:3])], ids=str)
 def test_bytes_are_those_of_the_formula(cuts: tuple[tuple[int, ...], ...]) -> None:
     """2 (C - 1) / C of what a node holds; beside it a header for each segment, the heads of
-    letters, and two agreements with each other node: (who speaks, who is lost), then (the same, done).
+    messages, and two agreements with each other node: (who speaks, who is lost), then (the same, done).
     """
     plan, clusters = Plan(cuts, moved=True), len(cuts)
     held = [
@@ -88,10 +88,10 @@ def test_bytes_are_those_of_the_formula(cuts: tuple[tuple[int, ...], ...]) -> No
     for rank, node in enumerate(virtual(plan)):
         own = [segment for segment in refinement(held) if rank in segment.holders]
         counts = [sum(sizes[name] for name in segment.names) for segment in own]
-        places = [segment.holders.index(rank) for segment in own]
+        all_coordinates = [segment.holders.index(rank) for segment in own]
         exact = [
-            sent_bytes(count, torch.float32, codec("none"), clusters, place)
-            for count, place in zip(counts, places, strict=True)
+            sent_bytes(count, torch.float32, codec("none"), clusters, coordinates)
+            for count, coordinates in zip(counts, all_coordinates, strict=True)
         ]
         assert node["sent"] == sum(exact)
         volume = 2 * (clusters - 1) / clusters * 4 * sum(counts)
@@ -99,8 +99,8 @@ def test_bytes_are_those_of_the_formula(cuts: tuple[tuple[int, ...], ...]) -> No
         assert abs(node["sent"] - volume) <= rounding
         shots = 2 if clusters > 2 else 1  # beside the header of each mean
         heads = 80 * sum((1 + shots) * (clusters - 1) for _ in own)
-        words = [8 * numbers * (1 + plan.workers) for numbers in (2, 3)]  # its own, then everybody's
-        assert node["told"] == heads + (plan.workers - 1) * sum(2 * 80 + word for word in words)
+        fields = [8 * numbers * (1 + plan.workers) for numbers in (2, 3)]  # its own, then everybody's
+        assert node["told"] == heads + (plan.workers - 1) * sum(2 * 80 + word for word in fields)
 
 
 @pytest.mark.parametrize("cuts", [THREE, pytest.param(((), ()), marks=LONG)], ids=str)
@@ -130,12 +130,12 @@ def survivors(plan: Plan, done: list[Any]) -> list[dict[str, Any]]:
     """
     assert plan.victim is not None
     assert [rank for rank, one in enumerate(done) if isinstance(one, Exception)] == [plan.victim], done
-    kept = [one for one in done if not isinstance(one, Exception)]
-    seats = kept[0]["seats"]
+    retained = [one for one in done if not isinstance(one, Exception)]
+    assignment = retained[0]["assignment"]
     lost = next((number for number, ranks in enumerate(plan.ranks) if plan.victim in ranks), None)
     left = [number for number in range(len(plan.cuts)) if number != lost or plan.aside]
-    assert all(one["seats"] == seats for one in kept) and seats.whole == left
-    trained = [one for one in kept if one["trains"]]
+    assert all(one["assignment"] == assignment for one in retained) and assignment.whole == left
+    trained = [one for one in retained if one["trains"]]
     assert len(trained) == sum(len(plan.cuts[number]) + 1 for number in left)
     apart = by_cluster(trained, "weights")
     assert sorted(apart) == left
@@ -179,7 +179,7 @@ def test_who_takes_a_place_holds_the_others_bits() -> None:
     """Weights and the optimizer's state, in a cluster of another cut; those of its cluster who were left as well."""
     plan = Plan(THREE, rounds=1, each=3, optimizer="adamw", victim=1, after=4, aside=1)
     trained = survivors(plan, virtual(plan, return_errors=True))
-    assert trained[0]["seats"].clusters == ((0, 6, 2), (3, 4), (5,)) and len(trained) == 6
+    assert trained[0]["assignment"].clusters == ((0, 6, 2), (3, 4), (5,)) and len(trained) == 6
     moments = by_cluster(trained, "moments")
     for name, values in moments[1].items():
         assert all(torch.equal(own, other) for own, other in zip(moments[0][name], values, strict=True)), name
@@ -214,9 +214,9 @@ def test_after_two_losses_those_who_are_left_agree(seed: int) -> None:
         averages.train_and_lose, 8, links=FAST, args=(plan, victims), step_seconds=0.0, return_errors=True
     )
     assert all(isinstance(one, Killed) for one in done if isinstance(one, Exception)), done
-    kept = [one for one in done if not isinstance(one, Exception)]
-    assert all(one["seats"] == kept[0]["seats"] for one in kept)
-    apart = by_cluster([one for one in kept if one["trains"]], "weights")
+    retained = [one for one in done if not isinstance(one, Exception)]
+    assert all(one["assignment"] == retained[0]["assignment"] for one in retained)
+    apart = by_cluster([one for one in retained if one["trains"]], "weights")
     for name in Wet(0.0).state_dict():
         first, *others = (own[name] for own in apart.values() if name in own)
         assert all(torch.equal(first, other) for other in others), name
@@ -224,8 +224,10 @@ def test_after_two_losses_those_who_are_left_agree(seed: int) -> None:
 
 def is_late(plan: Plan, done: list[Any]) -> bool:
     """Whether the victim's last average counts and nobody has asked for it since: its end is not known to all yet."""
-    kept = [one for one in done if not isinstance(one, Exception)]
-    return plan.victim not in kept[0]["seats"].lost and all(one["seats"] == kept[0]["seats"] for one in kept)
+    retained = [one for one in done if not isinstance(one, Exception)]
+    return plan.victim not in retained[0]["assignment"].lost and all(
+        one["assignment"] == retained[0]["assignment"] for one in retained
+    )
 
 
 @LONG

@@ -35,9 +35,9 @@ def test_sixty_rounds_under_kills_leaves_and_joins(seed: int) -> None:
     want, whole = start(), list[list[int]]()
     for number in range(rounds):
         there: dict[int, Averaged] = {rank: own[number] for rank, own in told.items() if number in own}
-        seats, clusters = there[stays].seats, there[stays].whole
-        assert all((one.seats, one.whole) == (seats, clusters) for one in there.values()), number
-        assert all(seats.lost.isdisjoint(seats.clusters[cluster]) for cluster in clusters)
+        assignment, clusters = there[stays].assignment, there[stays].whole
+        assert all((one.assignment, one.whole) == (assignment, clusters) for one in there.values()), number
+        assert all(assignment.lost.isdisjoint(assignment.clusters[cluster]) for cluster in clusters)
         want = expected(want, number, clusters)
         for one in there.values():
             for name, held in one.held.items():

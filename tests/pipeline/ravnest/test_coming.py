@@ -16,9 +16,9 @@ from isles.comm.mesh import Mesh
 from isles.network.clusters.cuts import ModelLoad
 from isles.network.clusters.formation import ClusterGrowth, form_clusters
 from isles.network.clusters.nodes import NO_FIGURES, ClusterNode, decode_node, encode_node, is_encoded_node
-from isles.pipeline.peers.inbox import ASK, COMERS, WORD
-from isles.pipeline.ravnest.agreement import ClusterAgreement, ClusterWelcome, ask_in, cluster_post, let_in
-from isles.pipeline.ravnest.assignment import ClusterSeats
+from isles.pipeline.peers.inbox import ASK, COMERS, VOTE
+from isles.pipeline.ravnest.agreement import ClusterAgreement, ClusterWelcome, ask_in, cluster_inbox, let_in
+from isles.pipeline.ravnest.assignment import ClusterAssignment
 
 LOAD = ModelLoad(flops=(1e9,) * 4, weights=(1e6,) * 4, saved=(1e5,) * 4, stream=1e4)
 GROWTH = ClusterGrowth(LOAD)
@@ -53,43 +53,52 @@ def test_seats_over_all_that_can_happen(seed: int) -> None:
     same come to the same.
     """
     draw, latest = random.Random(seed), 6
-    seats = ClusterSeats.of([[2], [1, 3], []], range(6))
+    assignment = ClusterAssignment.of([[2], [1, 3], []], range(6))
     growth = ClusterGrowth(LOAD, spares=draw.choice([0, 1]))
     for _ in range(30):
-        lost = [draw.choice(seats.clusters[number]) for number in seats.whole[1:] if draw.random() < 0.2]
-        lost += [position for position in seats.waiting if draw.random() < 0.1]
-        seats = seats.without(lost)
+        lost = [draw.choice(assignment.clusters[number]) for number in assignment.whole[1:] if draw.random() < 0.2]
+        lost += [position for position in assignment.standby if draw.random() < 0.1]
+        assignment = assignment.without(lost)
         came = {
             latest + n: draw.choice([NO_FIGURES, encode_node(node(draw.uniform(2e6, 4e7)))])
             for n in range(draw.randint(0, 2))
         }
         latest += len(came)
-        leaving = [position for position in seats.living if draw.random() < 0.1]
-        before = seats.met(came, leaving)
-        seats = before.mended(growth)
-        assert seats == before.mended(growth)
-        named = [position for cluster in seats.clusters for position in cluster] + [*seats.waiting]
-        assert len(set(named)) == len(named) and seats.whole
-        assert [len(cuts) + 1 for cuts in seats.cuts] == list(map(len, seats.clusters))
-        for giver, taker in seats.handed:
-            assert giver in before.leaving and seats.trains(taker) and seats.holder(*seats.place(taker)) == giver  # type: ignore[misc]
-            assert taker not in before.leaving and giver in seats.living
-            torn = seats.without([taker])
-            assert torn.place(giver) == seats.place(taker) and torn.trains(giver)
-            assert not seats.without([giver]).trains(taker)
-        kept = [position for number in seats.whole for position in seats.clusters[number] if position in seats.leaving]
-        assert not kept or len(seats.whole) == 1
-        seats = seats.joined(seats.complete)
-        assert not seats.handed and not set(seats.living) & seats.lost
-        again = ClusterSeats.of_plain(seats.to_plain(), latest)
-        assert again == seats
-        fewer = seats.renumbered(seats.living)
-        assert fewer.living == list(range(len(seats.living))) and len(fewer.clusters) == len(seats.whole)
+        leaving = [position for position in assignment.living if draw.random() < 0.1]
+        before = assignment.met(came, leaving)
+        assignment = before.repaired(growth)
+        assert assignment == before.repaired(growth)
+        named = [position for cluster in assignment.clusters for position in cluster] + [*assignment.standby]
+        assert len(set(named)) == len(named) and assignment.whole
+        assert [len(cuts) + 1 for cuts in assignment.cuts] == list(map(len, assignment.clusters))
+        for source, taker in assignment.handovers:
+            assert (
+                source in before.leaving
+                and assignment.trains(taker)
+                and assignment.holder(*assignment.coordinates_of(taker)) == source
+            )  # type: ignore[misc]
+            assert taker not in before.leaving and source in assignment.living
+            torn = assignment.without([taker])
+            assert torn.coordinates_of(source) == assignment.coordinates_of(taker) and torn.trains(source)
+            assert not assignment.without([source]).trains(taker)
+        retained = [
+            position
+            for number in assignment.whole
+            for position in assignment.clusters[number]
+            if position in assignment.leaving
+        ]
+        assert not retained or len(assignment.whole) == 1
+        assignment = assignment.joined(assignment.complete)
+        assert not assignment.handovers and not set(assignment.living) & assignment.lost
+        again = ClusterAssignment.of_plain(assignment.to_plain(), latest)
+        assert again == assignment
+        fewer = assignment.renumbered(assignment.living)
+        assert fewer.living == list(range(len(assignment.living))) and len(fewer.clusters) == len(assignment.whole)
 
 
 def test_what_are_no_seats_is_refused() -> None:
-    good = ClusterSeats.of([[2], []], range(4)).met({4: NO_FIGURES}, [1]).to_plain()
-    assert ClusterSeats.of_plain(good, 5).to_plain() == good
+    good = ClusterAssignment.of([[2], []], range(4)).met({4: NO_FIGURES}, [1]).to_plain()
+    assert ClusterAssignment.of_plain(good, 5).to_plain() == good
     bad: list[Any] = [
         None, [], [good], good[:-1], [[[0, 0], [2]], *good[1:]], [[[0, 9], [2]], *good[1:]],
         [good[0], [[2], [1]], *good[2:]], [*good[:4], [7], *good[5:]], [*good[:5], [[4, 2]], good[6]],
@@ -97,80 +106,80 @@ def test_what_are_no_seats_is_refused() -> None:
     ]  # fmt: skip
     for plain in bad:
         with pytest.raises(ValueError, match="no seats of clusters"):
-            ClusterSeats.of_plain(plain, 5)
+            ClusterAssignment.of_plain(plain, 5)
 
 
 def test_a_new_cluster_holds_the_model_and_spares_stay() -> None:
     small = node(0.6 * LOAD.least)
     (three,) = form_clusters([small] * 3, LOAD)  # two have too little
-    seats = ClusterSeats.of([[2], [1]], range(4))
-    grown = seats.met(dict.fromkeys((4, 5, 6), encode_node(small)), ()).mended(GROWTH)
+    assignment = ClusterAssignment.of([[2], [1]], range(4))
+    grown = assignment.met(dict.fromkeys((4, 5, 6), encode_node(small)), ()).repaired(GROWTH)
     assert grown.clusters[2:] == (tuple(4 + number for number in three.nodes),) and grown.cuts[2] == three.split.cuts
     assert grown.out == {2} and grown.joined([2]).whole == [0, 1, 2]
-    assert seats.met(dict.fromkeys((4, 5), encode_node(small)), ()).mended(GROWTH).waiting == (4, 5)
-    assert seats.met(dict.fromkeys((4, 5, 6), NO_FIGURES), ()).mended(GROWTH).clusters[2:] == ((4, 5),)
+    assert assignment.met(dict.fromkeys((4, 5), encode_node(small)), ()).repaired(GROWTH).standby == (4, 5)
+    assert assignment.met(dict.fromkeys((4, 5, 6), NO_FIGURES), ()).repaired(GROWTH).clusters[2:] == ((4, 5),)
     keeping = ClusterGrowth(LOAD, spares=2)
-    assert seats.met(dict.fromkeys((4, 5, 6), NO_FIGURES), ()).mended(keeping).waiting == (4, 5, 6)
+    assert assignment.met(dict.fromkeys((4, 5, 6), NO_FIGURES), ()).repaired(keeping).standby == (4, 5, 6)
     limited = ClusterGrowth(LOAD, most=2)
-    assert seats.met(dict.fromkeys((4, 5), NO_FIGURES), ()).mended(limited).waiting == (4, 5)
-    tiny = seats.met({4: encode_node(node(1e5)), 5: NO_FIGURES}, ()).without([0])
-    assert tiny.mended(GROWTH).clusters[0] == (5, 1)  # the first has not the memory for the place
+    assert assignment.met(dict.fromkeys((4, 5), NO_FIGURES), ()).repaired(limited).standby == (4, 5)
+    tiny = assignment.met({4: encode_node(node(1e5)), 5: NO_FIGURES}, ()).without([0])
+    assert tiny.repaired(GROWTH).clusters[0] == (5, 1)  # the first has not the memory for the place
 
 
-def begun(world: Mesh, seats: ClusterSeats, run: int = 5) -> ClusterAgreement:
-    return ClusterAgreement(cluster_post(world.world, run, 1 << 10), world.world, seats, GROWTH)
+def begun(world: Mesh, assignment: ClusterAssignment, run: int = 5) -> ClusterAgreement:
+    return ClusterAgreement(cluster_inbox(world.world, run, 1 << 10), world.world, assignment, GROWTH)
 
 
 def agree(world: Mesh, how: str) -> Any:
     """Three agree twice; the last one says what cannot be, the second time."""
-    agreement = begun(world, ClusterSeats.of([[1], []], range(3)))
+    agreement = begun(world, ClusterAssignment.of([[1], []], range(3)))
     agreement.settle()
-    mail = agreement.post.mail
+    queue = agreement.inbox.queue
     if world.rank == 2:
         lost, leaves, told = 1 << 60 if how == "who" else 0, 7 if how == "leaves" else 0, -5 if how == "told" else 0
         rows = [1, told] + [0] * (2 * COMERS - 2) if told else [0] * (2 * COMERS)
         word = numbers(2, lost, leaves, *rows, *([0] if how == "long" else []))
         for other in (0, 1):
-            mail.send(other, MessageHeader(WORD, 0, agreement.post.turn + 1, 1), word.view(torch.uint8))
-        mail.settle()
+            queue.send(other, MessageHeader(VOTE, 0, agreement.inbox.epoch + 1, 1), word.view(torch.uint8))
+        queue.settle()
         return None
     try:
         agreement.settle()
     except PeerLost as error:
         return str(error)
-    return agreement.seats, dict(mail.refused)
+    return agreement.assignment, dict(queue.refused)
 
 
 @pytest.mark.parametrize("how", ["long", "leaves", "who", "told"])
 def test_a_word_that_cannot_be_costs_its_sender_its_seat_and_nothing_else(how: str) -> None:
     left = isles.run_virtual(agree, 3, args=(how,))[:2]
     assert left[0] == left[1]
-    seats, refused = left[0]
-    assert refused == {2: 1} and seats.lost == {2} and seats.whole == [0]
+    assignment, refused = left[0]
+    assert refused == {2: 1} and assignment.lost == {2} and assignment.whole == [0]
 
 
 def knock(world: Mesh, how: str) -> Any:
     """Two are at work; others come, of whom the first says what cannot be."""
-    post = cluster_post(world.world, 5 if world.rank != 2 or how != "run" else 6, 1 << 10)
+    inbox = cluster_inbox(world.world, 5 if world.rank != 2 or how != "run" else 6, 1 << 10)
     if world.rank >= 2:
         world.transport.compute(1.0)
     if world.rank == 2:
         body = {"long": torch.ones(9, dtype=torch.uint8), "numbers": torch.tensor([2]).view(torch.uint8)}
         sent = body.get(how, torch.tensor([NO_FIGURES]).view(torch.uint8))
         for other in (0, 1):
-            post.mail.send(other, MessageHeader(ASK, 0), sent)
+            inbox.queue.send(other, MessageHeader(ASK, 0), sent)
         world.transport.compute(9.0)
         return None
     if world.rank == 3:
-        welcome = ask_in(post, range(2), NO_FIGURES)
+        welcome = ask_in(inbox, range(2), NO_FIGURES)
         assert welcome is not None
-        return welcome.turn, welcome.seats.waiting, dict(welcome.facts)
-    agreement = ClusterAgreement(post, world.world, ClusterSeats.of([[1]], range(2)), GROWTH)
+        return welcome.epoch, welcome.assignment.standby, dict(welcome.facts)
+    agreement = ClusterAgreement(inbox, world.world, ClusterAssignment.of([[1]], range(2)), GROWTH)
     world.transport.compute(2.0)
     agreement.settle()
     comers = let_in(agreement, {"step": 4})
     world.transport.compute(3.0)
-    return comers, dict(post.mail.refused)
+    return comers, dict(inbox.queue.refused)
 
 
 @pytest.mark.parametrize("how", ["run", "long", "numbers"])

@@ -19,10 +19,10 @@ from isles.models.stages import Stage
 from isles.pipeline.boundaries.base import FullStream
 from isles.pipeline.config import Consistency
 from isles.pipeline.peers.agreement import Agreement
-from isles.pipeline.peers.inbox import ASIDE, Post, letter_lengths
+from isles.pipeline.peers.inbox import LARGE, PeerInbox, message_lengths
 from isles.pipeline.shares import stage_shares
-from isles.pipeline.swarm.peer import SwarmPeer, SwarmWays
-from isles.pipeline.swarm.placement import Arrangement
+from isles.pipeline.swarm.peer import SwarmOptions, SwarmPeer
+from isles.pipeline.swarm.placement import Placement
 from isles.pipeline.swarm.stage_work import StageWork
 from isles.pipeline.swarm.swarm import Swarm
 from isles.pipeline.wire import StageForm
@@ -77,13 +77,15 @@ def swarm_of(world: Mesh, setting: Setting) -> Swarm:
     shares = stage_shares(piece, costs, 1, recompute=False) if setting.charged else None
     group = world.world.among(range(world.size), "pipeline")
     longest = sum(parameter.nbytes for parameter in stage.parameters())
-    lengths = letter_lengths(form, gradient=longest, state=longest, peers=world.size, microbatches=setting.microbatches)
-    post = Post(MessageQueue(group, run=9, lengths=lengths, channels=ASIDE))
+    lengths = message_lengths(
+        form, gradient=longest, state=longest, peers=world.size, microbatches=setting.microbatches
+    )
+    inbox = PeerInbox(MessageQueue(group, run=9, lengths=lengths, channels=LARGE))
     work = StageWork(stage, group, form, setting.microbatches, shares=shares, autocast=nullcontext)
-    agreement = Agreement(post, setting.patience, range(world.size))
-    arrangement = Arrangement(stages, [1.0] * len(setting.peers))
+    agreement = Agreement(inbox, setting.patience, range(world.size))
+    placement = Placement(stages, [1.0] * len(setting.peers))
     forward, backward = setting.deadlines
-    ways = SwarmWays(
+    ways = SwarmOptions(
         room=setting.room,
         forward=forward,
         backward=backward,
@@ -91,9 +93,9 @@ def swarm_of(world: Mesh, setting: Setting) -> Swarm:
         chooses_again=setting.consistency != "strict",
         keeps=setting.consistency == "exact",
     )
-    peer = SwarmPeer(work, post, agreement, ways, seed=1000 * setting.seed + world.rank)
+    peer = SwarmPeer(work, inbox, agreement, ways, seed=1000 * setting.seed + world.rank)
     trained = list(stage.parameters())
-    return Swarm(peer, agreement, trained, arrangement, setting.microbatches, consistency=setting.consistency)
+    return Swarm(peer, agreement, trained, placement, setting.microbatches, consistency=setting.consistency)
 
 
 def train(world: Mesh, setting: Setting) -> Any:
@@ -110,7 +112,7 @@ def train(world: Mesh, setting: Setting) -> Any:
         with torch.no_grad():
             for parameter in stage.parameters():
                 parameter -= 0.1 * parameter.grad
-    swarm.agreement.post.mail.settle()
+    swarm.agreement.inbox.queue.settle()
     return done
 
 

@@ -17,31 +17,31 @@ from isles.comm.errors import CommError
 from isles.comm.group import numbers
 from isles.comm.mesh import Mesh
 from isles.pipeline.peers.agreement import Agreement
-from isles.pipeline.peers.inbox import WORD, Post
-from isles.pipeline.ravnest.agreement import Attempt, ClusterAgreement, cluster_post
-from isles.pipeline.ravnest.assignment import ClusterSeats
+from isles.pipeline.peers.inbox import VOTE, PeerInbox
+from isles.pipeline.ravnest.agreement import Attempt, ClusterAgreement, cluster_inbox
+from isles.pipeline.ravnest.assignment import ClusterAssignment
 from tests.pipeline.swarm import killing
 
 LINES = isles.Links(bandwidth=1e7, latency=0.02, jitter=0.9)
-"""Letters of different lines pass each other in any order."""
+"""Messages of different lines pass each other in any order."""
 Answers = list[Any]
 
 
 def alone(world: Mesh, agreements: int) -> Answers:
     """What each agreement comes to: what everybody says is its rank and the number of the agreement."""
     group = world.world.among(range(world.size), "pipeline")
-    own = Agreement(Post(MessageQueue(group, run=1, lengths={WORD: range(1 << 12)})), 1000.0, range(world.size))
+    own = Agreement(PeerInbox(MessageQueue(group, run=1, lengths={VOTE: range(1 << 12)})), 1000.0, range(world.size))
     return [own.agree([10 * number + world.rank]) for number in range(agreements)]
 
 
 def clustered(world: Mesh, times: int) -> Answers:
     """Who is whole each time, and what those of whole clusters have gathered of each other together."""
-    seats = ClusterSeats.of([()] * world.size, range(world.size))
-    own = ClusterAgreement(cluster_post(world.world, 1, 1 << 10), world.world, seats)
+    seats = ClusterAssignment.of([()] * world.size, range(world.size))
+    own = ClusterAgreement(cluster_inbox(world.world, 1, 1 << 10), world.world, seats)
 
     def attempt() -> Attempt[Answers]:
-        group = own.letters.among(own.seats.whole)
-        found: Answers = [own.seats.whole]
+        group = own.messages.among(own.assignment.whole)
+        found: Answers = [own.assignment.whole]
 
         def gather() -> Any:
             found.append((yield from all_gather(group.call(round=0), numbers(world.rank))))
@@ -52,17 +52,17 @@ def clustered(world: Mesh, times: int) -> Answers:
 
 
 def check_alone(left: dict[int, Answers]) -> None:
-    for number, said in enumerate(zip(*left.values(), strict=True)):
-        assert all(one == said[0] for one in said), f"agreement {number}: {said}"
-        assert all(word == (10 * number + rank,) for rank, word in said[0].items())
-        assert {*left} <= said[0].keys()
+    for number, values in enumerate(zip(*left.values(), strict=True)):
+        assert all(one == values[0] for one in values), f"agreement {number}: {values}"
+        assert all(vote == (10 * number + rank,) for rank, vote in values[0].items())
+        assert {*left} <= values[0].keys()
 
 
 def check_clusters(left: dict[int, Answers]) -> None:
     for whole, gathered in (one for own in left.values() for one in own):
         assert {*left} <= {*whole} and [int(each) for each in gathered] == whole
-    for said in zip(*left.values(), strict=True):
-        assert all(whole == said[0][0] for whole, _ in said)
+    for values in zip(*left.values(), strict=True):
+        assert all(whole == values[0][0] for whole, _ in values)
 
 
 def walk(worker: Callable[..., Answers], workers: int, deaths: Sequence[dict[int, int]]) -> int:
@@ -109,19 +109,19 @@ def test_two_die_at_every_two_messages(worker: Callable[..., Answers]) -> None:
     assert walk(worker, 4, deaths) > 0.8 * len(deaths) > 800
 
 
-def decides_at_once(own: Agreement, said: Sequence[int]) -> dict[int, tuple[int, ...]]:
+def decides_at_once(own: Agreement, values: Sequence[int]) -> dict[int, tuple[int, ...]]:
     """After one round, of whom it has heard."""
-    known = {own.me: tuple(said)}
-    own._tell(1, known)
-    for word in own._listen(1, len(said), set())[0].values():
-        known |= word
-    own._tell(2, known, 1)
+    known = {own.me: tuple(values)}
+    own._send_votes(1, known)
+    for vote in own._collect_votes(1, len(values), set())[0].values():
+        known |= vote
+    own._send_votes(2, known, 1)
     return known
 
 
-def counts_its_own(own: ClusterAgreement, said: Sequence[int]) -> dict[int, tuple[int, ...]]:
+def counts_its_own(own: ClusterAgreement, values: Sequence[int]) -> dict[int, tuple[int, ...]]:
     """What it has done itself counts, whatever the others have."""
-    return {position: word if not word else tuple(said) for position, word in _AGREE(own, said).items()}
+    return {position: vote if not vote else tuple(values) for position, vote in _AGREE(own, values).items()}
 
 
 _AGREE = ClusterAgreement._agree

@@ -11,7 +11,7 @@ import isles
 from isles.comm.collectives.message_queue import MAGIC, MessageHeader
 from isles.comm.errors import CommError
 from isles.comm.mesh import Mesh
-from isles.pipeline.peers.inbox import BACKWARD, FORWARD, GIFT, MEAN, SHARD, TAKEN, WELCOME, WORD
+from isles.pipeline.peers.inbox import BACKWARD, FORWARD, MEAN, SHARD, STATE_TRANSFER, TAKEN, VOTE, WELCOME
 from isles.pipeline.swarm.ledger import from_words
 from isles.pipeline.swarm.swarm import Swarm
 from tests.pipeline.swarm.peers import Setting, furthest, swarm_of, text
@@ -23,7 +23,7 @@ LINKS = isles.Links(bandwidth=1e7, latency=0.02)
 
 def spoil(swarm: Swarm, what: str) -> None:
     """Make this peer send it."""
-    work, post, mail = swarm.peer.work, swarm.agreement.post, swarm.agreement.post.mail
+    work, inbox, queue = swarm.peer.work, swarm.agreement.inbox, swarm.agreement.inbox.queue
     honest_forward, honest_backward = work.forward, work.backward
 
     def forward(*args: Any) -> Any:
@@ -33,33 +33,33 @@ def spoil(swarm: Swarm, what: str) -> None:
         return done
 
     def backward(*args: Any) -> Any:
-        booked = honest_backward(*args)
-        object.__setattr__(booked, "back", torch.full_like(booked.back, 0xFF))
-        return booked
+        saved_pass = honest_backward(*args)
+        object.__setattr__(saved_pass, "back", torch.full_like(saved_pass.back, 0xFF))
+        return saved_pass
 
-    turn = post.turn
+    epoch = inbox.epoch
 
     def everybody(kind: int, nbytes: int) -> None:
-        for other in mail.group.others:
-            mail.send(other, MessageHeader(kind, 0, turn), torch.zeros(nbytes, dtype=torch.uint8) if nbytes else None)
+        for other in queue.group.others:
+            queue.send(other, MessageHeader(kind, 0, epoch), torch.zeros(nbytes, dtype=torch.uint8) if nbytes else None)
 
     if what == "activations":
         work.forward = forward  # type: ignore[method-assign]
     elif what == "gradients":
         work.backward = backward  # type: ignore[method-assign]
     elif what == "word":
-        turn += 1
-        everybody(WORD, 24)
+        epoch += 1
+        everybody(VOTE, 24)
     elif what == "sums":
         swarm._own = lambda: torch.full_like(torch.cat([p.reshape(-1) for p in work.stage.parameters()]), torch.nan)  # type: ignore[method-assign]
     elif what == "one share":
-        honest_send = mail.send
+        honest_send = queue.send
 
         def send(position: int, note: MessageHeader, body: Any = None) -> None:
-            is_shard = note.kind == SHARD and position == min(mail.group.others, key=lambda other: abs(other - LIAR))
+            is_shard = note.kind == SHARD and position == min(queue.group.others, key=lambda other: abs(other - LIAR))
             honest_send(position, note, torch.full_like(body, 0xFF) if is_shard else body)
 
-        mail.send = send  # type: ignore[method-assign]
+        queue.send = send  # type: ignore[method-assign]
     elif what == "share":
         everybody(SHARD, 8)
         everybody(MEAN, 8)
@@ -68,12 +68,12 @@ def spoil(swarm: Swarm, what: str) -> None:
     elif what == "long":
         everybody(WELCOME, 1 << 20)
     elif what == "another run":
-        for other in mail.group.others:
+        for other in queue.group.others:
             head = torch.tensor([MAGIC, 1, FORWARD, 0, 0, 0, 0, 0, 0, 0])
-            mail.group.call("pipeline", round=0).send(other, head, 62)
-    elif what == "unasked":  # is no letter for those who get it, and changes nothing
+            queue.group.call("pipeline", round=0).send(other, head, 62)
+    elif what == "unasked":  # is no message for those who get it, and changes nothing
         everybody(TAKEN, 0)
-        everybody(GIFT, 100)
+        everybody(STATE_TRANSFER, 100)
         form = work.form
         everybody(BACKWARD, form.gradient_bytes + form.loss_dtype.itemsize)
 
@@ -88,10 +88,10 @@ def train(world: Mesh, what: str, setting: Setting = SETTING, liar: int = LIAR) 
         result = swarm.step()
     except CommError as error:
         return str(error)
-    mail = swarm.agreement.post.mail
-    mail.settle()
+    queue = swarm.agreement.inbox.queue
+    queue.settle()
     gradients = {name: parameter.grad for name, parameter in swarm.peer.work.stage.named_parameters()}
-    told = [(gradients, result.loss)], dict(mail.refused), str(mail.lost.get(liar)), swarm.agreement.members
+    told = [(gradients, result.loss)], dict(queue.refused), str(queue.lost.get(liar)), swarm.agreement.members
     return *told, world.transport.now()
 
 

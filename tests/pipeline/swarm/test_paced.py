@@ -44,22 +44,22 @@ class Sleep(Function):
 class Line(threading.Thread):
     """What is handed over leaves a latency later, in order."""
 
-    def __init__(self, mail: Any) -> None:
+    def __init__(self, queue: Any) -> None:
         super().__init__(daemon=True)
-        self.letters: queue.SimpleQueue[tuple[float, tuple[Any, ...]]] = queue.SimpleQueue()
-        self.send, mail.send = mail.send, self.hand_over
+        self.messages: queue.SimpleQueue[tuple[float, tuple[Any, ...]]] = queue.SimpleQueue()
+        self.send, queue.send = queue.send, self.hand_over
         self.start()
 
-    def hand_over(self, *letter: Any) -> None:
-        self.letters.put((time.monotonic() + FORWARD / 5, letter))
+    def hand_over(self, *message: Any) -> None:
+        self.messages.put((time.monotonic() + FORWARD / 5, message))
 
     def run(self) -> None:
         while True:
-            at, letter = self.letters.get()
+            at, message = self.messages.get()
             time.sleep(max(at - time.monotonic(), 0.0))
-            if not letter:
+            if not message:
                 return
-            self.send(*letter)
+            self.send(*message)
 
     def end(self) -> None:
         """Once all that was handed over has left."""
@@ -75,7 +75,7 @@ def fixed(column: int, self: Any, samples: int = 1, *, besides: int | None = Non
 def timed(world: Mesh, slow: int, is_fixed: bool) -> list[float]:
     """Seconds that each step takes."""
     swarm = peers.swarm_of(world, SETTING)
-    line = Line(swarm.agreement.post.mail)
+    line = Line(swarm.agreement.inbox.queue)
     if is_fixed:
         PeerBalancer.choose = partial(fixed, world.rank % 3, swarm.peer._balancer)  # type: ignore[method-assign]
     seconds = FORWARD * (SLOW if world.rank == slow else 1.0)

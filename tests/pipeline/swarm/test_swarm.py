@@ -14,7 +14,7 @@ import torch
 import isles
 from isles.comm.errors import DeadlinePassed
 from isles.pipeline.swarm import swarm as steps
-from isles.pipeline.swarm.ledger import Fixes
+from isles.pipeline.swarm.ledger import RepairPlan
 from isles.pipeline.swarm.swarm import StageLost
 from tests.gloo import run_gloo
 from tests.pipeline.swarm import killing, peers
@@ -145,13 +145,13 @@ def test_a_late_answer_is_counted_once() -> None:
 
 
 def test_a_mutant_that_counts_doubles_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = steps.fixes
-    monkeypatch.setattr(steps, "fixes", lambda *args: Fixes(right(*args).runs, ()))
+    right = steps.plan_repairs
+    monkeypatch.setattr(steps, "plan_repairs", lambda *args: RepairPlan(right(*args).runs, ()))
     assert furthest(HELD, held_back()) > 1e-3
 
 
 def test_a_mutant_without_books_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(steps, "fixes", lambda *args: Fixes((), ()))
+    monkeypatch.setattr(steps, "plan_repairs", lambda *args: RepairPlan((), ()))
     setting = Setting(charged=True)
     assert furthest(setting, survivors(setting, {7: messages()[7] * 2 // 3})) > 1e-3
 

@@ -25,7 +25,7 @@ from isles.pipeline.ravnest.agreement import ClusterWelcome
 from isles.training.clusters.member import _restore
 from isles.training.clusters.node import ClusterWorker
 from isles.training.elastic.states import STATE
-from isles.training.lighthouse.rounds import Keeper
+from isles.training.lighthouse.rounds import RoundsLighthouseServer
 from isles.training.records.checkpoint import Checkpoints
 from isles.training.records.events import Schema
 from isles.training.records.shard import read_state, write_state
@@ -130,7 +130,7 @@ def test_a_state_of_no_round_deletes_none_and_ends_nobody(tmp_path: Path) -> Non
 
                 assert kept.take_in([0], before) == round
             notices: list[str] = []
-            made = Keeper(config("run.steps=20"), tmp_path, address, print, print, notices.append)
+            made = RoundsLighthouseServer(config("run.steps=20"), tmp_path, address, print, print, notices.append)
             made.session, made.keys, made._states = host, keys, kept
             made.membership = run_of(len(rounds))
             made.membership.hear(0.0, 0, Beat(20, 0, 0))  # one of them alone says that it is there
@@ -158,7 +158,7 @@ def test_lines_of_rounds_that_this_run_has_not(tmp_path: Path) -> None:
         for wrong in ["7", 7.5, True, None, [7], -2, HUGE]:
             with pytest.raises(ValueError, match=key):
                 read_record(as_line(line) | {key: wrong})
-    made = Keeper(config("run.steps=20"), tmp_path, "127.0.0.1:1", print, print, print)  # 4 rounds
+    made = RoundsLighthouseServer(config("run.steps=20"), tmp_path, "127.0.0.1:1", print, print, print)  # 4 rounds
     made.membership = RoundsCoordinator(made.rules)
     start = StartRecord(member=1, first=4, donor=0, copied=3, has=1 << 39, size=5, at=1.0)
     for told in (as_line(line) | {"round": 1 << 39}, as_line(start)):

@@ -18,7 +18,7 @@ from isles.pipeline.ravnest.averaging import ClusterAverage
 from isles.training.clusters.node import ClusterWorker
 from isles.training.config.reading import read_config
 from isles.training.config.sections import Config
-from isles.training.simulated_churn import ChurnedClusters
+from isles.training.simulated_churn import SimulatedClusters
 from tests.pipeline.ravnest.averages import Killed
 from tests.training.clusters.test_clustered import SETTINGS
 
@@ -43,15 +43,15 @@ def config(*more: str) -> Config:
 
 def state_of(average: ClusterAverage) -> State:
     """What its node holds now."""
-    kept = average._optimizer.state if average._optimizer is not None else {}
+    retained = average._optimizer.state if average._optimizer is not None else {}
     return {
-        name: [parameter.detach().clone(), *(v.clone() for v in kept.get(parameter, {}).values() if v.ndim)]
+        name: [parameter.detach().clone(), *(v.clone() for v in retained.get(parameter, {}).values() if v.ndim)]
         for share in average._shares
         for name, parameter in zip(share.segment.names, share.parameters, strict=True)
     }
 
 
-class Watched(ChurnedClusters):
+class Watched(SimulatedClusters):
     """What is read, and held before and after each average and each load. dies: a rank, from when until when messages
     count, in seconds, and after how many of them it ends.
     """
@@ -126,11 +126,11 @@ class Watched(ChurnedClusters):
         return [self.workers[rank] for rank in sorted(self.results)]
 
     def check(self) -> None:
-        """Those who came to the end are in the same members, and all whole clusters hold the same."""
-        members = self.finished[0].agreement.members
-        assert all(worker.agreement.members == members for worker in self.finished)
-        alike(self.after[self.config.run.steps], members.clusters)
-        for own in (worker.serving for worker in self.finished if worker.serving is not None and worker.trains):
+        """Those who came to the end are in the same clusters, and all whole clusters hold the same."""
+        assignment = self.finished[0].agreement.assignment
+        assert all(worker.agreement.assignment == assignment for worker in self.finished)
+        alike(self.after[self.config.run.steps], assignment.clusters)
+        for own in (worker.server for worker in self.finished if worker.server is not None and worker.trains):
             counts = {int(state["step"]) for state in own.optimizer.state.values()}
             assert counts == {self.config.run.steps}, counts
 

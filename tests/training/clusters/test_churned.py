@@ -49,8 +49,8 @@ def test_who_comes_makes_clusters_takes_places_and_holds_the_others_bits(
     run.watch(monkeypatch)
     summary = run.run()
     run.check()
-    members = run.finished[0].agreement.members
-    assert members.clusters == ((0, 6), (7, 3), (4, 5)) and members.whole == [0, 1, 2]
+    assignment = run.finished[0].agreement.assignment
+    assert assignment.clusters == ((0, 6), (7, 3), (4, 5)) and assignment.whole == [0, 1, 2]
     assert {key: summary[key] for key in ("joins", "deaths", "leaves", "replicas", "workers")} == {
         "joins": 4, "deaths": 1, "leaves": 1, "replicas": 3, "workers": 6,
     }  # fmt: skip
@@ -63,7 +63,7 @@ def test_who_comes_makes_clusters_takes_places_and_holds_the_others_bits(
         means(run, step)
         assert len(run.after[step]) == 2 * clusters
     assert len(set(run.read)) == len(run.read) > summary["tokens"] // 16 + 12 * 4  # these 12 steps were worker 2's
-    assert all(worker.serving and worker.serving.schedule.last_epoch == 16 for worker in run.finished)
+    assert all(worker.server and worker.server.schedule.last_epoch == 16 for worker in run.finished)
 
 
 @LONG
@@ -78,9 +78,9 @@ def test_what_nodes_tell_of_themselves_says_where_a_new_cluster_is_cut(
     run.run()
     run.check()
     (cluster,) = form_clusters(nodes, growth_of(made).load)
-    members = run.finished[0].agreement.members
-    assert members.clusters[2] == tuple(4 + number for number in cluster.nodes)
-    assert members.cuts == ((2,), (2,), cluster.split.cuts) and cluster.split.cuts != (2,)
+    assignment = run.finished[0].agreement.assignment
+    assert assignment.clusters[2] == tuple(4 + number for number in cluster.nodes)
+    assert assignment.cuts == ((2,), (2,), cluster.split.cuts) and cluster.split.cuts != (2,)
     means(run, 8)
 
 
@@ -107,7 +107,7 @@ def lost_after(folder: Path, case: tuple[list[dict[str, Any]], int, float], afte
 
 @pytest.mark.parametrize(("case", "after"), [(CASES[7], 9)], ids=["who leaves"])
 def test_who_is_lost_while_somebody_comes(tmp_path: Path, case: Any, after: int) -> None:
-    """The others are in the same members, and all whole clusters hold the same."""
+    """The others are in the same clusters, and all whole clusters hold the same."""
     run = lost_after(tmp_path, case, after)
     assert run is not None
     run.check()
@@ -156,8 +156,8 @@ def test_who_leaves(tmp_path: Path, events: Any, clusters: Any) -> None:
         run.watch(patched)
         run.run()
     run.check()
-    members = run.finished[0].agreement.members
-    assert tuple(members.clusters[number] for number in members.whole) == clusters
+    assignment = run.finished[0].agreement.assignment
+    assert tuple(assignment.clusters[number] for number in assignment.whole) == clusters
 
 
 @LONG
@@ -169,7 +169,7 @@ def test_one_cluster_that_others_join(tmp_path: Path) -> None:
         run.watch(patched)
         summary = run.run()
     run.check()
-    assert run.finished[0].agreement.members.clusters == ((4, 1), (2, 3)) and summary["replicas"] == 2
+    assert run.finished[0].agreement.assignment.clusters == ((4, 1), (2, 3)) and summary["replicas"] == 2
 
 
 @LONG

@@ -122,8 +122,8 @@ def test_a_cluster_of_which_a_worker_is_lost_is_whole_again(victim: int, message
     assert sum(one["val_loss_replica"] is not None for one in left) == 3
     assert len({one["val_loss_replica"] for one in left} - {None}) == 1
     assert sum(one["val_loss"] is not None for one in left) == 1
-    told = max(left, key=lambda one: one["parameters"])
-    assert told["val_loss"] is not None and told["val_loss"] < 5.5
+    descriptor = max(left, key=lambda one: one["parameters"])
+    assert descriptor["val_loss"] is not None and descriptor["val_loss"] < 5.5
 
 
 @pytest.mark.long

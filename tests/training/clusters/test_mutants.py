@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from isles.pipeline.ravnest.averaging import ClusterAverage
-from isles.training.clusters.stage_server import Serving, SharedReading
+from isles.training.clusters.stage_server import SharedReading, StageServer
 from tests.training.clusters.test_churned import (
     test_who_comes_makes_clusters_takes_places_and_holds_the_others_bits as who_comes,
 )
@@ -20,12 +20,12 @@ Patch = pytest.MonkeyPatch
 
 def takes_the_wrong_segment(patch: Patch) -> None:
     """A part of it lies where the one beside it should."""
-    gifts = ClusterAverage._gifts
+    transfers = ClusterAverage._transfers
 
     def mutant(own: ClusterAverage, tensors: dict[int, list[Any]]) -> Any:
         counts = {share.number: len(share.parameters) for share in own._shares}
         turned = {key: [*held[1 : counts[key]], held[0], *held[counts[key] :]] for key, held in tensors.items()}
-        return gifts(own, turned)
+        return transfers(own, turned)
 
     patch.setattr(ClusterAverage, "_gifts", mutant)
 
@@ -41,7 +41,7 @@ def counts_twice(patch: Patch) -> None:
     mean = ClusterAverage._mean
 
     def mutant(own: ClusterAverage, tensors: list[list[Any]], *more: int) -> Any:
-        came = own.agreement.world.rank in own.agreement.members.told
+        came = own.agreement.world.rank in own.agreement.assignment.descriptors
         return mean(own, [[2 * held if came else held for held in each] for each in tensors], *more)
 
     patch.setattr(ClusterAverage, "_mean", mutant)
@@ -54,13 +54,13 @@ def reads_what_others_read(patch: Patch) -> None:
 
 def begins_the_rate_anew(patch: Patch) -> None:
     """The schedule of who comes is at its beginning."""
-    begin = Serving.begin_after
+    begin = StageServer.begin_after
 
-    def mutant(own: Serving, updates: int, sequences: int) -> None:
+    def mutant(own: StageServer, updates: int, sequences: int) -> None:
         begin(own, updates, sequences)
         own.schedule.last_epoch = 0
 
-    patch.setattr(Serving, "begin_after", mutant)
+    patch.setattr(StageServer, "begin_after", mutant)
 
 
 MUTANTS = [

@@ -12,7 +12,7 @@ from isles.memory.meter import MemoryMeter
 from isles.plan.peers import plan_clusters
 from isles.running.run import launch
 from isles.training.clusters.cuts import cluster_cuts
-from isles.training.clusters.stage_server import Serving
+from isles.training.clusters.stage_server import StageServer
 from isles.training.config.inner import lr_factor
 from isles.training.config.reading import read_config
 from isles.training.config.sections import Config
@@ -39,17 +39,17 @@ def config(*more: str) -> Config:
     return read_config(None, {}, [*CLUSTER, *more])
 
 
-def serving(config: Config) -> Serving:
+def server(config: Config) -> StageServer:
     """What this worker of the one cluster holds."""
-    made: list[Serving] = []
+    made: list[StageServer] = []
     world = isles.mesh().arranged(layout_of(config))
-    made.append(Serving(config, world, cluster_cuts(config)[0], lambda stale: made[0].step(stale), None))
+    made.append(StageServer(config, world, cluster_cuts(config)[0], lambda stale: made[0].step(stale), None))
     return made[0]
 
 
 def rates(_: Mesh, config: Config) -> list[float]:
     """Of each update."""
-    own = serving(config)
+    own = server(config)
     found: list[float] = []
     own.optimizer.register_step_pre_hook(lambda optimizer, *_: found.append(optimizer.param_groups[0]["lr"]))
     own.node.run(own.batches(8))
@@ -71,7 +71,7 @@ def test_stage_lr_divides_by_how_old_a_gradient_is() -> None:
 
 def peak(_: Mesh, config: Config) -> int:
     """Bytes of all storages that a node's operations make."""
-    own, meter = serving(config), MemoryMeter()
+    own, meter = server(config), MemoryMeter()
     given = list(own.batches(6))
     meter.track(*own.model.parameters())
     with meter:
@@ -118,5 +118,7 @@ def test_on_unequal_nodes_a_sample_takes_less_than_where_stages_wait(recompute: 
     seconds = {}
     for name, way in ways.items():
         made = config(*shared, *way)
-        seconds[name] = launch(made, tmp_path / name, lambda line: None, lambda told: None, None)["virtual_seconds"]
+        seconds[name] = launch(made, tmp_path / name, lambda line: None, lambda descriptor: None, None)[
+            "virtual_seconds"
+        ]
     assert seconds["ravnest"] < 0.9 * seconds["waiting"], seconds

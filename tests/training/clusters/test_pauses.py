@@ -53,8 +53,8 @@ def test_who_goes_on_comes_again_and_takes_its_place(tmp_path: Path) -> None:
     """As worker 4, since nobody else came; the trace's later word is about it."""
     events = [*still(1, 0.5, 4.0), {"at": 7.0, "leave": 1}]
     run, summary = run_through(tmp_path, events, "run.steps=120")
-    assert any("worker 4 serves stage 1 of cluster 0" in told for told in run.told_notices)
-    assert run.workers[4].agreement.is_gone and summary["replicas"] == 1 and summary["leaves"] == 1
+    assert any("worker 4 serves stage 1 of cluster 0" in descriptor for descriptor in run.told_notices)
+    assert run.workers[4].agreement.has_departed and summary["replicas"] == 1 and summary["leaves"] == 1
 
 
 @LONG

@@ -77,7 +77,7 @@ def test_who_stands_by_and_who_is_left_of_a_broken_cluster_are_kept(tmp_path: Pa
     assert ready.config.world.workers == 5 and ready.config.pipeline.ravnest.clusters == ((1,), (1,))
     summary = train(ready.config, cut, resume=12)
     assert summary["val_loss"] == summary["val_loss_replicas"] and summary["replicas"] == 2
-    assert Checkpoints(cut).read_shard(16, 4)["serving"] is None
+    assert Checkpoints(cut).read_shard(16, 4)["server"] is None
 
 
 def test_a_loss_between_shard_and_commit_keeps_the_checkpoint(tmp_path: Path) -> None:

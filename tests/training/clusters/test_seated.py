@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.training.swarm.members import SwarmRun, seated
 
 from isles.network.clusters.nodes import ClusterNode
-from isles.training.clusters.member import SeatedClusterPeer
+from isles.training.clusters.member import ClusterParticipant
 from isles.training.clusters.node import growth_of
-from isles.training.lighthouse.peers import ClusterKeeper
+from isles.training.lighthouse.peers import ClusterLighthouseServer
 from tests.training.clusters.changing import FOUR
+from tests.training.swarm.members import SwarmRun, elastic_config
 
 LONG = pytest.mark.long
 SEATED = [one for one in FOUR if "backend" not in one and "links" not in one]
@@ -26,22 +26,22 @@ SEATED = [one for one in FOUR if "backend" not in one and "links" not in one]
 class ClusterRun(SwarmRun):
     """Nodes have memory for half of the model."""
 
-    keeps = ClusterKeeper
+    keeps = ClusterLighthouseServer
 
     def __init__(self, out: Path, *more: str) -> None:
-        made = seated(*SEATED, *more)
+        made = elastic_config(*SEATED, *more)
         half = ClusterNode(name="", memory=0.95 * growth_of(made).load.least, speed=1e9, bandwidth=1e9)
-        self.kind = partial(SeatedClusterPeer, node=half)
+        self.kind = partial(ClusterParticipant, node=half)
         super().__init__(made, out)
 
 
-def members_of(run: ClusterRun, number: int) -> Any:
+def assignment_of(run: ClusterRun, number: int) -> Any:
     peer: Any = run.peers[number]
-    return peer._trainer._worker.agreement.members
+    return peer._trainer._worker.agreement.assignment
 
 
 def member(run: ClusterRun, number: int) -> int:
-    return run.peers[number].line.member
+    return run.peers[number].client.member
 
 
 @LONG
@@ -68,17 +68,17 @@ def test_who_comes_makes_a_cluster_takes_a_place_and_leaves(tmp_path: Path) -> N
         run.join()
     run.until(lambda: run.step(0) >= 8)
     pair = [run.join(), run.join()]
-    run.until(lambda: len(members_of(run, 0).whole) == 3)
-    assert members_of(run, 0).clusters[2] == tuple(sorted(member(run, number) for number in pair))
+    run.until(lambda: len(assignment_of(run, 0).whole) == 3)
+    assert assignment_of(run, 0).clusters[2] == tuple(sorted(member(run, number) for number in pair))
     run.vanish(1)
-    run.until(lambda: len(members_of(run, 0).whole) == 2)
+    run.until(lambda: len(assignment_of(run, 0).whole) == 2)
     last = run.join()
-    run.until(lambda: len(members_of(run, 0).whole) == 3)
-    members = members_of(run, 0)
-    assert members.place(member(run, last)) is not None and member(run, 1) in members.lost
+    run.until(lambda: len(assignment_of(run, 0).whole) == 3)
+    assignment = assignment_of(run, 0)
+    assert assignment.coordinates_of(member(run, last)) is not None and member(run, 1) in assignment.lost
     run.peers[pair[0]].leave()
     run.until(lambda: run.endings.get(pair[0]) == "left")
-    run.until(lambda: len(members_of(run, 0).whole) == 2)
+    run.until(lambda: len(assignment_of(run, 0).whole) == 2)
     summary = run.end(300)
     assert summary["workers"] == 5 and summary["leaves"] == 1 and summary["deaths"] == 1
     assert (tmp_path / "run" / "model.safetensors").exists()
@@ -90,17 +90,17 @@ def test_a_run_that_lost_all_goes_on_from_what_the_lighthouse_keeps(tmp_path: Pa
     for _ in range(4):
         run.join()
     run.until(lambda: run.keeper.coordinator.saved >= 40)
-    kept = run.keeper.coordinator.saved
+    retained = run.keeper.coordinator.saved
     for number in range(4):
         run.vanish(number)
     fresh = [run.join() for _ in range(4)]
-    run.until(lambda: run.step(fresh[0]) > kept)
+    run.until(lambda: run.step(fresh[0]) > retained)
     assert run.keeper.coordinator.epoch == 2
     summary = run.end(300)
     assert summary["begun"] == 2 and all(run.endings[number] == "finished" for number in fresh)
 
 
-class Late(SeatedClusterPeer):
+class Late(ClusterParticipant):
     """It is slow between being told whom to ask and asking."""
 
     asks = threading.Event()
@@ -120,7 +120,7 @@ def test_who_asks_those_who_are_gone_asks_the_lighthouse_again(tmp_path: Path) -
     run.until(lambda: run.keeper.coordinator.saved >= 20)
     run.kind = partial(Late, *plain.args, **plain.keywords)
     late = run.join()
-    run.until(lambda: late in run.peers and run.peers[late].line.member >= 2)
+    run.until(lambda: late in run.peers and run.peers[late].client.member >= 2)
     time.sleep(1.0)  # it has been told to ask the first ones
     for number in first:
         run.vanish(number)
@@ -142,13 +142,16 @@ def test_a_joiner_tells_what_was_measured(tmp_path: Path) -> None:
     for _ in range(4):
         run.join()
     run.until(lambda: run.step(0) >= 8)
-    run.kind = SeatedClusterPeer
+    run.kind = ClusterParticipant
     last = run.join()
-    run.until(lambda: len(members_of(run, 0).whole) == 3)
-    members = members_of(run, 0)
-    node = decode_node(members.told[member(run, last)], "")
-    assert members.clusters[2] == (member(run, last),) and node is not None
+    run.until(lambda: len(assignment_of(run, 0).whole) == 3)
+    assignment = assignment_of(run, 0)
+    node = decode_node(assignment.descriptors[member(run, last)], "")
+    assert assignment.clusters[2] == (member(run, last),) and node is not None
     assert node.bandwidth != pytest.approx(run.config.world.slowest_link, rel=0.01) and 0 < node.latency < 1.0
     now = run.keeper.coordinator.now(0.0, [])
-    assert now.clustered and {one.place[2:] for one in now.peers if one.member == member(run, last)} <= {(1, 1), ()}
+    assert now.clustered and {one.coordinates[2:] for one in now.peers if one.member == member(run, last)} <= {
+        (1, 1),
+        (),
+    }
     run.end(300)

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.training.swarm.members import seated
 from typing_extensions import override
 
 from isles.cli.elastic.query import run_status
@@ -20,6 +19,7 @@ from isles.network.clusters.nodes import ClusterNode
 from isles.training.clusters.node import growth_of
 from tests.cli.command import isles
 from tests.training.clusters.test_seated import SEATED
+from tests.training.swarm.members import elastic_config
 from tests.training.swarm.test_seated_processes import Commands
 
 pytestmark = pytest.mark.long
@@ -31,7 +31,7 @@ class ClusterCommands(Commands):
 
     def __init__(self, folder: Path, *more: str) -> None:
         own = (f"run.checkpoint_every={EVERY}", "run.validate_every=0", "run.log_every=10", "world.elastic.lease=3.0")
-        made = seated(*SEATED, *own, *more)
+        made = elastic_config(*SEATED, *own, *more)
         half = ClusterNode(name="half", memory=0.95 * growth_of(made).load.least, speed=1e9, bandwidth=1e8)
         (folder / "half.toml").write_text(half.to_toml())
         super().__init__(folder, made)
@@ -40,9 +40,9 @@ class ClusterCommands(Commands):
     def until(self, over: Callable[[], object], seconds: float = 400.0) -> None:
         super().until(over, seconds)
 
-    def node(self, *words: str) -> subprocess.Popen[bytes]:
+    def node(self, *fields: str) -> subprocess.Popen[bytes]:
         """One more, that says what it has."""
-        return self.peer("--node", str(self.folder / "half.toml"), *words)
+        return self.peer("--node", str(self.folder / "half.toml"), *fields)
 
     def now(self) -> SwarmStatus:
         """What the lighthouse says."""
@@ -52,9 +52,13 @@ class ClusterCommands(Commands):
         """By cluster that trains, the members of its nodes by stage."""
         found: dict[int, dict[int, int]] = {}
         for one in self.now().peers:
-            if one.place and one.place[3]:
-                found.setdefault(one.place[0], {})[one.place[1]] = one.member
-        complete = {place[0]: place[2] for place in (one.place for one in self.now().peers) if place}
+            if one.coordinates and one.coordinates[3]:
+                found.setdefault(one.coordinates[0], {})[one.coordinates[1]] = one.member
+        complete = {
+            coordinates[0]: coordinates[2]
+            for coordinates in (one.coordinates for one in self.now().peers)
+            if coordinates
+        }
         return {
             number: [own[stage] for stage in sorted(own)]
             for number, own in found.items()
@@ -98,8 +102,13 @@ def test_killed_frozen_asked_to_leave_and_coming_later(commands: Make, tmp_path:
     run.until(lambda: len(run.whole()) == 2)
     founders[1].kill()
     run.until(lambda: len(run.whole()) == 1)
-    code, told, error = isles("status", run.address, "--token", f"@{tmp_path / 'token'}", folder=tmp_path)
-    assert code == 0 and "1 cluster at work, 1 broken" in told and ", broken" in told and "1 of 2" in told, told + error
+    code, descriptor, error = isles("status", run.address, "--token", f"@{tmp_path / 'token'}", folder=tmp_path)
+    assert (
+        code == 0
+        and "1 cluster at work, 1 broken" in descriptor
+        and ", broken" in descriptor
+        and "1 of 2" in descriptor
+    ), descriptor + error
     third = run.node()  # takes the killed one's place
     run.until(lambda: len(run.whole()) == 2)
     pair = [run.node(), run.node()]
@@ -130,12 +139,12 @@ def test_all_and_the_lighthouse_are_killed(commands: Make) -> None:
     for process in run.started:
         process.kill()
         process.wait()
-    kept = run.journal("saved")[-1]["step"]
-    assert run.step() - kept <= 3 * EVERY
+    retained = run.journal("saved")[-1]["step"]
+    assert run.step() - retained <= 3 * EVERY
     light = run.start("resume", str(run.out))
     again = [run.node() for _ in range(4)]
     run.until(lambda: len(run.journal("begin")) == 2)
-    assert run.journal("begin")[-1]["step"] == kept
+    assert run.journal("begin")[-1]["step"] == retained
     summary = ended_well(run, [light, *again])
     assert summary["begun"] == 2 and summary["replicas"] == 2
 
@@ -147,11 +156,11 @@ def test_who_leaves_and_cannot_be_replaced_is_gone_within_its_grace(commands: Ma
     run.until(lambda: run.step() >= 20)
     leaves.terminate()
     assert leaves.wait(25.0 + 10.0) == 0
-    (kept,) = run.journal("saved")
-    assert kept["step"] % 4 == 0 and len(run.journal("leave")) == 1
+    (retained,) = run.journal("saved")
+    assert retained["step"] % 4 == 0 and len(run.journal("leave")) == 1
     fresh = run.node()
     run.until(lambda: len(run.journal("begin")) == 2)
-    assert run.journal("begin")[-1]["step"] == kept["step"]
+    assert run.journal("begin")[-1]["step"] == retained["step"]
     summary = ended_well(run, [run.light, stays, fresh])
     assert summary["leaves"] == 1 and summary["begun"] == 2
 

@@ -16,19 +16,19 @@ from isles.membership.messages import Over
 from isles.membership.p2p.transport import ElasticTransport
 from isles.membership.rounds import IslandGroup
 from isles.training.config.sections import Config
-from isles.training.elastic.connect import Here, admitted, follow, leading, seated
+from isles.training.elastic.connect import LocalSettings, admit, follow, leading, with_member
 from isles.training.elastic.leader import Participant
-from isles.training.lighthouse.rounds import Keeper
+from isles.training.lighthouse.rounds import RoundsLighthouseServer
 from tests.membership.sessions import vanish, workers
 from tests.training.lit import LitRun
 
 
 @contextmanager
-def in_run(run: LitRun, here: Here) -> Iterator[Participant]:
+def in_run(run: LitRun, here: LocalSettings) -> Iterator[Participant]:
     """A worker of it in a member."""
     with ExitStack() as stack:
-        entrance = admitted(stack, run.address, parse_token(run.token), here, tell=run.notices.append)
-        yield stack.enter_context(seated(entrance, IslandGroup(), tell=run.notices.append))
+        connection = admit(stack, run.address, parse_token(run.token), here, notify=run.notices.append)
+        yield stack.enter_context(with_member(connection, IslandGroup(), notify=run.notices.append))
 
 
 class Run(LitRun):
@@ -40,12 +40,12 @@ class Run(LitRun):
         super().__init__(config, out)
 
     @override
-    def made(self, told: Callable[[str], None]) -> Keeper:
-        return Keeper(self.config, self.out, self.address, told, self.lines.append, self.notices.append)
+    def made(self, told: Callable[[str], None]) -> RoundsLighthouseServer:
+        return RoundsLighthouseServer(self.config, self.out, self.address, told, self.lines.append, self.notices.append)
 
-    def here(self, **more: Any) -> Here:
+    def here(self, **more: Any) -> LocalSettings:
         """What a worker says for itself."""
-        return Here(own=self.own, **more)
+        return LocalSettings(own=self.own, **more)
 
     def rest(self) -> None:
         """Wait until nobody computes any more: a thread in the midst of torch must not outlive the interpreter."""

@@ -21,7 +21,7 @@ from isles.plan.worker_classes import churn_costs
 from isles.training.config.reading import over, resolve
 from isles.training.config.sections import Config
 from isles.training.elastic.metrics import recorded
-from isles.training.elastic.simulated import ChurnedRun
+from isles.training.elastic.simulated import SimulatedElasticRun
 from isles.training.elastic.support import going_on
 from isles.training.simulated_churn import trace_of
 
@@ -50,10 +50,10 @@ def small(
     return going_on(resolve(tables))
 
 
-def churned(config: Config, trace: list[ChurnEvent], folder: Path, name: str = "run") -> ChurnedRun:
+def churned(config: Config, trace: list[ChurnEvent], folder: Path, name: str = "run") -> SimulatedElasticRun:
     file = folder / f"{name}.jsonl"
     write_trace(trace, str(file))
-    run = ChurnedRun(config, str(file), folder / name, lambda line: None, lambda notice: None)
+    run = SimulatedElasticRun(config, str(file), folder / name, lambda line: None, lambda notice: None)
     run.run()
     return run
 
@@ -90,8 +90,8 @@ def test_joins_deaths_pauses_leaves_and_outages(tmp_path: Path) -> None:
     """
     config = small(tmp_path, 4, 40)
     one = churned(config, EVERYTHING, tmp_path, "one")
-    assert one.meeting.counts == {"deaths": 1, "pauses": 2, "outages": 1, "leaves": 1}
-    assert set(one.results) == {2, 3, 4, 5, 6} == set(one.meeting.membership.view.members)
+    assert one.simulation.counts == {"deaths": 1, "pauses": 2, "outages": 1, "leaves": 1}
+    assert set(one.results) == {2, 3, 4, 5, 6} == set(one.simulation.membership.view.members)
 
     _, lines = recorded(one.out)
     starts = {line.member: line for line in lines if isinstance(line, StartRecord)}
@@ -136,7 +136,7 @@ def test_who_is_to_leave_while_it_waits_for_its_first_round_does_none(tmp_path: 
     run = churned(small(tmp_path, 3, 20), trace, tmp_path)
     _, lines = recorded(run.out)
     assert {line.member for line in lines if isinstance(line, RoundRecord)} == {0, 1, 2} == set(run.results)
-    assert run.meeting.membership is not None and run.meeting.membership.view.members == (0, 1, 2)
+    assert run.simulation.membership is not None and run.simulation.membership.view.members == (0, 1, 2)
 
 
 @pytest.mark.long
@@ -145,7 +145,7 @@ def test_who_comes_amid_a_long_first_round_waits_for_its_end(tmp_path: Path) -> 
     said: list[str] = []
     write_trace([ChurnEvent(100.0, "join", 1)], str(tmp_path / "trace.jsonl"))
     config = small(tmp_path, 2, 40, every=4, virtual={"step_seconds": 75.0})
-    run = ChurnedRun(config, str(tmp_path / "trace.jsonl"), tmp_path / "run", lambda line: None, said.append)
+    run = SimulatedElasticRun(config, str(tmp_path / "trace.jsonl"), tmp_path / "run", lambda line: None, said.append)
     run.run()
     assert not any("did not come" in line for line in said)
     assert set(run.results) == {0, 1, 2}
@@ -156,7 +156,7 @@ def test_one_that_stands_still_is_gone_after_the_lease(tmp_path: Path, lease: fl
     """Ten seconds of it: a new view without it, and none where the lease is longer."""
     config = small(tmp_path, 3, 12, virtual={"step_seconds": 2.0}, elastic={"lease": lease})
     pause = [ChurnEvent(7.0, "pause", 1), ChurnEvent(17.0, "resume", 1)]
-    journal = churned(config, pause, tmp_path).meeting.journal
+    journal = churned(config, pause, tmp_path).simulation.journal
     without = [entry for entry in journal if entry["event"] == "view" and 1 not in entry["view"]["members"]]
     assert len(without) == views
 
@@ -204,7 +204,7 @@ def test_one_that_says_nothing_for_long_is_gone_whatever_the_lease(tmp_path: Pat
     """25 s of a lease of 60: within 10 s it counts as gone, and as back once it goes on."""
     config = small(tmp_path, 4, 24, virtual={"step_seconds": 2.0}, elastic={"lease": 60.0})
     run = churned(config, [ChurnEvent(13.0, "pause", 1), ChurnEvent(38.0, "resume", 1)], tmp_path)
-    told = {entry["event"]: entry["at"] for entry in run.meeting.journal if entry.get("member") == 1}
+    told = {entry["event"]: entry["at"] for entry in run.simulation.journal if entry.get("member") == 1}
     assert 22.0 <= told["lost"] <= 24.0 and 38.0 <= told["back"] <= 38.1
 
 
@@ -212,7 +212,7 @@ def test_nothing_is_saved_and_that_is_said(tmp_path: Path) -> None:
     said: list[str] = []
     config = small(tmp_path, 2, 4)
     saving = replace(config, run=replace(config.run, checkpoint_every=2))
-    ChurnedRun(saving, "constant", tmp_path / "run", lambda line: None, said.append).run()
+    SimulatedElasticRun(saving, "constant", tmp_path / "run", lambda line: None, said.append).run()
     assert any("run.checkpoint_every = 2: such a run of --churn cannot be gone on with" in line for line in said)
 
 
@@ -220,7 +220,7 @@ def test_pools_compute_what_they_plan(tmp_path: Path) -> None:
     config = small(tmp_path, 4, 40)
     done = {}
     for name in ("halving", "doubling"):
-        run = ChurnedRun(config, name, tmp_path / name, lambda line: None, lambda notice: None)
+        run = SimulatedElasticRun(config, name, tmp_path / name, lambda line: None, lambda notice: None)
         done[name] = run.run()
     assert trace_of(config, "doubling")[0] == 2 and trace_of(config, "halving")[0] == 4
     for name in ("inner_steps", "inner_steps_counted"):
@@ -267,7 +267,7 @@ def test_churn_costs_what_is_planned(tmp_path: Path, method: str, churn: str) ->
     times = {"step_seconds": 60.0, "links": "home-fibre"}
     config = small(tmp_path, 128, hour, every=every, method=method, virtual=times)
     began = time.process_time()
-    summary = ChurnedRun(config, churn, tmp_path / "run", lambda line: None, lambda notice: None).run()
+    summary = SimulatedElasticRun(config, churn, tmp_path / "run", lambda line: None, lambda notice: None).run()
     took = time.process_time() - began
     rate = rate_of(churn)
     assert rate is not None

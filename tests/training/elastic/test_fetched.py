@@ -13,18 +13,18 @@ from isles.membership.keys import MemberKeys
 from isles.membership.state_transfer import StateServer, StateUnavailable
 from isles.membership.tls_session import Session, open_session
 from isles.training.elastic.states import MODEL, STATE
-from isles.training.lighthouse.rounds import Keeper
+from isles.training.lighthouse.rounds import RoundsLighthouseServer
 from tests.membership.sessions import router
 from tests.membership.test_gifts import Known
 from tests.training.elastic.test_terms import config
 
 
 @pytest.fixture
-def met(tmp_path: Path) -> Iterator[tuple[Keeper, Session, MemberKeys]]:
+def met(tmp_path: Path) -> Iterator[tuple[RoundsLighthouseServer, Session, MemberKeys]]:
     """A lighthouse's keeper, and the session of a member."""
     with router(tmp_path) as (mine, address, host):
         made = config("run.steps=20")
-        keeper = Keeper(made, tmp_path / "run", address, print, print, print)
+        keeper = RoundsLighthouseServer(made, tmp_path / "run", address, print, print, print)
         keeper.out.mkdir()
         keeper.session, keeper.keys = host, MemberKeys(tmp_path)
         session = open_session(mine.token, address)
@@ -36,7 +36,7 @@ def met(tmp_path: Path) -> Iterator[tuple[Keeper, Session, MemberKeys]]:
 
 @pytest.mark.parametrize(("what", "copies"), [(MODEL, 1), (STATE, 16)])
 def test_it_is_bounded_by_the_first_model(
-    met: tuple[Keeper, Session, MemberKeys], tmp_path: Path, what: str, copies: int
+    met: tuple[RoundsLighthouseServer, Session, MemberKeys], tmp_path: Path, what: str, copies: int
 ) -> None:
     """A file that is announced as longer is refused before a byte of it comes. The model: one block of width 16 and an
     embedding of 256 tokens, which is the head as well and may be in a file twice.
@@ -55,7 +55,7 @@ def test_it_is_bounded_by_the_first_model(
     assert keeper.session.taken - before < 1000 and not (keeper.out / "more").exists()
 
 
-def test_ctrl_c_ends_a_fetch_at_once(met: tuple[Keeper, Session, MemberKeys]) -> None:
+def test_ctrl_c_ends_a_fetch_at_once(met: tuple[RoundsLighthouseServer, Session, MemberKeys]) -> None:
     """Of a member that says that its model is on its way, and never gives it."""
     keeper, session, keys = met
     state_server = StateServer(session, "3", print, guide=Known(keys, 3))

@@ -14,7 +14,7 @@ from torch import Tensor
 from isles.training.lighthouse import mean as averaging
 from isles.training.lighthouse import server as keeping
 from isles.training.lighthouse.mean import consolidate, same_weights, spread, write_mean
-from isles.training.lighthouse.rounds import Keeper
+from isles.training.lighthouse.rounds import RoundsLighthouseServer
 from isles.training.records.shard import save_model
 from tests.training.elastic.test_terms import config
 
@@ -163,7 +163,7 @@ def test_the_keeper_names_whom_it_leaves_out(
     monkeypatch.setattr(keeping, "take", take)
     notices: list[str] = []
     settings = ("run.steps=20", f"replicas.method={method}", f"model.dtype={dtype}")
-    made = Keeper(config(*settings), tmp_path, "127.0.0.1:1", print, print, notices.append)
+    made = RoundsLighthouseServer(config(*settings), tmp_path, "127.0.0.1:1", print, print, notices.append)
     made.session = made.keys = type("Nobody", (), {"introduction": None})()  # type: ignore[assignment]
     assert made._collect(range(4)) == [1, 2, 3]
     assert len(notices) == 1 and notices[0].startswith("worker 0's model is left out: it is ")

@@ -19,7 +19,7 @@ from isles.running.run import launch
 from isles.training.config.reading import resolve
 from isles.training.config.sections import Config
 from isles.training.elastic.metrics import recorded
-from isles.training.elastic.simulated import ChurnedRun
+from isles.training.elastic.simulated import SimulatedElasticRun
 from isles.training.elastic.support import going_on
 from tests.training.elastic.test_churned import EVERYTHING, churned, read_by, small
 
@@ -30,16 +30,16 @@ def late(folder: Path, workers: int, steps: int, *, every: int = 4, **world: Any
     return replace(config, method="diloco", replicas=resolve({"replicas": tables}).replicas)
 
 
-def decisions(run: ChurnedRun, outcome: str) -> list[dict[str, Any]]:
-    found = [entry["decision"] for entry in run.meeting.journal if entry["event"] == "decision"]
+def decisions(run: SimulatedElasticRun, outcome: str) -> list[dict[str, Any]]:
+    found = [entry["decision"] for entry in run.simulation.journal if entry["event"] == "decision"]
     return [decision for decision in found if decision["outcome"] == outcome]
 
 
-def outcomes(run: ChurnedRun) -> dict[str, int]:
+def outcomes(run: SimulatedElasticRun) -> dict[str, int]:
     return run.summary["outcomes"]
 
 
-def same_weights(one: ChurnedRun, two: ChurnedRun) -> bool:
+def same_weights(one: SimulatedElasticRun, two: SimulatedElasticRun) -> bool:
     first, second = (load_file(run.out / "model.safetensors") for run in (one, two))
     return first.keys() == second.keys() and all(np.array_equal(first[name], second[name]) for name in first)
 
@@ -70,8 +70,8 @@ def test_a_slow_worker_delivers_into_the_next_round_and_delays_nobody(tmp_path: 
 def test_joins_deaths_pauses_leaves_and_outages(tmp_path: Path) -> None:
     config = late(tmp_path, 4, 40, every=2)
     one, two = churned(config, EVERYTHING, tmp_path, "one"), churned(config, EVERYTHING, tmp_path, "two")
-    assert one.lines == two.lines and one.meeting.journal == two.meeting.journal and same_weights(one, two)
-    assert set(one.results) == {2, 3, 4, 5, 6} == set(one.meeting.membership.view.members)
+    assert one.lines == two.lines and one.simulation.journal == two.simulation.journal and same_weights(one, two)
+    assert set(one.results) == {2, 3, 4, 5, 6} == set(one.simulation.membership.view.members)
     assert one.summary["replica_std"] == 0.0  # all have landed the same
     landed = [decision["round"] for decision in decisions(one, "land")]
     assert landed == sorted(set(landed)) and landed[-1] == 20

@@ -11,14 +11,16 @@ import pytest
 from safetensors.numpy import load_file
 
 from isles.comm.virtual.wire import VirtualMessage, VirtualWire
-from isles.training.elastic.simulated import ChurnedRun
+from isles.training.elastic.simulated import SimulatedElasticRun
 from tests.training.elastic.test_churned import churned, small
 from tests.training.elastic.traces import random_trace
 
 REASONS = {"PeerLost", "DeadlinePassed", "Elsewhere", "RoundPassed"}
 
 
-def run_through(folder: Path, method: str, *, most: int, events: int, seed: int, name: str = "run") -> ChurnedRun:
+def run_through(
+    folder: Path, method: str, *, most: int, events: int, seed: int, name: str = "run"
+) -> SimulatedElasticRun:
     """Of messages whose round was over where they came, one end at least must know what ended its part in it."""
     late, come_late = list[VirtualMessage](), VirtualWire._came_late
 
@@ -31,23 +33,23 @@ def run_through(folder: Path, method: str, *, most: int, events: int, seed: int,
     steps = 2 * (int(trace[-1].at / 20.0) + 12)
     with patch.object(VirtualWire, "_came_late", noted):
         run = churned(small(folder, founders, steps, method=method), trace, folder, name)
-    why = {run.meeting.wire.accounting.why(one.source, one.target, one.tag) for one in late}
+    why = {run.simulation.wire.accounting.why(one.source, one.target, one.tag) for one in late}
     assert why <= REASONS
     return run
 
 
-def check(run: ChurnedRun) -> None:
+def check(run: SimulatedElasticRun) -> None:
     """It ended with all who are there; every message was received, or a loss or a deadline ended its exchange."""
-    assert run.meeting.membership is not None
-    assert set(run.meeting.membership.view.members) <= set(run.results)
-    wire = run.meeting.wire
+    assert run.simulation.membership is not None
+    assert set(run.simulation.membership.view.members) <= set(run.results)
+    wire = run.simulation.wire
     accounting = wire.accounting
     assert wire.under_way() == 0
     assert set(accounting.missed) <= REASONS
     reasons = {accounting.why(source, target, tag) for source, target, tag, _ in wire.unclaimed()}
     assert reasons <= REASONS
     assert accounting.received > 0.5 * accounting.sent
-    assert run.meeting.counts["deaths"] and run.meeting.counts["outages"] and run.meeting.counts["pauses"]
+    assert run.simulation.counts["deaths"] and run.simulation.counts["outages"] and run.simulation.counts["pauses"]
 
 
 @pytest.mark.long
@@ -64,12 +66,12 @@ def test_hundreds_of_events_are_the_same_twice(tmp_path: Path, method: str, seed
     """No two members ever differ; the first seed is done again."""
     one = run_through(tmp_path, method, most=64, events=events, seed=seed, name="one")
     check(one)
-    accounting = one.meeting.wire.accounting
-    print(f"{method}, seed {seed}: {dict(one.meeting.counts)}, {one.summary['outcomes']}")
+    accounting = one.simulation.wire.accounting
+    print(f"{method}, seed {seed}: {dict(one.simulation.counts)}, {one.summary['outcomes']}")
     print(f"bytes: {accounting.sent} sent, {accounting.received} received, {dict(accounting.missed)} missed")
     if seed > 1:
         return
     two = run_through(tmp_path, method, most=64, events=events, seed=seed, name="two")
-    assert one.lines == two.lines and one.meeting.journal == two.meeting.journal
+    assert one.lines == two.lines and one.simulation.journal == two.simulation.journal
     first, second = (load_file(run.out / "model.safetensors") for run in (one, two))
     assert all((first[name] == second[name]).all() for name in first)

@@ -17,7 +17,7 @@ from safetensors.numpy import load_file
 from isles.membership.run_log import RoundRecord, StartRecord
 from isles.network.churn import ChurnEvent
 from isles.training.elastic.metrics import recorded
-from isles.training.elastic.replay import repeat, script
+from isles.training.elastic.replay import repeat, replay_log
 from tests.training.elastic.processes import Processes
 from tests.training.elastic.test_churned import EVERYTHING, churned, small
 from tests.training.elastic.test_runs import EVERY
@@ -54,8 +54,8 @@ def test_who_has_a_state_that_nobody_else_has_begins_as_drawn(tmp_path: Path) ->
     """All members die while a joiner waits for its first round with the state that one of them gave it."""
     trace = [ChurnEvent(65.0, "join", 1), *(ChurnEvent(85.0, "kill", member) for member in range(2))]
     run = churned(small(tmp_path, 2, 24, method="diloco"), trace, tmp_path)
-    starts = [line for line in recorded(run.out)[1] if isinstance(line, StartRecord) and line.member == 2]
-    assert [(line.donor, line.has) for line in starts] == [(-1, 0)] and run.meeting.counts["deaths"] == 2
+    starts = [record for record in recorded(run.out)[1] if isinstance(record, StartRecord) and record.member == 2]
+    assert [(record.donor, record.has) for record in starts] == [(-1, 0)] and run.simulation.counts["deaths"] == 2
     repeat(run.config, run.out, tmp_path / "again.safetensors", lambda notice: None)
     assert is_the_same(run.out / "model.safetensors", tmp_path / "again.safetensors")
 
@@ -63,13 +63,17 @@ def test_who_has_a_state_that_nobody_else_has_begins_as_drawn(tmp_path: Path) ->
 def test_rounds_that_a_worker_went_over_are_gone_over(tmp_path: Path) -> None:
     run = churned(small(tmp_path, 2, 16), [], tmp_path)
     (run.out / "exchanges.jsonl").write_text(
-        "".join(f"{json.dumps(line)}\n" for line in run.lines if (line["member"], line.get("round")) not in GONE_OVER)
+        "".join(
+            f"{json.dumps(record)}\n"
+            for record in run.records
+            if (record["member"], record.get("round")) not in GONE_OVER
+        )
     )
     members = repeat(run.config, run.out, tmp_path / "again.safetensors", lambda notice: None)
     assert members == [0, 1] and not is_the_same(run.out / "model.safetensors", tmp_path / "again.safetensors")
 
 
-def line(member: int, round: int, outcome: str = "whole", members: tuple[int, ...] = (0, 1)) -> RoundRecord:
+def record(member: int, round: int, outcome: str = "whole", members: tuple[int, ...] = (0, 1)) -> RoundRecord:
     return RoundRecord(
         member=member,
         round=round,
@@ -88,22 +92,22 @@ def start(member: int, donor: int = -1, has: int = 0) -> StartRecord:
 
 
 def test_what_only_others_tell_of_is_done_too() -> None:
-    made = script([], [start(0), start(1), line(0, 1), line(1, 1), line(0, 2)], agrees=False)
-    ghost = made.line(1, 2)
+    made = replay_log([], [start(0), start(1), record(0, 1), record(1, 1), record(0, 2)], agrees=False)
+    ghost = made.record(1, 2)
     assert ghost is not None and (ghost.outcome, ghost.members) == ("PeerLost", (0, 1))
 
 
 @pytest.mark.parametrize(
-    ("lines", "agrees", "named"),
+    ("records", "agrees", "named"),
     [
         ([start(0, -1, 4)], False, "began with a state from the lighthouse's disk"),
-        ([start(0), line(0, 1, "alone", (0,)), line(0, 1)], True, "did not land round 1 in time"),
-        ([start(0), line(0, 3)], False, "nothing is on record of worker 1 in round 3"),
+        ([start(0), record(0, 1, "alone", (0,)), record(0, 1)], True, "did not land round 1 in time"),
+        ([start(0), record(0, 3)], False, "nothing is on record of worker 1 in round 3"),
     ],
 )
-def test_what_cannot_be_repeated_is_said(lines: list, agrees: bool, named: str) -> None:
+def test_what_cannot_be_repeated_is_said(records: list, agrees: bool, named: str) -> None:
     with pytest.raises(ValueError, match=named):
-        script([], lines, agrees=agrees)
+        replay_log([], records, agrees=agrees)
 
 
 def change(world: Processes, living: list[Worker], draw: random.Random) -> None:

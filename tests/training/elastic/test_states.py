@@ -22,8 +22,8 @@ from isles.membership.state_transfer import FetchRequest, StateNotFound, StateSe
 from isles.membership.tls_session import open_session
 from isles.replicas.loop.outer import OuterSync
 from isles.training.config.world import JoinState
-from isles.training.elastic.leader import Beginning
-from isles.training.elastic.states import FRESH, STATE, Means, States
+from isles.training.elastic.leader import Bootstrap
+from isles.training.elastic.states import FRESH, STATE, CatchUpLog, States
 from isles.training.records.checkpoint import Checkpoints
 from tests.membership.sessions import router
 
@@ -138,7 +138,7 @@ def test_a_donor_that_begins_with_another_s_state_gives_nothing_of_its_own(tmp_p
 
             try:
                 means, states = (
-                    Means(donor, state_server, tmp_path),
+                    CatchUpLog(donor, state_server, tmp_path),
                     States(donor, state_server, tmp_path, "full", lambda: 9),
                 )
                 means.begins(3)
@@ -231,7 +231,7 @@ class Told:
     def __init__(self, why: StateUnavailable) -> None:
         self.why, self.acts, self.notices, self.reloads, self.has = why, list[str](), list[str](), 0, -1
         whole: Any = self
-        self.beginning = Beginning(whole, whole, whole, threading.Event(), self.notices.append, agrees=True)
+        self.beginning = Bootstrap(whole, whole, whole, threading.Event(), self.notices.append, agrees=True)
 
     def take(self) -> bool:
         """Whether it has a state then, of a worker to whom none comes."""

@@ -16,11 +16,11 @@ from isles.membership.data_ledger import batches
 from isles.membership.views import View
 from isles.running.run import launch
 from isles.training.config.reading import gather, resolve, words
-from isles.training.elastic.connect import Here, _configuration, as_words, with_own
+from isles.training.elastic.connect import LocalSettings, _configuration, as_arguments, with_own
 from isles.training.elastic.support import elastic, in_rounds, last_round, rules
 from isles.training.elastic.worker import positions
 from isles.training.lighthouse.mean import write_mean
-from isles.training.lighthouse.rounds import Keeper
+from isles.training.lighthouse.rounds import RoundsLighthouseServer
 from tests.training.runs import TINY
 
 
@@ -101,12 +101,12 @@ def test_nobody_joins_a_fixed_world(tmp_path: Path, setting: str) -> None:
 def test_a_lighthouse_names_no_code() -> None:
     """What comes from another machine imports nothing here."""
     with pytest.raises(ValueError, match=r"os:system.* --set model.factory=\.\.\.$"):
-        _configuration(b'[model]\nfactory = "os:system"\n', Here(), in_rounds)
+        _configuration(b'[model]\nfactory = "os:system"\n', LocalSettings(), in_rounds)
     with pytest.raises(ValueError, match=r"os:system.* imports nothing"):
-        _configuration(b'[replicas]\nmethod = "os:system"\n', Here(), in_rounds)
+        _configuration(b'[replicas]\nmethod = "os:system"\n', LocalSettings(), in_rounds)
     for damaged in (b"\xff\xfe", b"run = 3\n", b"a." * 100_000 + b"a = 1"):
         with pytest.raises(ValueError, match="configuration is damaged: ") as told:
-            _configuration(damaged, Here(), in_rounds)
+            _configuration(damaged, LocalSettings(), in_rounds)
         assert "\n" not in str(told.value)
 
 
@@ -161,7 +161,7 @@ def test_what_a_machine_has_for_itself_goes_on_to_its_other_workers() -> None:
         "model": {"factory": "my:model", "options": {"width": 8, "deep": {"a": [1, "x"]}}},
         "data": {"path": "a 'b'"},
     }
-    typed = as_words({**told, "run": {"steps": 3, "start": ""}})
+    typed = as_arguments({**told, "run": {"steps": 3, "start": ""}})
     assert typed[::2] == ["--set"] * 3 and words(None, {}, typed[1::2]) == told
 
 
@@ -207,6 +207,6 @@ def test_a_run_of_a_lighthouse_is_lit_again(tmp_path: Path, capsys: pytest.Captu
     with pytest.raises(ValueError, match="--step"):
         resume(tmp_path, step=3)
     (tmp_path / "summary.json").touch()
-    keeper = Keeper(config("run.steps=20"), tmp_path, "127.0.0.1:1", lambda token: None, print, print)
+    keeper = RoundsLighthouseServer(config("run.steps=20"), tmp_path, "127.0.0.1:1", lambda token: None, print, print)
     with pytest.raises(ValueError, match="complete"):
         keeper.run()

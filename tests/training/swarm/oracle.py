@@ -96,13 +96,13 @@ def trained(config: Config, stages: Sequence[int], counted: Counted) -> list[Pee
     rows, count, every = config.data.batch_size, config.pipeline.microbatches, config.replicas.sync_every  # type: ignore[attr-defined]
     columns = [[peer for peer in peers if peer.at == stage] for stage in range(max(stages) + 1)]
     rounds = 0
-    for step, books in enumerate(counted, 1):
+    for step, ledger in enumerate(counted, 1):
         for peer in peers:
             peer.module.zero_grad()
         for microbatch in range(count):
             first = (step - 1) * rows + microbatch * rows // count
             tokens = loader.read(np.arange(first, first + rows // count))
-            way = [next(peer for peer, own in books.items() if stages[peer] == at and microbatch in own)
+            way = [next(peer for peer, own in ledger.items() if stages[peer] == at and microbatch in own)
                    for at in range(len(columns))]  # fmt: skip
             x = tokens[:, :-1]
             for at, place in enumerate(way):
@@ -110,11 +110,11 @@ def trained(config: Config, stages: Sequence[int], counted: Counted) -> list[Pee
                 x = peers[place].module(x, tokens[:, 1:] if last else None, enter=at == 0, leave=last)
             (x / count).backward()
         for place, peer in enumerate(peers):
-            peer.scale(count / len(books[place]) if books.get(place) else 0.0)
+            peer.scale(count / len(ledger[place]) if ledger.get(place) else 0.0)
         squares = [[peer.square for peer in column if peer.square] for column in columns]
         norm = sum(sum(each) / len(each) for each in squares) ** 0.5
         for place, peer in enumerate(peers):
-            if not books.get(place):
+            if not ledger.get(place):
                 continue
             peer.scale(min(config.inner.max_norm / (norm + 1e-6), 1.0))
             for group in peer.inner.param_groups:
@@ -131,9 +131,9 @@ def trained(config: Config, stages: Sequence[int], counted: Counted) -> list[Pee
 
 def furthest(config: Config, done: Sequence[dict[str, Any]]) -> float:
     """The largest distance of an entry of an anchor from this. done: what `run_peer` returned, by rank."""
-    books = [{rank: each["counted"][step] for rank, each in enumerate(done)} for step in range(config.run.steps)]
+    ledger = [{rank: each["counted"][step] for rank, each in enumerate(done)} for step in range(config.run.steps)]
     stages = [place.stage for place in layout_of(config).coordinates]
-    peers = trained(config, stages, books)
+    peers = trained(config, stages, ledger)
     return max(float((each["anchor"] - peer.anchor).abs().max()) for each, peer in zip(done, peers, strict=True))
 
 

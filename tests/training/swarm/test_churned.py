@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from isles.training.simulated_churn import ChurnedSwarm
+from isles.training.simulated_churn import SimulatedSwarm
 from tests.cli.command import isles
 from tests.training.swarm.test_swarmed import SWARM, alone, config, furthest, train
 
@@ -32,10 +32,10 @@ EVENTS = [
 ]
 
 
-def run(folder: Path, events: list[dict[str, Any]], *more: str) -> tuple[ChurnedSwarm, dict[str, Any], Any]:
+def run(folder: Path, events: list[dict[str, Any]], *more: str) -> tuple[SimulatedSwarm, dict[str, Any], Any]:
     folder.mkdir(exist_ok=True)
     trace = write(folder / "trace.jsonl", events)
-    swarm = ChurnedSwarm(config(*more), trace, folder / "run", lambda line: None, lambda notice: None)
+    swarm = SimulatedSwarm(config(*more), trace, folder / "run", lambda line: None, lambda notice: None)
     summary = swarm.run()
     return swarm, summary, load_file(str(folder / "run" / "model.safetensors"))
 
@@ -122,7 +122,7 @@ def test_a_hundred_that_leave_lose_nothing(alone: Any, tmp_path: Path) -> None:
     assert summary["leaves"] >= 100 and summary["tokens"] == single["tokens"]
     assert furthest(weights, expected) < 1e-9
     again = [each.model_step.swarm.peer.counts for each in swarm.workers.values()]
-    assert sum(each.repaired + each.begun_again + each.sent_again for each in again) == 0
+    assert sum(each.repaired + each.restarted + each.sent_again for each in again) == 0
 
 
 @pytest.mark.long

@@ -18,7 +18,7 @@ from isles.training.config.inner import lr_factor
 from isles.training.config.reading import read_config
 from isles.training.config.sections import Config
 from isles.training.optimizer import inner_optimizer
-from isles.training.simulated_churn import ChurnedSwarm
+from isles.training.simulated_churn import SimulatedSwarm
 from isles.training.worker import train_worker
 from tests.pipeline.swarm import killing
 from tests.training.swarm.test_churned import EVENTS, write
@@ -103,7 +103,9 @@ def test_a_checkpoint_is_gone_on_from_to_the_bit(tmp_path: Path) -> None:
 def test_who_comes_and_goes_changes_nothing(tmp_path: Path) -> None:
     read = config()
     folder = tmp_path / "run"
-    swarm = ChurnedSwarm(read, write(tmp_path / "trace.jsonl", EVENTS), folder, lambda line: None, lambda notice: None)
+    swarm = SimulatedSwarm(
+        read, write(tmp_path / "trace.jsonl", EVENTS), folder, lambda line: None, lambda notice: None
+    )
     summary = swarm.run()
     assert {key: summary[key] for key in ("joins", "deaths", "leaves")} == {"joins": 3, "deaths": 2, "leaves": 2}
     assert furthest(load_file(str(folder / "model.safetensors")), recursion(read)) < 1e-12

@@ -7,10 +7,10 @@ import time
 from pathlib import Path
 
 import pytest
-from tests.training.swarm.members import SwarmRun, seated
 
 from isles.membership import lighthouse
-from isles.training.swarm.trainer import SeatedTrainer
+from isles.training.swarm.trainer import ElasticSwarmTrainer
+from tests.training.swarm.members import SwarmRun, elastic_config
 from tests.training.swarm.test_seated import settings, weights
 from tests.training.swarm.test_swarmed import config, furthest, train
 
@@ -22,15 +22,15 @@ PACE = 0.1  # seconds a step, so that a fast machine is not done before they hav
 def test_a_hundred_peers_leave(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Four at a time, all who are there, once four others have come: to the weights of a run that nobody leaves."""
     monkeypatch.setattr(lighthouse, "JOINS", 1000)  # of one address, in a minute
-    over, step = threading.Event(), SeatedTrainer.step
+    over, step = threading.Event(), ElasticSwarmTrainer.step
 
-    def paced(trainer: SeatedTrainer) -> None:
+    def paced(trainer: ElasticSwarmTrainer) -> None:
         time.sleep(0 if over.is_set() else PACE)
         step(trainer)
 
-    monkeypatch.setattr(SeatedTrainer, "step", paced)
+    monkeypatch.setattr(ElasticSwarmTrainer, "step", paced)
     words = [*settings("[2,2]", STEPS, "data.batch_size=4", "run.log_every=500"), "pipeline.microbatches=2"]
-    run = SwarmRun(seated(*words), tmp_path / "run")
+    run = SwarmRun(elastic_config(*words), tmp_path / "run")
     here = [run.join(stage) for stage in STAGES]
     reached = []
     for _ in range(ROUNDS):

@@ -13,7 +13,7 @@ import torch
 from isles.data import load_corpus
 from isles.training.config.reading import read_config
 from isles.training.config.sections import Config
-from isles.training.simulated_churn import ChurnedSwarm
+from isles.training.simulated_churn import SimulatedSwarm
 from isles.training.swarm.trainer import SwarmTrainer
 from tests.covers import share
 from tests.gloo import run_gloo
@@ -108,7 +108,7 @@ def test_who_comes_takes_part_in_the_next_exchange(method: str, tmp_path: Path) 
     trace = tmp_path / "trace.jsonl"
     trace.write_text("".join(json.dumps(event) + "\n" for event in EVENTS))
     read = config(method, "run.steps=12")
-    swarm = ChurnedSwarm(read, str(trace), tmp_path / "run", lambda line: None, lambda notice: None)
+    swarm = SimulatedSwarm(read, str(trace), tmp_path / "run", lambda line: None, lambda notice: None)
     summary = swarm.run()
     assert summary["joins"] == 3 and summary["deaths"] == summary["leaves"] == 1
     ends = {rank: swarm.workers[rank] for rank in swarm.results}
@@ -156,7 +156,7 @@ def test_a_peer_lost_in_an_exchange_leaves_the_others_alike() -> None:
 
 
 def test_what_a_peer_had_counted_that_is_lost_in_the_vote_is_run_again() -> None:
-    killed("diloco", 0, [61])  # books were right with it
+    killed("diloco", 0, [61])  # ledger were right with it
 
 
 @pytest.mark.long

@@ -38,8 +38,8 @@ class Timed(oracle.Recorded):
 
 def lie(trainer: oracle.Recorded, to: int, what: str) -> None:
     """Have this peer's messages of exchanges come to `to` as none that can be."""
-    mail = trainer.model_step.swarm.agreement.post.mail
-    honest = mail.send
+    queue = trainer.model_step.swarm.agreement.inbox.queue
+    honest = queue.send
 
     def send(position: int, note: MessageHeader, body: Any = None) -> None:
         is_of_exchange = note.kind == OUTER and note.queue == CHANNELS.index("outer")
@@ -47,7 +47,7 @@ def lie(trainer: oracle.Recorded, to: int, what: str) -> None:
             body = torch.full_like(body, 0xFF) if what == "garbage" else body[:-8].clone()
         honest(position, note, body)
 
-    mail.send = send  # type: ignore[method-assign]
+    queue.send = send  # type: ignore[method-assign]
 
 
 def train(world: Mesh, read: Config, corpus: Corpus, to: int, what: str) -> Any:
@@ -61,7 +61,7 @@ def train(world: Mesh, read: Config, corpus: Corpus, to: int, what: str) -> Any:
         return str(error)
     (fragment,) = cast(Any, trainer.optimizer).fragments
     swarm = trainer.model_step.swarm
-    refused = dict(swarm.agreement.post.mail.refused)
+    refused = dict(swarm.agreement.inbox.queue.refused)
     return swarm.stages[world.rank], fragment.anchor.clone(), swarm.agreement.members, refused, trainer.ends
 
 

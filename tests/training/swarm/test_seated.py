@@ -11,7 +11,6 @@ from typing import Any, cast
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.training.swarm.members import SwarmRun, seated
 from torch import Tensor
 
 from isles.comm.collectives.message_queue import MessageHeader
@@ -19,11 +18,12 @@ from isles.comm.credentials import parse_token
 from isles.membership.messages import RequestWork
 from isles.membership.state_transfer import StateUnavailable
 from isles.pipeline.peers.inbox import FORWARD, HOME
-from isles.training.elastic.connect import Here
+from isles.training.elastic.connect import LocalSettings
 from isles.training.swarm.connect import take_part
-from isles.training.swarm.trainer import SeatedTrainer
+from isles.training.swarm.trainer import ElasticSwarmTrainer
 from tests.training.elastic.runs import Run, in_run
 from tests.training.elastic.test_runs import small
+from tests.training.swarm.members import SwarmRun, elastic_config
 from tests.training.swarm.test_swarmed import ONE, config, furthest, train
 
 
@@ -55,7 +55,7 @@ def states(run: SwarmRun) -> dict[int, set[bytes]]:
     trainers = [peer._trainer for number, peer in run.peers.items() if run.endings.get(number) == "finished"]
     found: dict[int, set[bytes]] = {}
     for trainer in trainers:
-        assert isinstance(trainer, SeatedTrainer)
+        assert isinstance(trainer, ElasticSwarmTrainer)
         swarm = trainer.model_step.swarm
         found.setdefault(swarm.stages[swarm.me], set()).add(trainer._state().to_bytes())
     return found
@@ -67,7 +67,7 @@ def states(run: SwarmRun) -> dict[int, set[bytes]]:
 )
 def test_over_a_lighthouse_it_is_the_virtual_swarm(tmp_path: Path, peers: str, listens: int) -> None:
     """Where one peer serves a stage to the bit; else up to the order of sums. Directly and relayed."""
-    run = SwarmRun(seated(*settings(peers, 6)), tmp_path / "run")
+    run = SwarmRun(elastic_config(*settings(peers, 6)), tmp_path / "run")
     workers = run.config.world.workers
     for number in range(workers):
         run.join(listens=number < listens)
@@ -91,7 +91,7 @@ def test_over_a_lighthouse_it_is_the_virtual_swarm(tmp_path: Path, peers: str, l
 )
 def test_what_a_swarm_does_otherwise_it_does_over_a_lighthouse(tmp_path: Path, more: list[str]) -> None:
     """To the bit where one peer serves a stage, as in steps that sum gradients."""
-    run = SwarmRun(seated(*settings("[1,1,1]", 6, *more)), tmp_path / "run")
+    run = SwarmRun(elastic_config(*settings("[1,1,1]", 6, *more)), tmp_path / "run")
     for _ in range(3):
         run.join()
     summary = run.end()
@@ -105,7 +105,7 @@ def test_what_a_swarm_does_otherwise_it_does_over_a_lighthouse(tmp_path: Path, m
 def test_who_comes_and_who_is_lost_change_nothing(tmp_path: Path, lost: int) -> None:
     """A seventh peer comes in the middle, and then one of those that were there is gone without a word."""
     steps = 30
-    run = SwarmRun(seated(*settings("[2,2,2]", steps)), tmp_path / "run")
+    run = SwarmRun(elastic_config(*settings("[2,2,2]", steps)), tmp_path / "run")
     for number in range(6):
         run.join(number // 2)
     run.until(lambda: run.step(0) > 5)
@@ -123,7 +123,7 @@ def test_who_comes_and_who_is_lost_change_nothing(tmp_path: Path, lost: int) -> 
 def test_a_stage_that_has_lost_all_of_its_peers_is_rebuilt_where_that_is_asked_for(tmp_path: Path) -> None:
     """By a peer of another stage, in the same swarm."""
     more = ("pipeline.swarm.stage_lost=rebuild", "pipeline.swarm.stage_patience=2")
-    run = SwarmRun(seated(*settings("[2,2,2]", 30, *more)), tmp_path / "run")
+    run = SwarmRun(elastic_config(*settings("[2,2,2]", 30, *more)), tmp_path / "run")
     for number in range(6):
         run.join(number // 2)
     run.until(lambda: run.step(0) > 5)
@@ -139,7 +139,7 @@ def test_a_stage_that_has_lost_all_of_its_peers_is_rebuilt_where_that_is_asked_f
 def test_a_stage_that_has_lost_all_of_its_peers_is_begun_again(tmp_path: Path) -> None:
     """From the newest step of which all stages are kept; the others come again by themselves."""
     steps = 30
-    run = SwarmRun(seated(*settings("[1,2,1]", steps, "run.checkpoint_every=5")), tmp_path / "run")
+    run = SwarmRun(elastic_config(*settings("[1,2,1]", steps, "run.checkpoint_every=5")), tmp_path / "run")
     for number in range(4):
         run.join([0, 1, 1, 2][number])
     run.until(lambda: run.keeper.coordinator.saved >= 10)
@@ -155,7 +155,7 @@ def test_a_stage_that_has_lost_all_of_its_peers_is_begun_again(tmp_path: Path) -
 def test_all_and_the_lighthouse_are_lost(tmp_path: Path) -> None:
     """Lit again, it goes on from what it keeps: at most the interval is lost, whenever that is."""
     steps, every = 30, 5
-    run = SwarmRun(seated(*settings("[1,1,1]", steps, f"run.checkpoint_every={every}")), tmp_path / "run")
+    run = SwarmRun(elastic_config(*settings("[1,1,1]", steps, f"run.checkpoint_every={every}")), tmp_path / "run")
     for stage in range(3):
         run.join(stage, again=False)
     run.until(lambda: run.keeper.coordinator.saved >= 10)
@@ -177,7 +177,7 @@ def test_all_and_the_lighthouse_are_lost(tmp_path: Path) -> None:
 def test_no_step_is_further_than_the_interval_from_what_is_kept(tmp_path: Path) -> None:
     """With a lighthouse that takes its time for every state: peers wait for it."""
     every = 4
-    run = SwarmRun(seated(*settings("[1,2]", 30, f"run.checkpoint_every={every}")), tmp_path / "run")
+    run = SwarmRun(elastic_config(*settings("[1,2]", 30, f"run.checkpoint_every={every}")), tmp_path / "run")
     fetch = run.keeper._fetch_state
 
     def slowly(*of: Any) -> int:
@@ -202,7 +202,7 @@ def test_no_step_is_further_than_the_interval_from_what_is_kept(tmp_path: Path) 
 def test_a_lighthouse_that_keeps_nothing_is_not_waited_for_long(tmp_path: Path) -> None:
     """Half of world.pipeline_deadline, once in an interval, and that is said."""
     more = ("run.checkpoint_every=5", "world.pipeline_deadline=4")
-    run = SwarmRun(seated(*settings("[1,1]", 12, *more)), tmp_path / "run")
+    run = SwarmRun(elastic_config(*settings("[1,1]", 12, *more)), tmp_path / "run")
 
     def nothing(*of: object) -> int:
         raise StateUnavailable("it broke off")
@@ -221,7 +221,7 @@ def test_a_lighthouse_that_keeps_nothing_is_not_waited_for_long(tmp_path: Path) 
 @pytest.mark.long
 def test_a_directly_linked_swarm_goes_on_without_its_lighthouse(tmp_path: Path) -> None:
     steps = 80
-    run = SwarmRun(seated(*settings("[1,2]", steps)), tmp_path / "run")
+    run = SwarmRun(elastic_config(*settings("[1,2]", steps)), tmp_path / "run")
     for stage in (0, 1, 1):
         run.join(stage, listens=True)
     run.until(lambda: run.step(0) > 3 and sum(": direct" in line for line in run.notices) == 6)
@@ -246,10 +246,10 @@ LIES = {
 }
 
 
-def spoil(trainer: SeatedTrainer, lie: str, others: set[int]) -> None:
+def spoil(trainer: ElasticSwarmTrainer, lie: str, others: set[int]) -> None:
     """Have this peer send it."""
     peer = trainer.model_step.swarm.peer
-    work, mail = peer.work, peer.post.mail
+    work, queue = peer.work, peer.inbox.queue
     honest_forward, honest_backward = work.forward, work.backward
 
     def forward(*args: Any) -> Any:
@@ -258,18 +258,18 @@ def spoil(trainer: SeatedTrainer, lie: str, others: set[int]) -> None:
         return done
 
     def backward(*args: Any) -> Any:
-        booked = honest_backward(*args)
-        object.__setattr__(booked, "back", torch.full_like(cast(Tensor, booked.back), 0xFF))
-        return booked
+        saved_pass = honest_backward(*args)
+        object.__setattr__(saved_pass, "back", torch.full_like(cast(Tensor, saved_pass.back), 0xFF))
+        return saved_pass
 
     if lie == "activations":
         work.forward = forward  # type: ignore[method-assign]
     elif lie == "gradients":
         work.backward = backward  # type: ignore[method-assign]
     elif lie == "another run":
-        false = copy(mail)  # it listens no more than the honest one
+        false = copy(queue)  # it listens no more than the honest one
         false.run += 1
-        mail.send = false.send  # type: ignore[method-assign]
+        queue.send = false.send  # type: ignore[method-assign]
     else:
         notes = {
             "kind": MessageHeader(99, 0),
@@ -278,14 +278,14 @@ def spoil(trainer: SeatedTrainer, lie: str, others: set[int]) -> None:
         }
         body = torch.zeros(3, dtype=torch.uint8) if lie == "length" else None
         for member in others:
-            mail.send(member, notes[lie], body)
+            queue.send(member, notes[lie], body)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("lie", LIES)
 def test_who_sends_what_cannot_be_is_named_and_left_out(tmp_path: Path, lie: str) -> None:
     """A peer that is broken, or not honest: the others count it, go on, and come to the same weights."""
-    run = SwarmRun(seated(*settings("[1,2,1]", 30)), tmp_path / "run")
+    run = SwarmRun(elastic_config(*settings("[1,2,1]", 30)), tmp_path / "run")
     for stage in (0, 1, 1, 2):
         run.join(stage, again=False)
     run.until(lambda: run.step(0) > 2)
@@ -303,17 +303,17 @@ def test_who_sends_what_cannot_be_is_named_and_left_out(tmp_path: Path, lie: str
 
 @pytest.mark.long
 def test_each_command_joins_its_own_kind_of_run(tmp_path: Path) -> None:
-    run = SwarmRun(seated(*settings("[1,1]", 10)), tmp_path / "run")
+    run = SwarmRun(elastic_config(*settings("[1,1]", 10)), tmp_path / "run")
     with (
         pytest.raises(ValueError, match="isles swarm peer"),
-        in_run(run, Here()),
+        in_run(run, LocalSettings()),
     ):
         pass
     run.stop()
     plain = Run(small(tmp_path, 60, 2), tmp_path / "plain")
-    here = Here(own={"data": {"path": str(tmp_path / "text.txt")}})
+    here = LocalSettings(own={"data": {"path": str(tmp_path / "text.txt")}})
     with pytest.raises(ValueError, match="join it with isles join"):
-        take_part(plain.address, parse_token(plain.token), here, -1, tell=plain.notices.append)
+        take_part(plain.address, parse_token(plain.token), here, -1, notify=plain.notices.append)
     plain.stop()
 
 
@@ -326,13 +326,13 @@ def one_line(ending: Any, *words: str) -> None:
 def test_who_wishes_a_stage_gets_it_and_who_is_asked_to_leaves(tmp_path: Path) -> None:
     """After a step, another one of its stage being there; work in flight is finished."""
     steps = 30
-    run = SwarmRun(seated(*settings("[1,1]", steps)), tmp_path / "run")
+    run = SwarmRun(elastic_config(*settings("[1,1]", steps)), tmp_path / "run")
     for stage in (0, 1):
         run.join(stage)
     run.until(lambda: run.step(0) > 2)
     comer = run.join(0)
     run.until(lambda: run.step(comer) > 0)
-    run.until(lambda: run.keeper.coordinator.members.get(run.peers[comer].line.member) == 0)
+    run.until(lambda: run.keeper.coordinator.members.get(run.peers[comer].client.member) == 0)
     run.ask_to_leave(0)
     run.until(lambda: 0 in run.endings)
     summary = run.end(120)
@@ -345,7 +345,7 @@ def test_who_wishes_a_stage_gets_it_and_who_is_asked_to_leaves(tmp_path: Path) -
 def test_the_last_of_a_stage_hands_its_state_over(tmp_path: Path) -> None:
     """Nobody can take its place: all give their states, it goes, and the run goes on from there with another one."""
     steps = 30
-    run = SwarmRun(seated(*settings("[1,1]", steps)), tmp_path / "run")
+    run = SwarmRun(elastic_config(*settings("[1,1]", steps)), tmp_path / "run")
     for stage in (0, 1):
         run.join(stage)
     run.until(lambda: run.step(0) > 2)
@@ -360,7 +360,7 @@ def test_the_last_of_a_stage_hands_its_state_over(tmp_path: Path) -> None:
 
 def test_a_swarm_that_begins_again_says_from_where(tmp_path: Path) -> None:
     """Of the lighthouse alone: its peers are words to it. Nothing is kept at first, then the states of step 5."""
-    run = SwarmRun(seated(*settings("[1,1]", 30)), tmp_path / "run")
+    run = SwarmRun(elastic_config(*settings("[1,1]", 30)), tmp_path / "run")
     coordinator, said = run.keeper.coordinator, "all peers were lost: the run begins again at step "
     for epoch in (1, 2, 3):
         members = [len(coordinator.peers), len(coordinator.peers) + 1]
@@ -381,6 +381,6 @@ def test_a_swarm_that_begins_again_says_from_where(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_is_a_line(tmp_path: Path) -> None:
-    run = SwarmRun(seated(*settings("[1,1]", 10)), tmp_path / "run")
+    run = SwarmRun(elastic_config(*settings("[1,1]", 10)), tmp_path / "run")
     one_line(run.ending(run.join(2)), "--stage 2: the run has 2 stages, 0 to 1")
     run.stop()

@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 from safetensors.torch import load_file
-from tests.training.swarm.members import seated
 
 from benchmarks._machines import Machine, machines, unavailable
 from isles.comm.credentials import read
 from isles.training.config.reading import to_toml
 from isles.training.config.sections import Config
 from tests.membership.sessions import free_port
+from tests.training.swarm.members import elastic_config
 from tests.training.swarm.test_seated import settings, undisturbed
 from tests.training.swarm.test_swarmed import furthest
 
@@ -88,7 +88,7 @@ def commands(tmp_path: Path) -> Iterator[Callable[..., Commands]]:
 
     def make(peers: str, steps: int = STEPS, home: Machine | None = None) -> Commands:
         more = (f"run.checkpoint_every={EVERY}", "run.log_every=1", "world.elastic.lease=1.5")
-        made.append(Commands(tmp_path, seated(*settings(peers, steps, *more)), home))
+        made.append(Commands(tmp_path, elastic_config(*settings(peers, steps, *more)), home))
         return made[-1]
 
     yield make

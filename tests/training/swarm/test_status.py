@@ -9,12 +9,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tests.training.swarm.members import SwarmRun, seated
 
 from isles.cli.elastic import query
 from isles.cli.elastic import status as command
 from isles.comm.collectives.message_queue import MessageHeader
 from isles.training.records.tokens import make_token
+from tests.training.swarm.members import SwarmRun, elastic_config
 from tests.training.swarm.test_seated import settings
 
 Show = Callable[[SwarmRun], list[str]]
@@ -43,7 +43,7 @@ def told(lines: list[str]) -> list[list[str]]:
 @pytest.mark.long
 def test_it_shows_stages_peers_and_loads(tmp_path: Path, show: Show) -> None:
     """Of a swarm that waits, of one at work, and what was refused."""
-    run = SwarmRun(seated(*settings("[1,2,1]", 400)), tmp_path / "run")
+    run = SwarmRun(elastic_config(*settings("[1,2,1]", 400)), tmp_path / "run")
     assert show(run)[0] == "step 0 of 400; states are kept of: none yet; swarms begun: 0; " + (
         "waiting: stage 0 for 1 peer, stage 1 for 2 peers, stage 2 for 1 peer"
     )
@@ -63,14 +63,14 @@ def test_it_shows_stages_peers_and_loads(tmp_path: Path, show: Show) -> None:
     assert all(cell in next(line for line in lines if "stage" in line) for cell in ("a microbatch", "queue", "heard"))
     liar = run.peers[2]
     assert liar._trainer is not None
-    liar._trainer.model_step.swarm.agreement.post.mail.send(run.peers[1].line.member, MessageHeader(99, 0))
+    liar._trainer.model_step.swarm.agreement.inbox.queue.send(run.peers[1].client.member, MessageHeader(99, 0))
     run.until(lambda: any(f"worker {liar.line.member}: " in line and "kind 99" in line for line in show(run)))
     run.stop()
 
 
 @pytest.mark.long
 def test_a_lighthouse_that_is_gone_and_comes_back(tmp_path: Path, show: Show) -> None:
-    run = SwarmRun(seated(*settings("[1,1]", 400)), tmp_path / "run")
+    run = SwarmRun(elastic_config(*settings("[1,1]", 400)), tmp_path / "run")
     assert show(run)[0].startswith("step 0 of 400")
     run.stop()
     with pytest.raises(OSError, match=r"no lighthouse answers there \(connection refused\): isles doctor --join"):
@@ -83,7 +83,7 @@ def test_a_lighthouse_that_is_gone_and_comes_back(tmp_path: Path, show: Show) ->
 
 @pytest.mark.long
 def test_one_that_goes_amid_the_question(tmp_path: Path, show: Show, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = SwarmRun(seated(*settings("[1,1]", 10)), tmp_path / "run")
+    run = SwarmRun(elastic_config(*settings("[1,1]", 10)), tmp_path / "run")
     ask = query.ask
 
     def asked(*of: object) -> bytes | None:
@@ -98,7 +98,7 @@ def test_one_that_goes_amid_the_question(tmp_path: Path, show: Show, monkeypatch
 @pytest.mark.long
 def test_who_cannot_be_asked_is_told_in_a_line(tmp_path: Path, show: Show) -> None:
     """Another token, and what is no lighthouse at all."""
-    run = SwarmRun(seated(*settings("[1,1]", 10)), tmp_path / "run")
+    run = SwarmRun(elastic_config(*settings("[1,1]", 10)), tmp_path / "run")
     own, run.token = run.token, str(make_token())
     with pytest.raises(ValueError, match="is not the machine of this token"):
         show(run)

@@ -14,16 +14,16 @@ from isles.comm.credentials import parse_token
 from isles.membership.messages import Over
 from isles.training.config.reading import gather
 from isles.training.config.sections import Config
-from isles.training.elastic.connect import Here, admitted
+from isles.training.elastic.connect import LocalSettings, admit
 from isles.training.elastic.support import among_peers, elastic
-from isles.training.lighthouse.peers import SwarmKeeper
-from isles.training.swarm.connect import SeatedPeer
+from isles.training.lighthouse.peers import SwarmLighthouseServer
+from isles.training.swarm.connect import SwarmParticipant
 from isles.training.swarm.trainer import ANYWHERE
 from tests.membership.sessions import vanish
 from tests.training.lit import LitRun
 
 
-def seated(*settings: str) -> Config:
+def elastic_config(*settings: str) -> Config:
     """A configuration as `isles lighthouse` takes it."""
     return elastic(gather(None, {}, settings))
 
@@ -33,35 +33,35 @@ class SwarmRun(LitRun):
     are.
     """
 
-    kind: Any = SeatedPeer
-    keeps: Any = SwarmKeeper
+    kind: Any = SwarmParticipant
+    keeps: Any = SwarmLighthouseServer
 
     def __init__(self, config: Config, out: Path) -> None:
-        self.peers: dict[int, SeatedPeer] = {}
+        self.peers: dict[int, SwarmParticipant] = {}
         self._killed: set[int] = set()
         super().__init__(config, out)
 
     @override
-    def made(self, told: Callable[[str], None]) -> SwarmKeeper:
-        return self.keeps(self.config, self.out, self.address, told, self.lines.append, self.notices.append)
+    def made(self, last_reason: Callable[[str], None]) -> SwarmLighthouseServer:
+        return self.keeps(self.config, self.out, self.address, last_reason, self.lines.append, self.notices.append)
 
     def join(self, stage: int = ANYWHERE, *, listens: bool = False, again: bool = True) -> int:
         """Start a peer; its number. listens: for direct links; again: it comes again where it is told to."""
-        here = Here(listen=("127.0.0.1", 0), announced="127.0.0.1") if listens else Here()
-        tell = self.notices.append
+        here = LocalSettings(listen=("127.0.0.1", 0), announced="127.0.0.1") if listens else LocalSettings()
+        notify = self.notices.append
 
         def work(number: int) -> Any:
-            ending: Any = "again"
-            while ending == "again":
+            end_reason: Any = "again"
+            while end_reason == "again":
                 with ExitStack() as stack:
                     token = parse_token(self.token)
-                    entrance = admitted(stack, self.address, token, here, tell=tell, fit=among_peers)
-                    peer = self.kind(stack, entrance, stage, threading.Event(), tell)
+                    connection = admit(stack, self.address, token, here, notify=notify, fit=among_peers)
+                    peer = self.kind(stack, connection, stage, threading.Event(), notify)
                     self.peers[number] = peer
-                    ending = peer.run()
+                    end_reason = peer.run()
                 if number in self._killed or not again:
                     break
-            return ending
+            return end_reason
 
         return self.start(work)
 
@@ -70,7 +70,7 @@ class SwarmRun(LitRun):
         self.peers[number].leaving.set()
         self.peers[number].leave()
 
-    def ending(self, number: int) -> Any:
+    def end_reason(self, number: int) -> Any:
         """What becomes of a peer."""
         self.until(lambda: number in self.endings)
         return self.endings[number]
@@ -79,7 +79,7 @@ class SwarmRun(LitRun):
         """Its connections break, as when its process is killed; then it ends."""
         peer = self.peers[number]
         transport = peer._transport
-        peer.line.ended = Over("killed")
+        peer.client.ended = Over("killed")
         self._killed.add(number)
         vanish(transport)
 
