@@ -43,18 +43,18 @@ def known_machine(config: Config, named: str = "") -> Machine | None:
 
 
 def memory_fit(
-    config: Config, workers: Sequence[WorkerPlan], placed: MemoryPlan | None, here: Machine, *, mends: bool = True
+    config: Config, workers: Sequence[WorkerPlan], placed: MemoryPlan | None, here: Machine, *, suggestions: bool = True
 ) -> MemoryFit:
     """Of the fullest worker: that with most states, or the first stage, which keeps most passes. mends: whether to look
     for them.
     """
     fullest = max(workers, key=lambda one: one.memory.peak)
     asked = [fullest, *(one for one in workers[:1] if one is not fullest)]
-    found = (_fit(config, one, placed, here, mends) for one in asked)
+    found = (_fit(config, one, placed, here, suggestions) for one in asked)
     return max(found, key=lambda one: (not one.fits, one.device_bytes))
 
 
-def _fit(config: Config, worker: WorkerPlan, placed: MemoryPlan | None, here: Machine, mends: bool) -> MemoryFit:
+def _fit(config: Config, worker: WorkerPlan, placed: MemoryPlan | None, here: Machine, suggestions: bool) -> MemoryFit:
     memory, activations, made = worker.memory, None, None
     device, host = memory.computing, memory.peak - memory.computing
     if placed is not None:
@@ -74,7 +74,9 @@ def _fit(config: Config, worker: WorkerPlan, placed: MemoryPlan | None, here: Ma
         host_bytes=host,
         device_room=here.device_bytes,
         host_room=here.host_bytes,
-        mends=tuple(_mends(config, worker, made, here, device, host)) if mends and not fits and placed is None else (),
+        suggestions=tuple(_suggestions(config, worker, made, here, device, host))
+        if suggestions and not fits and placed is None
+        else (),
     )
 
 
@@ -99,7 +101,7 @@ def _beside_states(config: Config, made: Profile, activations: str) -> int:
     return max(least_peak(made, placements, batches) - states, 0) + waiting
 
 
-def _mends(
+def _suggestions(
     config: Config, worker: WorkerPlan, made: Profile | None, here: Machine, device: int, host: int
 ) -> list[str]:
     """Each alone makes it fit."""

@@ -45,7 +45,7 @@ from isles.plan.record import MemoryFit, stage_fillings
 from isles.plan.replay import ExchangeRecords, RunReplay, TimeAccount
 from isles.plan.replicas import replayed, worker_memory
 from isles.plan.sketch import RunSketch, sketch_run
-from isles.plan.worker_classes import LEVELS, Representatives, lines_of_all, lines_of_partners, wanted_rate
+from isles.plan.worker_classes import LEVELS, Representatives, links_of_all, links_of_partners, wanted_rate
 from isles.replicas import method
 from isles.replicas.sync import ReplicaSync
 from isles.training.config.reading import resolve
@@ -103,7 +103,7 @@ class PlannedMethod:
                 inside="ddp",
                 links=_ANY,
                 inner_links="lan",
-                shares_line=False,
+                shares_uplink=False,
             )
         else:
             made = config
@@ -298,9 +298,9 @@ class PlannedMethod:
         if largest == 1:
             return None
         if largest == self.optimizer.group.size:
-            return lines_of_all(network, self.question.classes, _CLASSES)
+            return links_of_all(network, self.question.classes, _CLASSES)
         nbytes = max(sent_by_all(one.pattern(largest), largest) / largest for one in sent)
-        return lines_of_partners(network, self.question.classes, nbytes)
+        return links_of_partners(network, self.question.classes, nbytes)
 
     @cached_property
     def _levels(self) -> list[Representatives]:
@@ -329,7 +329,7 @@ def inside_share(question: PlanQuestion) -> float:
         if question.batches * question.stages > _MOST_MICROBATCHES:
             raise ValueError(f"{question.batches * question.stages} microbatches in a site: too many to be played")
         config = _config(question, Candidate(method="none", kind=0, why=""), _STEPS)
-        site = _sketched(_in_world(config, workers=question.devices, shares_line=False))
+        site = _sketched(_in_world(config, workers=question.devices, shares_uplink=False))
         account = replayed(site, site.config.network, staged_steps(site))
         assert account is not None, "so few are played"
         return account.share
@@ -526,15 +526,17 @@ def _that_fits(ways: Sequence[PlanQuestion], full: set[int], one: Candidate) -> 
             over.add(asked.inside)  # states alone are too large: batches do not help
     if least is None:
         raise refusal or ValueError("nothing goes with this model inside a site: choose other --devices")
-    return _fitted(least[0].question, one, mends=True)
+    return _fitted(least[0].question, one, suggestions=True)
 
 
-def _fitted(question: PlanQuestion, one: Candidate, *, mends: bool = False) -> tuple[PlannedMethod, MemoryFit | None]:
+def _fitted(
+    question: PlanQuestion, one: Candidate, *, suggestions: bool = False
+) -> tuple[PlannedMethod, MemoryFit | None]:
     """With whether it fits, where the machine is known; and what alone would mend it, if that is asked."""
     made, here = PlannedMethod(question, one), question.machine
     if here is None:
         return made, None
-    return made, memory_fit(made.config, stage_fillings(made.memory), None, here, mends=mends)
+    return made, memory_fit(made.config, stage_fillings(made.memory), None, here, suggestions=suggestions)
 
 
 def _refuse_unknown(question: PlanQuestion, best: Best | None) -> None:

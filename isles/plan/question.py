@@ -107,7 +107,7 @@ class PlanQuestion:
             if "fsdp" in (self.inside, replicas["method"]):  # torch's own wants processes
                 world["backend"] = "distributed"
             else:
-                virtual |= {"inner_links": self.near, "shares_line": True}
+                virtual |= {"inner_links": self.near, "shares_uplink": True}
         data, inner, parts = {}, {}, self.stages * self.batches
         if self.step_tokens is not None:
             data = {"batch_size": max(1, round(self.sequences / self.batches)) * (parts if self.stages > 1 else 1)}

@@ -95,7 +95,7 @@ class MemoryFit:
     host_bytes: int
     device_room: float
     host_room: float
-    mends: tuple[str, ...]
+    suggestions: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True)

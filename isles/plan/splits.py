@@ -159,7 +159,7 @@ def plan_split(asked: SplitsQuestion, split: WorkerSplit) -> SplitPlan:
     memory = [worker_memory(run.config, one) for one in run.optimizers[:: split.inner]]
     fullest, here = max(memory, key=lambda one: one.peak), asked.question.machine
     fit = None if here is None else memory_fit(run.config, stage_fillings(memory), None, here)
-    if fit is not None and "pipeline.recompute = true" in fit.mends:
+    if fit is not None and "pipeline.recompute = true" in fit.suggestions:
         return plan_split(replace(asked, recompute=True), split)
     few = min(split.replicas, max(_REPLICAS, _WORKERS // island))
     part = run if few == split.replicas else _sketched(*_part(asked, split, few))

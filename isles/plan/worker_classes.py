@@ -85,7 +85,7 @@ def worker_classes(links: Links, workers: int) -> list[WorkerClass]:
     return [WorkerClass(count, *key[:2], ranks) for key, (count, ranks) in sorted(found.items())]
 
 
-def lines_of_all(links: Links, classes: Sequence[WorkerClass], most: int) -> Links:
+def links_of_all(links: Links, classes: Sequence[WorkerClass], most: int) -> Links:
     """Between the representatives of at most so many classes, two or more of them, where all exchange with all. Of more
     classes neighbours in rate are taken for one, as slow as the slowest of them.
     """
@@ -100,7 +100,7 @@ def lines_of_all(links: Links, classes: Sequence[WorkerClass], most: int) -> Lin
     )
 
 
-def lines_of_partners(links: Links, classes: Sequence[WorkerClass], nbytes: float) -> Links:
+def links_of_partners(links: Links, classes: Sequence[WorkerClass], nbytes: float) -> Links:
     """Between two representatives, where a worker exchanges `nbytes` with a random other one."""
     workers, found = sum(one.count for one in classes), []
     for one in classes:
@@ -295,7 +295,7 @@ class ChurnCosts:
     lost: float
     waiting: float
     goodput: float
-    gifts: float
+    state_bytes: float
     relayed: float
 
 
@@ -334,6 +334,6 @@ def churn_costs(
         lost=lost,
         waiting=waiting,
         goodput=(1 - waiting) * (1 - lost) * computing / seconds,
-        gifts=2 * joins * gift * 3600,
+        state_bytes=2 * joins * gift * 3600,
         relayed=2 * 8 * (workers * bytes_a_round / seconds + 2 * joins * gift),
     )

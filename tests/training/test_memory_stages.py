@@ -16,12 +16,12 @@ from isles.training.memory import in_use
 from isles.training.memory import plans as planning
 from tests.memory.loops import plan_of
 
-PLACES = ("host", "optimizer", "device")
+TIERS = ("host", "optimizer", "device")
 PLANS = {
     "host": lambda index: Placement("host", "recompute"),
     "optimizer": lambda index: Placement("optimizer", "keep"),
     "swap": lambda index: Placement("device", "swap"),
-    "mixed": lambda index: Placement(PLACES[index % 3], ACTIVATIONS[(index + 1) % 3]),  # type: ignore[arg-type]
+    "mixed": lambda index: Placement(TIERS[index % 3], ACTIVATIONS[(index + 1) % 3]),  # type: ignore[arg-type]
 }
 
 

@@ -206,7 +206,7 @@ def _table(plan: MemoryPlan, made: Profile) -> None:
     from isles.report.panels import Table
     from isles.report.units import format_bytes
 
-    columns = {"device": "stays", "kept": "activations", "up": "up a step", "down": "down a step", "host": "host"}
+    columns = {"device": "stays", "saved": "activations", "up": "up a step", "down": "down a step", "host": "host"}
     if plan.disk_bytes:
         columns |= {"read": "read a step", "written": "written", "disk": "disk"}
     rows: list[tuple[str, ...]] = []
@@ -214,7 +214,7 @@ def _table(plan: MemoryPlan, made: Profile) -> None:
         row, *others = alike
         name = f"{row['unit']} .. {others[-1]['unit'].rpartition('.')[2]}" if others else row["unit"]
         sizes = (format_bytes(row[key]) for key in columns)
-        rows.append((name, f"{row['place']}{row['activations']}", row["why"], *sizes))
+        rows.append((name, f"{row['tier']}{row['activations']}", row["why"], *sizes))
     heads = ("unit", "plan", "what", *columns.values())
     print_table(Table(heads=heads, rows=rows, names=3))
 

@@ -59,7 +59,7 @@ def _words(costs: ChurnCosts) -> str:
     return (
         f"{format_percent(costs.alone)} of the rounds alone, {format_percent(costs.lost)} of the work lost, "
         f"joiners wait {format_percent(costs.waiting)} of the workers' time, Goodput {format_percent(costs.goodput)}; "
-        f"{format_bytes(costs.gifts)} of states an hour to joiners; where the lighthouse relays, "
+        f"{format_bytes(costs.state_bytes)} of states an hour to joiners; where the lighthouse relays, "
         f"{costs.relayed / 1e6:.3g} Mbit/s through it"
     )
 
@@ -161,7 +161,7 @@ def _record(job: PlanQuestion, one: MethodPlan, slowest: float, percent: str) ->
     if one.fit:
         fit = one.fit
         record |= {"device_bytes": fit.device_bytes, "activations": fit.activations, "fits": fit.fits}
-        record |= {"host_bytes": fit.host_bytes, "mends": fit.mends}
+        record |= {"host_bytes": fit.host_bytes, "mends": fit.suggestions}
     if one.hours is not None:
         record |= {"hours": one.hours, "bytes_sent": one.nbytes, "money": one.money}
     return record
@@ -195,15 +195,17 @@ def _fit_notes(job: PlanQuestion, plans: Sequence[MethodPlan]) -> list[str]:
         about += f"; gradients of {' or '.join(map(str, batches))} batches a step are accumulated"
     if not unfit:
         return [f"{about}. All fit into {job.machine.name}."]
-    mends: dict[tuple[str, ...], list[str]] = {}
+    suggestions: dict[tuple[str, ...], list[str]] = {}
     for one in unfit:
         assert one.fit is not None
-        mends.setdefault(one.fit.mends, []).append(" ".join((one.candidate.method, one.candidate.settings)).strip())
+        suggestions.setdefault(one.fit.suggestions, []).append(
+            " ".join((one.candidate.method, one.candidate.settings)).strip()
+        )
     return [f"{about}. What does not fit into {job.machine.name} is last."] + [
         f"Each alone makes it fit: {'; '.join(each)} ({', '.join(names)})."
         if each
         else f"Nothing that is known here makes it fit: {', '.join(names)}. A smaller model or more stages would."
-        for each, names in mends.items()
+        for each, names in suggestions.items()
     ]
 
 
