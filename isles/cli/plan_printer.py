@@ -110,7 +110,7 @@ _COLUMNS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("microbatches", "microbatches", lambda count: str(count) if isinstance(count, int) else f"{count:.1f}"),
     ("memory", "memory", lambda memory: format_bytes(memory.peak)),
     ("forwards kept", "forwards", str),
-    ("of what came", "kept", format_bytes),
+    ("of what came", "saved", format_bytes),
     ("sends a step", "step_bytes", format_bytes),
     ("an average", "average_bytes", format_bytes),
 )

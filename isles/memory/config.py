@@ -1,5 +1,5 @@
-"""The `[memory]` section: whether what does not fit the device goes to the host or the disk, and by which plan. Importable without
-torch.
+"""The `[memory]` section: whether what does not fit the device goes to the host or the disk, and by which
+plan. Importable without torch.
 """
 
 from __future__ import annotations

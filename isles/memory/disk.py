@@ -3,7 +3,7 @@
     N    | states |
     F    | weights | gradients | states |      where the RAM is the device
 
-The file has no name, so nobody else can cut or lose it, and it disappears when the process ends, however that ends. Each
+The file has no name: nobody else can cut or lose it, and it disappears when the process ends, however it ends. Each
 section begins on a page. The executor reads and writes whole sections through page-aligned slots of its own mapping
 (memory that is given back to the C library stays with the process), past the page cache where the file system can; the
 gradients' through it, because clipping reads them soon. Everyone else sees the sections as tensors mapped from the same

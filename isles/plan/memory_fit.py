@@ -45,12 +45,12 @@ def known_machine(config: Config, named: str = "") -> Machine | None:
 def memory_fit(
     config: Config, workers: Sequence[WorkerPlan], placed: MemoryPlan | None, here: Machine, *, suggestions: bool = True
 ) -> MemoryFit:
-    """Of the fullest worker: that with most states, or the first stage, which keeps most passes. mends: whether to look
-    for them.
+    """Of the fullest worker: that with most states, or the first stage, which keeps most passes. suggestions: whether
+    to look for them.
     """
     fullest = max(workers, key=lambda one: one.memory.peak)
-    asked = [fullest, *(one for one in workers[:1] if one is not fullest)]
-    found = (_fit(config, one, placed, here, suggestions) for one in asked)
+    candidates = [fullest, *(one for one in workers[:1] if one is not fullest)]
+    found = (_fit(config, one, placed, here, suggestions) for one in candidates)
     return max(found, key=lambda one: (not one.fits, one.device_bytes))
 
 
@@ -114,9 +114,9 @@ def _suggestions(
     if config.model.dtype == "float32" and device - states // 2 <= room and host <= host_room:
         found.append('model.dtype = "bfloat16"')
     if made is not None and host <= host_room and config.pipeline.stages == 1:
-        kept = device - _beside_states(config, made, "keep")
+        others = device - _beside_states(config, made, "keep")
         lean = (Placement("host" if here.host_bytes else "device", "recompute"),) * len(made.units)
-        if kept + _beside_states(config, made, "recompute") <= room:
+        if others + _beside_states(config, made, "recompute") <= room:
             found.append('memory.method = "checkpoint"')
         elif here.host_bytes and (moved := _profile(changed(config, {"memory.method": "auto"}), 0)) is not None:
             peak = least_peak(moved, lean, config.inner.accumulation)

@@ -28,7 +28,7 @@ from isles.base.durable import write_text
 from isles.comm.errors import WorkerFailed
 from isles.launch.nodes import SINGLE_NODE, NodeSpec
 from isles.launch.workers import raise_first
-from isles.plan.priced import priced
+from isles.plan.prices import priced
 from isles.running.agree import met
 from isles.training.config.conflicts import refuse_conflicts
 from isles.training.config.sections import Config

@@ -159,7 +159,7 @@ def of_runs(folders: Sequence[Path], out: Path, as_: str | None, over: Sequence[
     """Finished runs by label, as compare.json in `out` holds them: runs that differ in the seed alone are one row. A
     note where they are not at equal terms. as_: what they are priced as, over their own links or each of these.
     """
-    from isles.plan.priced import priced
+    from isles.plan.prices import priced
     from isles.report.rundir import read_run
     from isles.training.config.reading import read_config
 

@@ -36,7 +36,7 @@ def run_all(
     from isles.cli.progress import Progress
     from isles.cli.train import tell_device
     from isles.launch.workers import refuse_too_many
-    from isles.plan.priced import priced
+    from isles.plan.prices import priced
     from isles.plan.run_plan import refuse
     from isles.report import write_report
     from isles.report.comparison import run_folder

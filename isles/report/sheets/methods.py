@@ -126,7 +126,7 @@ def workers_in_words(job: PlanQuestion) -> str:
 
 def _row(job: PlanQuestion, one: MethodPlan, slowest: float) -> list[str]:
     cells = ["*" if one.is_best else "", one.candidate.method, one.candidate.settings]
-    cells += [one.asked.inside] if job.devices > 1 else []
+    cells += [one.question.inside] if job.devices > 1 else []
     cells += [str(one.every), f"{100 * one.utilisation:.1f}", _short(one.waits), _short(one.bytes_a_step / 1e6)]
     cells += [*(_short(factor * slowest / 1e6) for factor in one.timing.wanted), _short(one.memory.peak / 1e9)]
     cells += [on_device(job, one.fit.device_bytes)] if one.fit else []
@@ -157,7 +157,7 @@ def _record(job: PlanQuestion, one: MethodPlan, slowest: float, percent: str) ->
             "held": [held._asdict() for held in memory.held],
         },
     }
-    record |= {"inside": one.asked.inside} if job.devices > 1 else {}
+    record |= {"inside": one.question.inside} if job.devices > 1 else {}
     if one.fit:
         fit = one.fit
         record |= {"device_bytes": fit.device_bytes, "activations": fit.activations, "fits": fit.fits}
@@ -178,8 +178,8 @@ def _inside_notes(job: PlanQuestion, first: MethodPlan) -> list[str]:
     """What the devices of a site wait for each other."""
     if job.devices == 1:
         return []
-    share = format_percent(inside_share(first.asked))
-    return [f"Inside a site, over {job.near}, devices by {first.asked.inside} compute {share} of the time."]
+    share = format_percent(inside_share(first.question))
+    return [f"Inside a site, over {job.near}, devices by {first.question.inside} compute {share} of the time."]
 
 
 def _fit_notes(job: PlanQuestion, plans: Sequence[MethodPlan]) -> list[str]:
@@ -187,8 +187,8 @@ def _fit_notes(job: PlanQuestion, plans: Sequence[MethodPlan]) -> list[str]:
     if job.machine is None:
         return []
     unfit = [one for one in plans if one.is_unfit]
-    batches = sorted({one.asked.batches for one in plans if one.asked.stages == 1})
-    parts = sorted({one.config.pipeline.microbatches for one in plans if one.asked.stages > 1})
+    batches = sorted({one.question.batches for one in plans if one.question.stages == 1})
+    parts = sorted({one.config.pipeline.microbatches for one in plans if one.question.stages > 1})
     about = "GPU GB: weights, gradients, AdamW and activations; what a method keeps is on the host"
     about += f"; stages take {' or '.join(map(str, parts))} microbatches a step" if parts else ""
     if batches and batches[-1] > 1:
