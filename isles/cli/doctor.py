@@ -105,11 +105,11 @@ def doctor(
 
 
 def _walk(join: str, token: str | None, listen: str | None) -> None:
-    from isles.cli.elastic.join import given_token, place, places
+    from isles.cli.elastic.join import place, places, read_token
     from isles.cli.elastic.route import walk
     from isles.comm.sockets.addresses import parse_address
 
-    target, parsed = parse_address(join, "--join"), given_token(token)
+    target, parsed = parse_address(join, "--join"), read_token(token)
     (here,) = places(listen, 1)
     listening, announced = place(here, join)
     _tell(machine(), walk(*target, parsed, listening, announced))

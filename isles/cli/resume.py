@@ -39,9 +39,9 @@ def resume(
     """
     from isles.cli.elastic.lighthouse import light_again
     from isles.launch.nodes import NodeSpec
-    from isles.training.records.tokens import given_token
+    from isles.training.records.tokens import read_token
 
-    node_spec = NodeSpec(nodes=nodes, node=node, rendezvous=rendezvous, token=given_token(token, nodes))
+    node_spec = NodeSpec(nodes=nodes, node=node, rendezvous=rendezvous, token=read_token(token, nodes))
     end_in_order()
     if (run / "summary.json").exists():
         raise ValueError(f"{run}: this run is complete; there is nothing to resume")

@@ -13,7 +13,7 @@ from isles.cli.terminal import As, ConfigFile, InnerSteps, Set, end_in_order
 
 if TYPE_CHECKING:
     from isles.cli.several.rows import Configs
-    from isles.cli.several.runs import OnLine, OnNotice, Start
+    from isles.cli.several.runs import OnMetrics, OnNotice, Start
     from isles.training.config.sections import Config
     from isles.training.records.summary import SummaryTable
 
@@ -114,9 +114,9 @@ def _churned(name: str, configs: Configs) -> tuple[Configs, Start]:
         configs = {place: going_on(config) for place, config in configs.items()}
     for config in configs.values():
         trace_of(config, name)
-    made = kind.churned
+    made = kind.simulated_run
 
-    def begin(config: Config, folder: Path, on_line: OnLine, on_notice: OnNotice) -> SummaryTable:
-        return made(config, name, folder, on_line, on_notice).run()
+    def begin(config: Config, folder: Path, on_metrics: OnMetrics, on_notice: OnNotice) -> SummaryTable:
+        return made(config, name, folder, on_metrics, on_notice).run()
 
     return configs, begin

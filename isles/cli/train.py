@@ -67,9 +67,9 @@ def train(
     from isles.launch.workers import refuse_too_many
     from isles.running.backends import start_server
     from isles.training.config.reading import gather, resolve
-    from isles.training.records.tokens import given_token
+    from isles.training.records.tokens import read_token
 
-    node_spec = NodeSpec(nodes=nodes, node=node, rendezvous=rendezvous, token=given_token(token, nodes))
+    node_spec = NodeSpec(nodes=nodes, node=node, rendezvous=rendezvous, token=read_token(token, nodes))
     if preset is not None:
         from isles.training.config.presets import preset_file
 

@@ -77,7 +77,7 @@ def tune(
     out = out or Path("runs") / f"tune-{resolved.method.replace(':', '.')}-{datetime.now():%Y%m%d-%H%M%S}"
     begun, done = time.monotonic(), 0
 
-    def train(number: int, one: Config, folder: Path, on_line: Any) -> dict[str, Any]:
+    def train(number: int, one: Config, folder: Path, on_metrics: Any) -> dict[str, Any]:
         nonlocal done
         left = f", {format_seconds((time.monotonic() - begun) / done * (trials - number))} left" if done else ""
         done += 1
@@ -86,7 +86,7 @@ def tune(
 
             def line(values: dict[str, Any]) -> None:
                 progress.line(values)
-                on_line(values)
+                on_metrics(values)
 
             return launch(one, folder, line, lambda text: None)
 

@@ -20,7 +20,7 @@ from isles.base.durable import write_text
 from isles.base.errors import unknown_name
 from isles.base.parsing import parse_toml
 from isles.base.tables import read_toml, typed
-from isles.training.config.reading import Tables, commented, over, resolve, words
+from isles.training.config.reading import Tables, commented, merged_tables, over, resolve
 from isles.training.config.sections import ORDER, Config
 
 KEPT = "experts.toml"
@@ -49,7 +49,7 @@ def read(
     """
     if quick and path is not None:
         raise ValueError(f"--quick is a form of the built-in run: leave out {path}, or --quick")
-    tables = words(path, {}, assignments)
+    tables = merged_tables(path, {}, assignments)
     if path is None:
         built_in = parse_toml(files("isles.experts").joinpath(f"{system}.toml").read_text(encoding="utf-8"))
         small = built_in.pop("quick")

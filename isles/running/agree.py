@@ -21,7 +21,7 @@ from isles.launch import rendezvous
 from isles.launch.nodes import NodeGroup, NodeSpec
 from isles.training.config.reading import to_toml
 from isles.training.config.sections import Config
-from isles.training.config.trust import kept_names
+from isles.training.config.trust import referenced_names
 from isles.training.records.checkpoint import Checkpoints
 from isles.training.records.tokens import host_credentials, node_token
 
@@ -57,7 +57,7 @@ def met(
             "of all of them; raise it"
         )
     description = {
-        "config": parse_toml(to_toml(config, kept_names(config))),
+        "config": parse_toml(to_toml(config, referenced_names(config))),
         "checkpoints": None if resume is None else [step for step in Checkpoints(out).steps() if step <= resume],
         "out": None if node_spec.shared_directory else [uuid.getnode(), str(out.resolve())],
     }

@@ -24,7 +24,7 @@ from isles.training.config.sections import Config
 from isles.training.config.trust import settled
 from isles.training.interrupts import GraceOver, first_interrupt
 from isles.training.records.checkpoint import Checkpoints
-from isles.training.records.events import begun, committed, host_heard
+from isles.training.records.events import begun, checks_host_messages, committed
 from isles.training.records.rundir import LOGS, METRICS, run_directory
 from isles.training.records.tokens import forget
 from isles.training.records.writer import commit, write_config
@@ -34,7 +34,7 @@ from isles.training.startup import deadlines
 def follow(
     config: Config,
     out: Path,
-    on_line: Callable[[dict[str, Any]], None],
+    on_metrics: Callable[[dict[str, Any]], None],
     on_notice: Callable[[str], None],
     resume: int | None,
     node_spec: NodeSpec,
@@ -51,7 +51,7 @@ def follow(
             settled(config, out) as config,
         ):
             try:
-                results = _work(config, out, on_line, node_group)
+                results = _work(config, out, on_metrics, node_group)
             except GraceOver as late:
                 raise Interrupted(out, node_spec, late.seconds) from None
             if None in results:
@@ -60,7 +60,7 @@ def follow(
     return node_group.host
 
 
-def _work(config: Config, out: Path, on_line: Callable[[dict[str, Any]], None], node_group: NodeGroup) -> list[Any]:
+def _work(config: Config, out: Path, on_metrics: Callable[[dict[str, Any]], None], node_group: NodeGroup) -> list[Any]:
     """Results of this machine's workers, but for those that have left."""
     gone = set[int]()
 
@@ -69,17 +69,17 @@ def _work(config: Config, out: Path, on_line: Callable[[dict[str, Any]], None], 
             gone.add(event["left"])
         if isinstance(event, dict) and "loss" in event:
             write_config(config, out)
-            on_line(event)
+            on_metrics(event)
 
     def obey(command: Any) -> None:
         if isinstance(command, dict) and "commit" in command:
-            with host_heard():
+            with checks_host_messages():
                 step, seats = committed(command, config)
             commit(config, out, step, seats, node_group)
 
     world = config.world
     start_server()
-    with host_heard():
+    with checks_host_messages():
         store, step = value_of(node_group.facts, "store", Port), begun(node_group.facts, config)
     if step is not None:
         Checkpoints(out).go_back(step)

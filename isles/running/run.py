@@ -48,7 +48,7 @@ from isles.training.startup import Started, StartTraining, starter
 def launch(
     config: Config,
     out: Path,
-    on_line: Callable[[dict[str, Any]], None],
+    on_metrics: Callable[[dict[str, Any]], None],
     on_notice: Callable[[str], None],
     resume: int | None = None,
     node_spec: NodeSpec = SINGLE_NODE,
@@ -84,7 +84,7 @@ def launch(
         resume = node_group.facts.get("resume", resume)
         with (
             Loggers(config, out, resume) as loggers,
-            Records(config, out, on_line, on_notice, node_group, loggers, resume, lock) as records,
+            Records(config, out, on_metrics, on_notice, node_group, loggers, resume, lock) as records,
         ):
             if resume is not None:
                 Checkpoints(out).go_back(resume)

@@ -38,7 +38,7 @@ from isles.running.agree import met
 from isles.running.backends import train_process
 from isles.running.run import launch
 from isles.training.config.sections import Config
-from isles.training.records.events import Schema, begun, host_heard
+from isles.training.records.events import Schema, begun, checks_host_messages
 from isles.training.records.summary import SummaryTable
 from isles.training.startup import deadlines
 
@@ -48,7 +48,7 @@ _GLANCE = 0.2  # seconds between looks at whether a stop is wanted
 def take_part(
     config: Config,
     out: Callable[[], Path],
-    on_line: Callable[[dict[str, Any]], None],
+    on_metrics: Callable[[dict[str, Any]], None],
     on_notice: Callable[[str], None],
     resume: int | None,
 ) -> tuple[Path, SummaryTable, tuple[int, ...]] | None:
@@ -64,7 +64,7 @@ def take_part(
         with tempfile.TemporaryDirectory(prefix="isles-") as folder:
             node_spec = _place(rank, size, store, Path(folder, "credentials"))
             if rank == 0:
-                return _lead(config, out(), on_line, on_notice, resume, node_spec, store)
+                return _lead(config, out(), on_metrics, on_notice, resume, node_spec, store)
             _follow(config, on_notice, resume, node_spec, store)
             return None
     finally:
@@ -95,7 +95,7 @@ def _place(rank: int, size: int, store: dist.Store, folder: Path) -> NodeSpec:
 def _lead(
     config: Config,
     out: Path,
-    on_line: Callable[[dict[str, Any]], None],
+    on_metrics: Callable[[dict[str, Any]], None],
     on_notice: Callable[[str], None],
     resume: int | None,
     node_spec: NodeSpec,
@@ -116,7 +116,7 @@ def _lead(
 
     def work() -> None:
         try:
-            ended.append(launch(config, out, on_line, on_notice, resume, node_spec, start_workers))
+            ended.append(launch(config, out, on_metrics, on_notice, resume, node_spec, start_workers))
         except BaseException as error:  # raised again in the main thread
             ended.append(error)
         begun.put(None)
@@ -146,7 +146,7 @@ def _follow(
     with met(config, node_spec, Path(), resume, on_notice) as node_group:
         launcher = _LinkToLauncher(node_group.links[0], node_spec.node)
         out = Path(store.get("isles/out").decode())
-        with host_heard():
+        with checks_host_messages():
             step = begun(node_group.facts, config)
         _attend(launcher, config, out, step, node_group, store)
         hear_how_it_ended(launcher.link)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from isles.cli.elastic.join import RunToken, given_token
+from isles.cli.elastic.join import RunToken, read_token
 from isles.cli.terminal import end_in_order
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ def status(
     from isles.report.panels import Table
 
     end_in_order()
-    now = run_now(address, given_token(token))
+    now = run_now(address, read_token(token))
     heads, rows, names = _replicas(now) if isinstance(now, RunNow) else _swarm(now)
     print_table(Table(heads=heads, rows=rows, names=names))
     if now.paths:

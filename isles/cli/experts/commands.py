@@ -251,10 +251,10 @@ def _progress() -> Any:
 def _take_word(*paths: Path) -> None:
     """What the runs of a forest, of a directory of experts, or these runs themselves name is imported from now on."""
     from isles.experts.forest import Forest
-    from isles.training.config.trust import take_word
+    from isles.training.config.trust import trust_runs
 
     for path in paths:
         if path.is_dir():
-            take_word(config.parent for config in path.rglob("config.toml"))
+            trust_runs(config.parent for config in path.rglob("config.toml"))
         else:
-            take_word(member.run for member in Forest.load(path).experts)
+            trust_runs(member.run for member in Forest.load(path).experts)

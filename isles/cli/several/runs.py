@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from isles.training.config.sections import Config
     from isles.training.records.summary import SummaryTable
 
-OnLine, OnNotice = Callable[[dict[str, Any]], None], Callable[[str], None]
-Start = Callable[["Config", Path, OnLine, OnNotice], "SummaryTable"]
+OnMetrics, OnNotice = Callable[[dict[str, Any]], None], Callable[[str], None]
+Start = Callable[["Config", Path, OnMetrics, OnNotice], "SummaryTable"]
 """As `isles.running.run.launch`."""
 
 

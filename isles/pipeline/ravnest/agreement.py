@@ -42,7 +42,7 @@ from isles.network.clusters.nodes import is_told
 from isles.pipeline.peers.agreement import Agreement
 from isles.pipeline.peers.inbox import ASK, COMERS, OUTER, WELCOME, WORD, Post
 from isles.pipeline.peers.join import ask
-from isles.pipeline.ravnest.assignment import ClusterSeats
+from isles.pipeline.ravnest.assignment import ClusterAssignment
 from isles.pipeline.swarm.ledger import words_for
 
 _IDLE = 100.0  # times as long as others wait for each other those wait who train nothing meanwhile
@@ -84,7 +84,7 @@ class ClusterAgreement:
     of those who come; None: nobody comes or leaves.
     """
 
-    def __init__(self, post: Post, world: Group, seats: ClusterSeats, growth: ClusterGrowth | None = None) -> None:
+    def __init__(self, post: Post, world: Group, seats: ClusterAssignment, growth: ClusterGrowth | None = None) -> None:
         self.post, self.world, self.seats, self.growth = post, world, seats, growth
         """`seats`: as all have agreed on."""
         self._own = Agreement(post, world.deadlines.outer, (), "outer")
@@ -210,7 +210,7 @@ class ClusterAgreement:
         if not self.seats.whole:
             raise PeerLost(-1, "a node of the last cluster that was whole")
 
-    def _take(self, seats: ClusterSeats) -> None:
+    def _take(self, seats: ClusterAssignment) -> None:
         self.seats = seats
         self._own.let_go({*self._own.members} - {*seats.living})
 
@@ -237,7 +237,7 @@ class ClusterWelcome:
     """What a node needs to take part in clusters at work. turn: of agreements so far. facts: of the run, by name."""
 
     turn: int
-    seats: ClusterSeats
+    seats: ClusterAssignment
     facts: Mapping[str, int]
 
     def packed(self) -> Tensor:
@@ -249,7 +249,7 @@ class ClusterWelcome:
     def unpacked(cls, body: Tensor, size: int) -> ClusterWelcome:
         """From `packed`. size: positions of the world. ValueError for what is no welcome there."""
         turn, seats, facts = read_json(_Told, body.numpy().tobytes())
-        return cls(turn=turn, seats=ClusterSeats.of_plain(seats, size), facts=facts)
+        return cls(turn=turn, seats=ClusterAssignment.of_plain(seats, size), facts=facts)
 
 
 def let_in(agreement: ClusterAgreement, facts: Mapping[str, int]) -> list[int]:

@@ -18,7 +18,7 @@ _Plain = tuple[_Rows, _Rows, Ints, _Set, _Set, Annotated[tuple[tuple[Int, Int], 
 
 
 @dataclass(frozen=True, slots=True)
-class ClusterSeats:
+class ClusterAssignment:
     """clusters: of each, by stage, the position in the world that serves it, or did. cuts: of each, the first block of
     every stage but the first. waiting: positions that stand by, in the order of their turn. lost: who is gone. out:
     clusters that are no part of the averaging: somebody of theirs is lost, or their nodes have not loaded the others'
@@ -38,11 +38,11 @@ class ClusterSeats:
     handed: tuple[tuple[int, int], ...] = ()
 
     @classmethod
-    def of(cls, cuts: Sequence[Sequence[int]], positions: Sequence[int]) -> ClusterSeats:
+    def of(cls, cuts: Sequence[Sequence[int]], positions: Sequence[int]) -> ClusterAssignment:
         """At the start, when `positions` fill the clusters in their order: who is in none stands by, and a cluster for
         which too few are left is not. ValueError where there is none.
         """
-        free, made = list(positions), ClusterSeats((), ())
+        free, made = list(positions), ClusterAssignment((), ())
         for own in cuts:
             if len(own) < len(free):
                 clusters = (*made.clusters, tuple(free[: len(own) + 1]))
@@ -53,7 +53,7 @@ class ClusterSeats:
         return replace(made, waiting=tuple(free))
 
     @classmethod
-    def of_plain(cls, plain: Any, size: int) -> ClusterSeats:
+    def of_plain(cls, plain: Any, size: int) -> ClusterAssignment:
         """From `to_plain`. ValueError for what are no seats of a world of so many."""
         try:
             clusters, cuts, waiting, lost, out, told, leaving = read(_Plain, plain, "seats")
@@ -122,7 +122,7 @@ class ClusterSeats:
         place = self.place(position)
         return place is not None and place[0] not in self.out
 
-    def without(self, lost: Collection[int]) -> ClusterSeats:
+    def without(self, lost: Collection[int]) -> ClusterAssignment:
         """Those are gone, and their clusters out. Who had to give its state to one of them is in its place again."""
         back = {taker: giver for giver, taker in self.handed if taker in lost and giver not in lost}
         orphans = {taker for giver, taker in self.handed if giver in lost}
@@ -139,19 +139,19 @@ class ClusterSeats:
             handed=tuple(pair for pair in self.handed if not {*pair} & set(lost)),
         )
 
-    def met(self, told: Mapping[int, int], leaving: Collection[int]) -> ClusterSeats:
+    def met(self, told: Mapping[int, int], leaving: Collection[int]) -> ClusterAssignment:
         """Those who came stand by, and tell of themselves; others want to go."""
         known = {*self.living, *self.lost}
         came = {position: told[position] for position in sorted(told) if position not in known}
         left = self.leaving | {*leaving}.intersection((*self.living, *came))
         return replace(self, waiting=(*self.waiting, *came), told={**self.told, **came}, leaving=left)
 
-    def returned(self) -> ClusterSeats:
+    def returned(self) -> ClusterAssignment:
         """All who were lost are here again, without what they held: in their old places, or standing by."""
         seated = {position for cluster in self.clusters for position in cluster}
         return replace(self, waiting=(*self.waiting, *sorted(self.lost - seated)), lost=frozenset())
 
-    def renumbered(self, kept: Sequence[int]) -> ClusterSeats:
+    def renumbered(self, kept: Sequence[int]) -> ClusterAssignment:
         """In a world of those alone, in their order: the clusters that are whole, and who is left of others waits."""
         new, whole = {position: number for number, position in enumerate(kept)}, self._only(self.whole)
         seated = {position for own in whole.clusters for position in own}
@@ -165,19 +165,19 @@ class ClusterSeats:
             leaving=frozenset(),
         )
 
-    def mended(self, growth: ClusterGrowth | None = None) -> ClusterSeats:
+    def mended(self, growth: ClusterGrowth | None = None) -> ClusterAssignment:
         """Who stands by takes the places of those who leave, and of the lost, first where the fewest are; a cluster
         that stays without somebody takes nobody. With `growth` those who still wait make new clusters.
         """
         seats = self._handing(growth)._filled(growth)
         return seats if growth is None else seats._grown(growth)
 
-    def joined(self, clusters: Collection[int]) -> ClusterSeats:
+    def joined(self, clusters: Collection[int]) -> ClusterAssignment:
         """Those have the others' weights, and who had to give its state has done so."""
         givers = {giver for giver, _ in self.handed}
         return replace(self, out=self.out - set(clusters), handed=()).without(givers)
 
-    def _handing(self, growth: ClusterGrowth | None) -> ClusterSeats:
+    def _handing(self, growth: ClusterGrowth | None) -> ClusterAssignment:
         """Who leaves is gone, but for one who has a successor to give its state to, and the last whole cluster's."""
         seats = self.without([position for position in self.leaving if not self.trains(position)])
         for number in [number for number in seats.whole if not seats.leaving.isdisjoint(seats.clusters[number])]:
@@ -192,7 +192,7 @@ class ClusterSeats:
                 seats = seats.without(seats.leaving.intersection(seats.clusters[number]))
         return seats
 
-    def _filled(self, growth: ClusterGrowth | None) -> ClusterSeats:
+    def _filled(self, growth: ClusterGrowth | None) -> ClusterAssignment:
         seats = self
         for number in sorted(self.out, key=lambda number: (len(self._missing(number)), number)):
             stages = self._missing(number)
@@ -201,7 +201,7 @@ class ClusterSeats:
                 seats = seats._seated(number, stages, takers)
         return seats
 
-    def _grown(self, growth: ClusterGrowth) -> ClusterSeats:
+    def _grown(self, growth: ClusterGrowth) -> ClusterAssignment:
         """New clusters, of those who wait and of those who told of themselves in clusters that nobody can mend."""
         stuck = [number for number in sorted(self.out) if self._missing(number)]
         left = [p for number in stuck for p in self.clusters[number] if p not in self.lost and self._node(p)]
@@ -222,7 +222,7 @@ class ClusterSeats:
             out=kept.out | set(range(first, first + len(made))),
         )
 
-    def _only(self, clusters: Sequence[int]) -> ClusterSeats:
+    def _only(self, clusters: Sequence[int]) -> ClusterAssignment:
         """Without the others, which are no more; numbered anew."""
         return replace(
             self,
@@ -254,7 +254,7 @@ class ClusterSeats:
             if growth is None or growth.holds(self._node(position), self.cuts[number], stage):
                 yield position
 
-    def _seated(self, number: int, stages: Sequence[int], takers: Sequence[int]) -> ClusterSeats:
+    def _seated(self, number: int, stages: Sequence[int], takers: Sequence[int]) -> ClusterAssignment:
         own, clusters = list(self.clusters[number]), list(self.clusters)
         for stage, taker in zip(stages, takers, strict=True):
             own[stage] = taker

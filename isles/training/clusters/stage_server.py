@@ -24,7 +24,7 @@ from isles.models import autocast, limits, sketch
 from isles.pipeline.evaluation import assembled, mean_loss
 from isles.pipeline.pipeline import Cut, form_of
 from isles.pipeline.ravnest.agreement import ClusterAgreement
-from isles.pipeline.ravnest.assignment import ClusterSeats
+from isles.pipeline.ravnest.assignment import ClusterAssignment
 from isles.pipeline.ravnest.averaging import ClusterAverage
 from isles.pipeline.ravnest.stage import AsyncStage, AsyncWays
 from isles.pipeline.shares import stage_shares
@@ -58,7 +58,7 @@ class SharedReading:
         return SharedReading(clusters, self.batch, step, self.after(step))
 
 
-def layout_of_seats(seats: ClusterSeats, size: int) -> Layout:
+def layout_of_seats(seats: ClusterAssignment, size: int) -> Layout:
     """Where all workers are now. Who stands by, or has lost its place, is in a column without a first stage."""
     places = [seats.place(position) for position in range(size)]
     return Layout(
@@ -146,7 +146,7 @@ class Serving:
             for _ in range(updates):
                 yield from self.text.batch().split(self.node.form.sequences)
 
-    def judge(self) -> float:
+    def evaluate(self) -> float:
         """The mean loss over the root's validation text. All of the cluster ask together."""
         batches = () if self.text is None else self.text.validation_batches()
         return mean_loss(self.node.compute, self.world.stage, batches)

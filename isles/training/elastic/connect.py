@@ -201,7 +201,7 @@ def seated(entrance: Entrance, places: IslandGroup, *, tell: Callable[[str], Non
 
     with ExitStack() as stack:
         certificates = entrance.shown(places)
-        entry = seat_of(session, entrance.corpus.sha256, certificates, tell)
+        entry = rank_to_load(session, entrance.corpus.sha256, certificates, tell)
         places.next_decision(lambda: Decision(kind="seat", seat=entry.seat, key=entry.key))
         company = Company(session, entry)
         size = config.replicas_in_all
@@ -331,7 +331,7 @@ def _configuration(text: bytes, here: Here, fit: Callable[[Config], Config]) -> 
     return fit(resolve(with_own(tables, here.own)))
 
 
-def seat_of(session: Session, corpus: str, certificates: tuple[str, ...], tell: Callable[[str], None]) -> Entry:
+def rank_to_load(session: Session, corpus: str, certificates: tuple[str, ...], tell: Callable[[str], None]) -> Entry:
     """Ask for a seat, and wait where too many ask. corpus: SHA-256 of this machine's text. certificates: see `Hello`.
 
     ValueError, in one line, where this worker is refused; OSError where it has waited too long.

@@ -425,7 +425,7 @@ class Participant:
         heard, patience = self.transport.now(), self.config.world.eval_deadline
         while not isinstance(self.company.ended, Over):
             if isinstance(self.company.ended, Examine):
-                self._judge()
+                self._evaluate()
                 self.company.ended = None
             if self.company.ask(Finished()) is not None:
                 heard = self.transport.now()
@@ -434,14 +434,14 @@ class Participant:
             self.company.wait(lambda: self.company.ended is not None, 1.0)
         self.company.reported(_WAIT)
 
-    def _judge(self) -> None:
+    def _evaluate(self) -> None:
         path = self.folder / "whole.safetensors"
         try:
             self.gifts.take(GiftRequest(giver=LIGHTHOUSE, what=MODEL, most=1 << 62, seconds=SLOW), path)
         except NotGiven as why:
             self.notice(f"the one model did not come ({why}): it is not judged")
             return
-        self.company.report({"judged": self.worker.judge(path)})
+        self.company.report({"judged": self.worker.evaluate(path)})
 
     def _report(self, event: Any) -> None:
         """What the trainer tells whoever started it: lines of metrics go to the lighthouse, words to the user."""

@@ -183,7 +183,7 @@ class SwarmKeeper(RunKeeper):
         self._offer_states(step)
         self.lighthouse.act(lambda now: self.muster.keep(step))
         for old in self._states.steps()[:-_KEPT]:
-            for stage in self._states.seats(old):
+            for stage in self._states.ranks(old):
                 self.giver.withdraw(state_of(stage, old))
         self._states.thin(_KEPT)
 

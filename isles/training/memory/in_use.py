@@ -138,7 +138,7 @@ class PlannedMemory:
         else:
             self.close()
 
-    def told(self, seconds: float) -> dict[str, Any] | None:
+    def record(self, seconds: float) -> dict[str, Any] | None:
         """For the summary. seconds: of a step, as it was."""
         if self.managed is None:
             return None

@@ -288,16 +288,16 @@ def _disk(folder: str, here: Machine) -> float:
 
 
 def _budget(key: str, memory: MemoryConfig, most: float, here: Machine) -> float:
-    given = getattr(memory, key)
-    if not given:
+    text = getattr(memory, key)
+    if not text:
         return most
-    asked = parse_bytes(key, given)
-    if asked > most:
+    wanted = parse_bytes(key, text)
+    if wanted > most:
         raise ValueError(
-            f"memory.{key} = {given!r} is more than the {most / 2**30:.3g}GiB of {here.name}: choose less, or another "
+            f"memory.{key} = {text!r} is more than the {most / 2**30:.3g}GiB of {here.name}: choose less, or another "
             "memory.machine"
         )
-    return asked
+    return wanted
 
 
 def _read(memory: MemoryConfig, made: Profile, here: Machine) -> MemoryPlan:

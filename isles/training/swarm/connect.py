@@ -29,7 +29,7 @@ from isles.membership.rounds import IslandGroup
 from isles.membership.state_transfer import GiftRequest, NotGiven
 from isles.membership.swarm_coordinator import MOST_SEATS
 from isles.models import choose_device
-from isles.training.elastic.connect import Entrance, Here, admitted, connect, seat_of
+from isles.training.elastic.connect import Entrance, Here, admitted, connect, rank_to_load
 from isles.training.elastic.states import MODEL, state_of
 from isles.training.elastic.support import among_peers
 from isles.training.interrupts import first_interrupt
@@ -69,7 +69,7 @@ def take_part(address: str, token: Token, here: Here, wish: int, *, tell: Callab
                 if not 0 <= wish < entrance.config.pipeline.stages and wish != ANYWHERE:
                     stages = entrance.config.pipeline.stages
                     raise ValueError(f"--stage {wish}: the run has {stages} stages, 0 to {stages - 1}; leave it out")
-                peer = kind_of(entrance.config.pipeline).seated(stack, entrance, wish, leaving, tell)
+                peer = kind_of(entrance.config.pipeline).member_peer(stack, entrance, wish, leaving, tell)
                 current[:] = [peer]
                 device = choose_device(entrance.config.model, int(os.environ.get("LOCAL_RANK", 0)))
                 tell(f"in: seat {peer.line.seat} at {address}, on {device}")
@@ -101,7 +101,7 @@ class SeatedPeer:
         self._session, self._refused = entrance.session, entrance.session.refused
         alone = IslandGroup()
         certificates = entrance.shown(alone)
-        entry = seat_of(entrance.session, self._corpus.sha256, certificates, tell)
+        entry = rank_to_load(entrance.session, self._corpus.sha256, certificates, tell)
         self.line = SwarmLine(entrance.session, entry, self._meet)
         self._transport, self._gifts = connect(
             stack, entrance, self.line, alone, certificates, size=MOST_SEATS, tell=tell

@@ -17,7 +17,7 @@ from isles.comm.mesh import Mesh
 from isles.models.cuts import pieces
 from isles.models.stages import Stage
 from isles.pipeline.ravnest.agreement import ClusterAgreement, cluster_post
-from isles.pipeline.ravnest.assignment import ClusterSeats
+from isles.pipeline.ravnest.assignment import ClusterAssignment
 from isles.pipeline.ravnest.averaging import ClusterAverage, refinement
 from isles.pipeline.ravnest.stage import AsyncStage, AsyncWays
 from tests.pipeline.ravnest import nodes
@@ -86,7 +86,7 @@ class Member:
         stages = parts(plan)
         names = [{n: [name for name, _ in part.named_parameters()] for n, part in enumerate(own)} for own in stages]
         self.agreement = ClusterAgreement(
-            cluster_post(world.world, 5, 1 << 20), world.world, ClusterSeats.of(plan.cuts, range(world.size))
+            cluster_post(world.world, 5, 1 << 20), world.world, ClusterAssignment.of(plan.cuts, range(world.size))
         )
         self.average = ClusterAverage(
             self.agreement, refinement(names), by_samples=plan.weights == "samples", with_state=plan.with_state

@@ -19,7 +19,7 @@ from isles.network.clusters.cuts import ModelLoad
 from isles.network.clusters.formation import ClusterGrowth
 from isles.network.clusters.nodes import SILENT
 from isles.pipeline.ravnest.agreement import ClusterAgreement, ask_in, cluster_post, let_in
-from isles.pipeline.ravnest.assignment import ClusterSeats
+from isles.pipeline.ravnest.assignment import ClusterAssignment
 from isles.pipeline.ravnest.averaging import ClusterAverage, SharedSegment, refinement
 from tests.pipeline.ravnest.averages import THREE
 from tests.pipeline.ravnest.nodes import BLOCKS, Wet, stepper
@@ -41,7 +41,7 @@ class Averaged(NamedTuple):
     """What a node has after a round: which clusters the mean is of, who is in which seat, and what it holds."""
 
     whole: list[int]
-    seats: ClusterSeats
+    seats: ClusterAssignment
     held: dict[str, Tensor]
 
 
@@ -113,7 +113,7 @@ def change(world: Mesh, fates: Fates) -> dict[int, Averaged]:
     torch.set_num_threads(1)
     post, rank, first = cluster_post(world.world, 5, 1 << 20), world.rank, 0
     if rank < FOUNDERS:
-        agreement = ClusterAgreement(post, world.world, ClusterSeats.of(THREE, range(FOUNDERS)), GROWTH)
+        agreement = ClusterAgreement(post, world.world, ClusterAssignment.of(THREE, range(FOUNDERS)), GROWTH)
     else:
         world.transport.compute(fates.comes[rank])
         try:

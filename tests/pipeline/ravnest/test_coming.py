@@ -18,7 +18,7 @@ from isles.network.clusters.formation import ClusterGrowth, form_clusters
 from isles.network.clusters.nodes import SILENT, ClusterNode, heard, is_told, told
 from isles.pipeline.peers.inbox import ASK, COMERS, WORD
 from isles.pipeline.ravnest.agreement import ClusterAgreement, ClusterWelcome, ask_in, cluster_post, let_in
-from isles.pipeline.ravnest.assignment import ClusterSeats
+from isles.pipeline.ravnest.assignment import ClusterAssignment
 
 LOAD = ModelLoad(flops=(1e9,) * 4, weights=(1e6,) * 4, saved=(1e5,) * 4, stream=1e4)
 GROWTH = ClusterGrowth(LOAD)
@@ -53,7 +53,7 @@ def test_seats_over_all_that_can_happen(seed: int) -> None:
     same come to the same.
     """
     draw, latest = random.Random(seed), 6
-    seats = ClusterSeats.of([[2], [1, 3], []], range(6))
+    seats = ClusterAssignment.of([[2], [1, 3], []], range(6))
     growth = ClusterGrowth(LOAD, spares=draw.choice([0, 1]))
     for _ in range(30):
         lost = [draw.choice(seats.clusters[number]) for number in seats.whole[1:] if draw.random() < 0.2]
@@ -80,15 +80,15 @@ def test_seats_over_all_that_can_happen(seed: int) -> None:
         assert not kept or len(seats.whole) == 1
         seats = seats.joined(seats.complete)
         assert not seats.handed and not set(seats.living) & seats.lost
-        again = ClusterSeats.of_plain(seats.to_plain(), latest)
+        again = ClusterAssignment.of_plain(seats.to_plain(), latest)
         assert again == seats
         fewer = seats.renumbered(seats.living)
         assert fewer.living == list(range(len(seats.living))) and len(fewer.clusters) == len(seats.whole)
 
 
 def test_what_are_no_seats_is_refused() -> None:
-    good = ClusterSeats.of([[2], []], range(4)).met({4: SILENT}, [1]).to_plain()
-    assert ClusterSeats.of_plain(good, 5).to_plain() == good
+    good = ClusterAssignment.of([[2], []], range(4)).met({4: SILENT}, [1]).to_plain()
+    assert ClusterAssignment.of_plain(good, 5).to_plain() == good
     bad: list[Any] = [
         None, [], [good], good[:-1], [[[0, 0], [2]], *good[1:]], [[[0, 9], [2]], *good[1:]],
         [good[0], [[2], [1]], *good[2:]], [*good[:4], [7], *good[5:]], [*good[:5], [[4, 2]], good[6]],
@@ -96,13 +96,13 @@ def test_what_are_no_seats_is_refused() -> None:
     ]  # fmt: skip
     for plain in bad:
         with pytest.raises(ValueError, match="no seats of clusters"):
-            ClusterSeats.of_plain(plain, 5)
+            ClusterAssignment.of_plain(plain, 5)
 
 
 def test_a_new_cluster_holds_the_model_and_spares_stay() -> None:
     small = node(0.6 * LOAD.least)
     (three,) = form_clusters([small] * 3, LOAD)  # two have too little
-    seats = ClusterSeats.of([[2], [1]], range(4))
+    seats = ClusterAssignment.of([[2], [1]], range(4))
     grown = seats.met(dict.fromkeys((4, 5, 6), told(small)), ()).mended(GROWTH)
     assert grown.clusters[2:] == (tuple(4 + number for number in three.nodes),) and grown.cuts[2] == three.split.cuts
     assert grown.out == {2} and grown.joined([2]).whole == [0, 1, 2]
@@ -116,13 +116,13 @@ def test_a_new_cluster_holds_the_model_and_spares_stay() -> None:
     assert tiny.mended(GROWTH).clusters[0] == (5, 1)  # the first has not the memory for the place
 
 
-def begun(world: Mesh, seats: ClusterSeats, run: int = 5) -> ClusterAgreement:
+def begun(world: Mesh, seats: ClusterAssignment, run: int = 5) -> ClusterAgreement:
     return ClusterAgreement(cluster_post(world.world, run, 1 << 10), world.world, seats, GROWTH)
 
 
 def agree(world: Mesh, how: str) -> Any:
     """Three agree twice; the last one says what cannot be, the second time."""
-    agreement = begun(world, ClusterSeats.of([[1], []], range(3)))
+    agreement = begun(world, ClusterAssignment.of([[1], []], range(3)))
     agreement.settle()
     mail = agreement.post.mail
     if world.rank == 2:
@@ -164,7 +164,7 @@ def knock(world: Mesh, how: str) -> Any:
         welcome = ask_in(post, range(2), SILENT)
         assert welcome is not None
         return welcome.turn, welcome.seats.waiting, dict(welcome.facts)
-    agreement = ClusterAgreement(post, world.world, ClusterSeats.of([[1]], range(2)), GROWTH)
+    agreement = ClusterAgreement(post, world.world, ClusterAssignment.of([[1]], range(2)), GROWTH)
     world.transport.compute(2.0)
     agreement.settle()
     comers = let_in(agreement, {"step": 4})

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from isles.pipeline.ravnest.assignment import ClusterSeats
+from isles.pipeline.ravnest.assignment import ClusterAssignment
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -14,7 +14,7 @@ def test_seats_over_losses(seed: int) -> None:
     draw = random.Random(seed)
     lengths = [draw.randint(1, 4) for _ in range(draw.randint(1, 4))]
     size = sum(lengths) + draw.randint(0, 4)
-    seats = ClusterSeats.of([range(1, length) for length in lengths], range(size))
+    seats = ClusterAssignment.of([range(1, length) for length in lengths], range(size))
     assert seats.whole == list(range(len(lengths))) and not seats.complete
     while len(seats.living) > 1:
         before = seats
@@ -39,6 +39,6 @@ def test_seats_over_losses(seed: int) -> None:
 
 
 def test_where_the_fewest_are_missing_comes_first() -> None:
-    seats = ClusterSeats.of([[1, 2], [3], []], range(8)).without({0, 1, 4})
+    seats = ClusterAssignment.of([[1, 2], [3], []], range(8)).without({0, 1, 4})
     assert seats.mended().clusters == ((0, 1, 2), (3, 6), (5,)) and seats.mended().waiting == (7,)
     assert seats.mended().complete == [1]

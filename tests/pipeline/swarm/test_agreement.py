@@ -19,7 +19,7 @@ from isles.comm.mesh import Mesh
 from isles.pipeline.peers.agreement import Agreement
 from isles.pipeline.peers.inbox import WORD, Post
 from isles.pipeline.ravnest.agreement import Attempt, ClusterAgreement, cluster_post
-from isles.pipeline.ravnest.assignment import ClusterSeats
+from isles.pipeline.ravnest.assignment import ClusterAssignment
 from tests.pipeline.swarm import killing
 
 LINES = isles.Links(bandwidth=1e7, latency=0.02, jitter=0.9)
@@ -36,7 +36,7 @@ def alone(world: Mesh, agreements: int) -> Answers:
 
 def clustered(world: Mesh, times: int) -> Answers:
     """Who is whole each time, and what those of whole clusters have gathered of each other together."""
-    seats = ClusterSeats.of([()] * world.size, range(world.size))
+    seats = ClusterAssignment.of([()] * world.size, range(world.size))
     own = ClusterAgreement(cluster_post(world.world, 1, 1 << 10), world.world, seats)
 
     def attempt() -> Attempt[Answers]:

@@ -55,7 +55,7 @@ def end(world: Run) -> None:
     world.rest()
 
 
-def seat_of(world: Run, number: int) -> int:
+def rank_to_load(world: Run, number: int) -> int:
     world.until(lambda: number in world.workers)
     return world.workers[number].company.seat
 
@@ -73,11 +73,11 @@ def test_who_lands_a_round_has_what_the_others_have(
     first, _, third = (world.join() for _ in range(3))
     world.until(lambda: len(digests) >= 4)
     world.vanish(third)
-    lost = seat_of(world, third)
+    lost = rank_to_load(world, third)
     last = max(landed(digests, lost))
-    world.until(lambda: max(landed(digests, seat_of(world, first))) >= last + 3)
+    world.until(lambda: max(landed(digests, rank_to_load(world, first))) >= last + 3)
     fourth = world.join()
-    joined = seat_of(world, fourth)
+    joined = rank_to_load(world, fourth)
     world.until(lambda: len(landed(digests, joined)) >= 4)
     begun = landed(digests, joined)[0]
     end(world)
@@ -107,7 +107,7 @@ def test_nothing_lands_without_the_lighthouse_and_training_goes_on(tmp_path: Pat
     world.until(lambda: max(digests) > before + 3)
     took = time.monotonic() - lit
     fourth = world.join()
-    world.until(lambda: len(landed(digests, seat_of(world, fourth))) >= 3)
+    world.until(lambda: len(landed(digests, rank_to_load(world, fourth))) >= 3)
     end(world)
     assert all_alike(digests) and took < 30.0  # 10 s are promised, on a machine with nothing else to do
     assert all(len(digests[round]) >= 3 for round in range(before + 2, max(digests) - 8))

@@ -201,7 +201,7 @@ def workers_of(pid: int) -> list[int]:
     return sorted(child for child, parent in parents.items() if parents.get(parent) == pid)
 
 
-def seat_of(log: Path) -> int:
+def rank_to_load(log: Path) -> int:
     """That of the island whose log it is."""
     found = re.search(r"in: seat (\d+) of", log.read_text())
     assert found is not None
@@ -232,7 +232,7 @@ def test_they_come_and_go(tmp_path: Path, method: str) -> None:
         world.until(lambda: founders[1].poll() is not None)
         assert founders[1].returncode == 1 and "lost a worker" in world.logs()
         assert not workers_of(founders[1].pid)
-        left = seat_of(tmp_path / "1.log")
+        left = rank_to_load(tmp_path / "1.log")
         since = newest(left)
         world.until(lambda: min(newest(left), newest(2)) >= since + 12)
         assert {line.seats for line in rounds(world.out)[2][-8:] if line.outcome == WHOLE} == {(left, 2)}
@@ -265,7 +265,7 @@ def test_nobody_waits_for_an_island_of_which_one_worker_stands_still(tmp_path: P
 
         world.until(lambda: min(map(newest, range(3))) >= 5, 240.0)
         standing = workers_of(joined[2].pid)[place]
-        seat = seat_of(tmp_path / "3.log")
+        seat = rank_to_load(tmp_path / "3.log")
         others = sorted({0, 1, 2} - {seat})
         os.kill(standing, signal.SIGSTOP)
         since = max(map(newest, others))
