@@ -59,8 +59,8 @@ def _legal() -> None:
 
     print("\nNot with each other, whatever the method:")
     for where, rows in groupby(conflicts(), key=lambda row: row.where):
-        told = f" ({EXTERNAL_SITUATIONS[where[0]]})" if where[0] in EXTERNAL_SITUATIONS else ""
-        print(f"\n  {' and '.join(one.strip('()') for one in where)}{told}")
+        explained = f" ({EXTERNAL_SITUATIONS[where[0]]})" if where[0] in EXTERNAL_SITUATIONS else ""
+        print(f"\n  {' and '.join(one.strip('()') for one in where)}{explained}")
         for row in rows:
             print(f"      {row.what}: {row.because}; {row.mend}")
 

@@ -11,7 +11,7 @@ import typer
 
 from isles.cli import torchrun
 from isles.cli.terminal import OwnDevice, Trust, end_in_order
-from isles.cli.train import Node, Nodes, Rendezvous, TokenText, tell_device
+from isles.cli.train import Node, Nodes, Rendezvous, TokenText, report_device
 from isles.cli.train import run as run_with_progress
 
 
@@ -67,5 +67,5 @@ def resume(
         for note in (*ready.notes, f"resuming {run} after step {ready.step}"):
             print(note, file=sys.stderr)
     config = ready.config if device is None else replace(ready.config, model=replace(ready.config.model, device=device))
-    tell_device(config, nodes, node)
+    report_device(config, nodes, node)
     run_with_progress(config, lambda: run, node_spec, resume=ready.step)

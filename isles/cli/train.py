@@ -96,7 +96,7 @@ def train(
 
         refuse(resolved)
     file = f"{preset or config} over the defaults of isles config --method {resolved.method}"
-    tell_device(resolved, nodes, node, f"; settings: {'the built-in small run' if config is None else file}")
+    report_device(resolved, nodes, node, f"; settings: {'the built-in small run' if config is None else file}")
     run(resolved, lambda: out or new_directory(resolved.method), node_spec)
 
 
@@ -132,7 +132,7 @@ def run(config: Config, choose: Callable[[], Path], node_spec: NodeSpec, resume:
         raise typer.Exit(130) from None
 
 
-def tell_device(config: Config, nodes: int = 1, node: int = 0, more: str = "") -> None:
+def report_device(config: Config, nodes: int = 1, node: int = 0, more: str = "") -> None:
     """The line that says where the workers of this machine train."""
     from isles.launch.nodes import split
     from isles.models.factory import placement

@@ -119,7 +119,7 @@ def _dimension(text: str, config: Config) -> Dimension:
         raise ValueError(f"--over {text}: write SECTION.KEY=LOW..HIGH or SECTION.KEY=A,B,C, of settings of this run")
     low, dots, high = values.partition("..")
     if not dots:
-        choices = [parse_value(word) for word in names(values, f"--over {key}")]
+        choices = [parse_value(part) for part in names(values, f"--over {key}")]
         return Dimension(name=key, start=start if start in choices else choices[0], choices=choices)
     least, most = parse_value(low), parse_value(high)
     if not (isinstance(least, (int, float)) and isinstance(most, (int, float)) and least < most):

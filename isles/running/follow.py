@@ -62,11 +62,11 @@ def follow(
 
 def _work(config: Config, out: Path, on_metrics: Callable[[dict[str, Any]], None], node_group: NodeGroup) -> list[Any]:
     """Results of this machine's workers, but for those that have left."""
-    gone = set[int]()
+    left_ranks = set[int]()
 
     def take(event: Any) -> None:
         if isinstance(event, dict) and "left" in event:
-            gone.add(event["left"])
+            left_ranks.add(event["left"])
         if isinstance(event, dict) and "loss" in event:
             write_config(config, out)
             on_metrics(event)
@@ -74,8 +74,8 @@ def _work(config: Config, out: Path, on_metrics: Callable[[dict[str, Any]], None
     def obey(command: Any) -> None:
         if isinstance(command, dict) and "commit" in command:
             with checks_host_messages():
-                step, seats = committed(command, config)
-            commit(config, out, step, seats, node_group)
+                step, ranks = committed(command, config)
+            commit(config, out, step, ranks, node_group)
 
     world = config.world
     start_server()
@@ -94,4 +94,4 @@ def _work(config: Config, out: Path, on_metrics: Callable[[dict[str, Any]], None
     pool = RemoteWorkers(train_process, own, args=(config, out, step), node_group=node_group)
     with first_interrupt(pool.stop, config.run.grace):
         results = pool.join(take, obey)
-    return [result for spec, result in zip(own, results, strict=False) if spec.rank not in gone]
+    return [result for spec, result in zip(own, results, strict=False) if spec.rank not in left_ranks]

@@ -62,7 +62,7 @@ def take_part(
     store = next(iter(dist.rendezvous("env://")))[0]
     try:
         with tempfile.TemporaryDirectory(prefix="isles-") as folder:
-            node_spec = _place(rank, size, store, Path(folder, "credentials"))
+            node_spec = _node_spec(rank, size, store, Path(folder, "credentials"))
             if rank == 0:
                 return _lead(config, out(), on_metrics, on_notice, resume, node_spec, store)
             _follow(config, on_notice, resume, node_spec, store)
@@ -71,7 +71,7 @@ def take_part(
         mesh.leave()
 
 
-def _place(rank: int, size: int, store: dist.Store, folder: Path) -> NodeSpec:
+def _node_spec(rank: int, size: int, store: dist.Store, folder: Path) -> NodeSpec:
     """Which of torchrun's processes this is, and where they meet: all are told over its store. folder: for rank 0's
     credentials.
     """
@@ -204,7 +204,7 @@ class _ToLauncher:
         self.closed = False
         self._finished = False
 
-    def said(self, message: tuple[str, Any]) -> tuple[str, Any]:
+    def outgoing(self, message: tuple[str, Any]) -> tuple[str, Any]:
         """Note what the worker says, and print what is too long for one line."""
         kind, value = message
         self._finished = self._finished or kind in ("done", "error")
@@ -213,7 +213,7 @@ class _ToLauncher:
             value = WorkerFailed(value.rank, value.report.splitlines()[-1])
         return kind, value
 
-    def heard(self, command: Any) -> Any:
+    def incoming(self, command: Any) -> Any:
         if command == "close" and not self._finished:
             self.closed = True
             signal.pthread_kill(cast(int, threading.main_thread().ident), signal.SIGINT)
@@ -228,10 +228,10 @@ class _PipeToLauncher(_ToLauncher):
         self.pipe, self.stop = pipe, pool.stop
 
     def send(self, message: tuple[str, Any]) -> None:
-        self.pipe.send(self.said(message))
+        self.pipe.send(self.outgoing(message))
 
     def recv(self) -> Any:
-        return self.heard(self.pipe.recv())
+        return self.incoming(self.pipe.recv())
 
 
 class _LinkToLauncher(_ToLauncher):
@@ -247,7 +247,7 @@ class _LinkToLauncher(_ToLauncher):
         self._stop_wanted = True
 
     def send(self, message: tuple[str, Any]) -> None:
-        kind, value = self.said(message)
+        kind, value = self.outgoing(message)
         try:
             self.link.send([self.rank, kind, to_plain(value) if kind == "error" else value])
         except LinkLost as error:
@@ -259,7 +259,7 @@ class _LinkToLauncher(_ToLauncher):
                 pass  # a word to launchers
         except LinkLost as error:
             raise EOFError(str(error)) from error
-        return self.heard(command)
+        return self.incoming(command)
 
     def _next(self) -> Any:
         while (message := self.link.next()) is None:

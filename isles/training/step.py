@@ -81,7 +81,9 @@ class StepRunner(Protocol):
         """Go on from `state_dict`."""
 
     def evaluate(self, batches: Iterable[Tensor]) -> float | None:
-        """Mean loss over the rows of `batches` with the weights of now, in nats; None on a worker that does not learn it."""
+        """Mean loss over the rows of `batches` with the weights of now, in nats; None on a worker that does not learn
+        it.
+        """
 
     def whole(self, optimizer: ReplicaSync) -> nn.Module | None:
         """End the run and give the one model that came of it; None where another worker holds it."""

@@ -144,7 +144,7 @@ ROWS = [
 ]
 
 
-@pytest.mark.parametrize(("row", "key"), ROWS, ids=lambda one: one if isinstance(one, str) else one.told)
+@pytest.mark.parametrize(("row", "key"), ROWS, ids=lambda one: one if isinstance(one, str) else one.situations)
 def test_every_row_speaks(row: Conflict, key: str) -> None:
     settings: dict[str, Any] = {}
     for where in row.where:
@@ -158,7 +158,7 @@ def test_every_row_speaks(row: Conflict, key: str) -> None:
         refuse_conflicts(resolve(in_tables(settings)), *(where for where in row.where if where in EXTERNAL_SITUATIONS))
     message = str(caught.value)
     assert message.startswith(f"{key} = ")
-    assert f" does not go with {row.told}: {row.because}; {row.mend}" in message
+    assert f" does not go with {row.situations}: {row.because}; {row.mend}" in message
 
 
 if __name__ == "__main__":

@@ -313,10 +313,10 @@ def needs_numbers() -> Bigram:
     return model
 
 
-@pytest.mark.parametrize("place", ["tests.training.own_models:build", "tests.training.test_plan:needs_numbers"])
-def test_a_sketch_of_a_users_model_keeps_what_is_tied_and_frozen(tier: str) -> None:
-    planned = sketch(ModelConfig(factory=tier, context=4, dtype="bfloat16"))
-    real = build(ModelConfig(factory=tier, context=4, dtype="bfloat16"), seed=0)
+@pytest.mark.parametrize("factory", ["tests.training.own_models:build", "tests.training.test_plan:needs_numbers"])
+def test_a_sketch_of_a_users_model_keeps_what_is_tied_and_frozen(factory: str) -> None:
+    planned = sketch(ModelConfig(factory=factory, context=4, dtype="bfloat16"))
+    real = build(ModelConfig(factory=factory, context=4, dtype="bfloat16"), seed=0)
     assert all(tensor.is_meta for tensor in planned.state_dict().values())
     for (name, one), (there, other) in zip(planned.named_parameters(), real.named_parameters(), strict=True):
         assert (name, one.shape, one.dtype, one.requires_grad) == (there, other.shape, other.dtype, other.requires_grad)

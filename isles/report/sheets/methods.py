@@ -29,7 +29,7 @@ def with_churn(sheet: Sheet, job: PlanQuestion, plans: Sequence[MethodPlan], chu
             )
     rows = sheet.data["rows"]
     assert isinstance(rows, list)
-    told = [
+    records = [
         {**row, "churn": asdict(found[id(one)])} if id(one) in found else row
         for row, one in zip(rows, plans, strict=True)
     ]
@@ -37,7 +37,7 @@ def with_churn(sheet: Sheet, job: PlanQuestion, plans: Sequence[MethodPlan], chu
     head = f"Workers come and go, {share} of them an hour (of methods that go on without the lost ones):"
     return replace(
         sheet,
-        data={**sheet.data, "rows": told},
+        data={**sheet.data, "rows": records},
         notes=[head, *(f"{name}: {_words(costs)}" for name, costs in named.items()), *sheet.notes],
     )
 
@@ -83,7 +83,7 @@ def plan_sheet(job: PlanQuestion, table: MethodTable, network: str, *, target: f
     heads += ["hours", "sent GB", *(["money"] if prices else [])] if job.tokens else []
     return Sheet(
         name="plan",
-        title=f"{format_short(job.parameters)} parameters, {workers_in_words(job)}, {network}",
+        title=f"{format_short(job.parameters)} parameters, {format_workers(job)}, {network}",
         subtitle=f"{job.step_seconds:.4g} s of computing a step; the slowest worker has {pace}",
         what=f"First what reaches {percent} % {reached}: nearest to data parallel first, then the smaller H.",
         table=Table(heads=heads, rows=[_row(job, one, slowest) for one in plans], names=3),
@@ -119,7 +119,7 @@ def _enough(plans: Sequence[MethodPlan], percent: str) -> list[str]:
     return [f"For {percent} % at these rates: {'; '.join(f'{name} wants H = {H:,}' for name, H in found.items())}."]
 
 
-def workers_in_words(job: PlanQuestion) -> str:
+def format_workers(job: PlanQuestion) -> str:
     """How many, and where."""
     return f"{job.workers} workers" if job.devices == 1 else f"{job.sites} sites of {job.devices} devices"
 

@@ -112,7 +112,7 @@ def _key() -> bytes:
 
 _PLAN, _LINKS = "pipeline.skippipe.plan", "world.virtual.links"
 _NAMES = {_PLAN: "plan.json", _LINKS: "links.toml"}
-KEPT = tuple(_NAMES.values())
+SAVED_WITH_RUN = tuple(_NAMES.values())
 
 
 def referenced_files(config: Config) -> dict[str, Path]:

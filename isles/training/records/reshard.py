@@ -3,8 +3,8 @@
 `prepare` chooses the checkpoint and what its states must be made into:
 
     nothing               the same workers and stages: an ordinary resume
-    other replicas        every replica, one at a time -> means of weights, inner state, anchors, momenta (bits unchanged
-                          where all were equal) -> M replicas: the means, and each worker's own counts
+    other replicas        every replica, one at a time -> means of weights, inner state, anchors, momenta (bits
+                          unchanged where all were equal) -> M replicas: the means, and each worker's own counts
     other stages          states of a replica's stages -> weights, moments and flat vectors by name -> those of other
                           stages, or of the whole
     clusters with churn   shards by rank of all who ever came -> shards of the remaining ones, cluster after cluster,
@@ -160,8 +160,8 @@ def with_boundary(saved: Config, config: Config) -> Config:
         )
     if saved.pipeline.boundary.form != "coordinates":
         raise ValueError(
-            f'{prefix} with form = "{saved.pipeline.boundary.form}": what its optimizers see of gradients hangs on where '
-            "the stages begin; leave out --stages"
+            f'{prefix} with form = "{saved.pipeline.boundary.form}": what its optimizers see of gradients hangs on '
+            "where the stages begin; leave out --stages"
         )
     inside = saved.pipeline.boundary.blocks or before[-1]
     if after[-1] > inside:
