@@ -79,7 +79,7 @@ def run(config: Config, churn: str, folder: Path, *, idle: bool) -> dict[str, An
     def made(worker: Participant) -> None:
         if idle:
             worker.trainer.model_step.run = _idle  # type: ignore[method-assign]
-            worker.trainer.judges = False
+            worker.trainer.validates = False
             if lands_together(config):
                 (fragment,) = worker.optimizer.fragments
                 fragment.averaging = Reckoned(fragment.averaging, places)

@@ -101,8 +101,8 @@ def decoder(shape: Decoder, gpus: int = 1) -> Profile:
     return profile_of(made, BATCH // gpus, gpus=gpus, gathered=gathered)
 
 
-def uniform(made: Profile, place: str, activations: str) -> tuple[Placement, ...]:
-    return (Placement(place, activations),) * len(made.units)  # type: ignore[arg-type]
+def uniform(made: Profile, tier: str, activations: str) -> tuple[Placement, ...]:
+    return (Placement(tier, activations),) * len(made.units)  # type: ignore[arg-type]
 
 
 def zero_offload(made: Profile, here: Machine) -> float:
@@ -202,8 +202,8 @@ def karma_instance(rng: random.Random) -> tuple[Profile, Machine]:
         passes = Passes(
             saved=saved,
             casts=0,
-            kept=Transient(saved // 20, saved // 10),
-            recomputed=Transient(saved // 20, saved - boundary + saved // 10),
+            keep=Transient(saved // 20, saved // 10),
+            recompute=Transient(saved // 20, saved - boundary + saved // 10),
         )
         units.append(
             UnitProfile(
@@ -239,15 +239,15 @@ def karma_instance(rng: random.Random) -> tuple[Profile, Machine]:
 
 def karma_row(made: Profile, here: Machine) -> KarmaRow:
     """All policies on one instance."""
-    keep = played(made, replace(here, device_bytes=math.inf), uniform(made, "device", "keep"))
+    saved = played(made, replace(here, device_bytes=math.inf), uniform(made, "device", "keep"))
     swap = uniform(made, "device", "swap")
     ahead = least_peak(made, swap) + max(unit.resident.saved for unit in made.units)
     eager = played(made, replace(here, device_bytes=min(ahead, here.device_bytes)), swap)
     tails = {}
     for activations in ("swap", "recompute"):
         plans = [
-            (*uniform(made, "device", activations)[kept:], *uniform(made, "device", "keep")[:kept])
-            for kept in range(_BLOCKS + 1)
+            (*uniform(made, "device", activations)[count:], *uniform(made, "device", "keep")[:count])
+            for count in range(_BLOCKS + 1)
         ]
         seconds = [played(made, here, plan) for plan in plans]
         tails[activations] = seconds[max((k for k, one in enumerate(seconds) if math.isfinite(one)), default=0)]
@@ -256,7 +256,7 @@ def karma_row(made: Profile, here: Machine) -> KarmaRow:
     _, optimum = Search(made, here, method="karma", host=math.inf, disk=0.0).exhaustive()
     recompute = played(made, here, uniform(made, "device", "recompute"))
     every = (eager, recompute, tails["swap"], tails["recompute"], planned, optimum)
-    return KarmaRow(*(seconds / keep for seconds in every))
+    return KarmaRow(*(seconds / saved for seconds in every))
 
 
 def karma_rows() -> list[KarmaRow]:
@@ -305,7 +305,7 @@ def _memory_lines() -> Iterator[str]:
         agrees = "agrees" if ours < theirs_seconds else "does not agree"
         yield (f"| {name}: 12 GB beat ZeRO-Offload's 40 GB | yes | {ours:.2f} s < {theirs_seconds:.2f} s | {agrees} |")
     plan, _ = autohete(decoder(ONE_GPU["4B"]), here)
-    hosted = sum(one.place != "device" for one in plan)
+    hosted = sum(one.tier != "device" for one in plan)
     yield f"| 4B: optimizers of 13 of 21 blocks on the host | 62 % | {hosted / len(plan):.0%} | does not agree |"
     yield "| PatrickStar 1.63 / 1.91 and 1.65 / 1.79 | | not modelled | |"
 

@@ -64,7 +64,7 @@ def _searched(terms: Terms, out: Path) -> tuple[list[str], float]:
 
     study = Study(terms, out)
     study.work(lambda: False, train)
-    told = study.told()
+    told = study.record()
     ended, share = complete(told), saved(told)
     pruned = [one for one in told["trials"] if one["state"] == "pruned" and one["steps"]]
     losses = [_loss(terms, one, out) for one in pruned]

@@ -21,14 +21,14 @@ from typing import Any
 
 from benchmarks.comparison.cases import TOPOLOGIES, Case, Key
 from isles.experts.jobs import ExpertTask, JobProgress, carry_out
-from isles.plan.priced import priced
+from isles.plan.prices import priced
 from isles.report.comparison import never_talks
 from isles.report.rundir import read_run
 from isles.report.units import format_seconds
 from isles.running.run import launch
 from isles.training.config.reading import read_config, run_name
 from isles.training.records.checkpoint import Checkpoints
-from isles.training.records.rundir import CONFIG, METRICS, held
+from isles.training.records.rundir import CONFIG, METRICS, lock_run
 
 RunRow = dict[str, Any]
 
@@ -114,7 +114,7 @@ def _same(case: Case, folder: Path) -> bool:
 
 def _clear(folder: Path) -> None:
     """Remove a run. ValueError where it still goes on, or where the folder holds something else."""
-    with held(folder):
+    with lock_run(folder):
         names = {path.name for path in folder.iterdir()} - {"run.lock"}
         if names and not names & {CONFIG, METRICS}:
             raise ValueError(f"{folder}: is in the way and holds no run; name another --out")

@@ -76,7 +76,7 @@ def _tune(case: Case, out: Path, file: Path, trials: int, progress: JobProgress)
         return launch(one, place, look, lambda notice: None)
 
     study.work(lambda: False, train)
-    told = study.told()
+    told = study.record()
     if any(one["state"] == "running" for one in told["trials"]):
         return  # another process is at it, and writes the line
     best = complete(told)[0]

@@ -37,8 +37,8 @@ def of_torch() -> Iterator[Check]:
     try:
         version, gloo, nccl, names = parse_json(done.stdout.strip().splitlines()[-1])
     except (IndexError, ValueError):
-        said = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        yield Check("torch", False, f"cannot be imported ({said[:200]}); install it: pip install torch")
+        message = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        yield Check("torch", False, f"cannot be imported ({message[:200]}); install it: pip install torch")
         return
     yield Check("torch", True, version)
     yield Check("gloo", gloo, "workers talk over it" if gloo else "missing: install a build of torch that has it")

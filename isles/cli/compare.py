@@ -43,8 +43,8 @@ def compare(
     end_in_order()
     stray = [one for one in sources or [] if methods and not one.endswith(".toml") and not Path(one).exists()]
     if stray:
-        words = f"--methods {','.join([str(methods), *stray])}"
-        raise ValueError(f"{' '.join(stray)}: no such file or folder; methods are one word, with commas: {words}")
+        flag = f"--methods {','.join([str(methods), *stray])}"
+        raise ValueError(f"{' '.join(stray)}: no such file or folder; methods are one word, with commas: {flag}")
     folders = [Path(source) for source in sources or [] if Path(source).is_dir()]
     if len(sources or []) > max(len(folders), not folders):
         raise ValueError(f"{' '.join(sources or [])}: finished runs, or one CONFIG.toml, but not both")
@@ -63,10 +63,10 @@ def compare(
     flags |= {} if as_ is None else {"run.priced_as": as_, "world.backend": "virtual"}
     flags = flags | {key: n for key, n in (("world.workers", workers), ("run.steps", steps)) if n is not None}
     chosen = rows.rows_of(methods or ",".join(method_tables(config)) or rows.USUAL)
-    said = rows.ForAllRows(config, flags, set_ or [])
+    shared = rows.SharedSettings(config, flags, set_ or [])
     for one in sweep or []:
-        chosen = rows.swept(said, chosen, one)
-    read = partial(rows.read_beside, said, chosen, seeds_of(seeds))
+        chosen = rows.swept(shared, chosen, one)
+    read = partial(rows.read_beside, shared, chosen, seeds_of(seeds))
     configs = read()
     if tuned is not None:
         configs = read(tuned_in(tuned, {label.split("@")[0]: one for (label, _), one in configs.items()}))

@@ -68,13 +68,13 @@ def doctor(
 ) -> None:
     """Check this machine; with --listen on one and --peer on the other, both directions between two."""
     from isles.comm.sockets.addresses import listen as open_port
-    from isles.comm.sockets.addresses import listening_address, parse_address
+    from isles.comm.sockets.addresses import listen_address, parse_address
 
     if join is not None:
         others = (peer, write_links, nodes, disk, write)
         if any(option is not None for option in others) or describe or memory:
             raise ValueError("--join: goes with --token and --listen; leave the other options out")
-        _walk(join, token, listen)
+        _check_route(join, token, listen)
         return
     if token is not None:
         raise ValueError("--token: goes with --join HOST:PORT; add it, or take it out")
@@ -93,10 +93,10 @@ def doctor(
         return
     listener = None
     if listen is not None:
-        host, port = listening_address(listen)
+        host, port = listen_address(listen)
         listener = open_port(port, host)
     with listener or nullcontext():
-        _tell(
+        _print_checks(
             machine(),
             of_memory(disk or ".", write) if memory else (),
             () if target is None else call(*target, pair),
@@ -104,15 +104,15 @@ def doctor(
         )
 
 
-def _walk(join: str, token: str | None, listen: str | None) -> None:
-    from isles.cli.elastic.join import place, places, token_option
+def _check_route(join: str, token: str | None, listen: str | None) -> None:
+    from isles.cli.elastic.join import place, places, read_token
     from isles.cli.elastic.route import walk
     from isles.comm.sockets.addresses import parse_address
 
-    target, parsed = parse_address(join, "--join"), token_option(token)
+    target, parsed = parse_address(join, "--join"), read_token(token)
     (here,) = places(listen, 1)
     listening, announced = place(here, join)
-    _tell(machine(), walk(*target, parsed, listening, announced))
+    _print_checks(machine(), walk(*target, parsed, listening, announced))
 
 
 def _describe(target: tuple[str, int] | None) -> None:
@@ -144,7 +144,7 @@ def _describe(target: tuple[str, int] | None) -> None:
     print("\n".join(lines))
 
 
-def _tell(*parts: Iterable[Check]) -> None:
+def _print_checks(*parts: Iterable[Check]) -> None:
     """Print every check, once it is made. typer.Exit(1) where one is not good."""
     good = True
     for check in chain(*parts):
@@ -263,9 +263,9 @@ def _pair(path: str, nodes: str, peer: str | None) -> MeasuredPair:
 
     if peer is None:
         raise ValueError("--write-links: goes with --peer HOST:PORT, whose line is measured")
-    words = nodes.split(",")
-    numbers = [int(word) for word in words if word.strip().isdecimal() and len(word) < 4]
-    if len(words) != 2 or len(set(numbers)) != 2:
+    parts = nodes.split(",")
+    numbers = [int(part) for part in parts if part.strip().isdecimal() and len(part) < 4]
+    if len(parts) != 2 or len(set(numbers)) != 2:
         raise ValueError(f"--nodes {nodes}: write two different numbers, 0 to 999, this machine's first, such as 0,3")
     refuse_file(path)
     return MeasuredPair(path, *numbers)
@@ -294,7 +294,7 @@ def call(host: str, port: int, pair: MeasuredPair | None = None) -> Iterator[Che
     except LinkLost as error:
         yield Check("peer", False, f"{host}:{port}: {error}")
         return
-    yield from findings_in_words(findings)
+    yield from format_findings(findings)
     if pair is not None:
         yield _write(pair, findings)
 
@@ -305,22 +305,22 @@ def wait_for_call(listener: socket.socket) -> Iterator[Check]:
     from isles.comm.sockets.connection import LinkLost
     from isles.launch import probe
 
-    say_waiting(f"isles doctor --peer {written(*listener.getsockname()[:2])}")
+    report_waiting(f"isles doctor --peer {written(*listener.getsockname()[:2])}")
     try:
         findings = probe.wait_for_call(listener, LISTEN_FOR, lambda text: print(text, file=sys.stderr, flush=True))
     except LinkLost as error:
         yield Check("peer", False, str(error))
         return
-    yield from findings_in_words(findings)
+    yield from format_findings(findings)
 
 
-def say_waiting(command: str) -> None:
+def report_waiting(command: str) -> None:
     """For whom this machine waits."""
     minutes = f"waiting {LISTEN_FOR / 60:g} minutes"
     print(f"{minutes}; on the other machine: {command}", file=sys.stderr, flush=True)
 
 
-def findings_in_words(found: Findings) -> Iterator[Check]:
+def format_findings(found: Findings) -> Iterator[Check]:
     """One line for the peer, one a direction, one for the round trip, one for the rates."""
     from isles.base.version import __version__
     from isles.comm.sockets.reachability import port_range
@@ -332,10 +332,10 @@ def findings_in_words(found: Findings) -> Iterator[Check]:
     yield _direction("out", found.here, found.there, found.port_out, found.out, found.ports_there, "there")
     yield _direction("back", found.there, found.here, found.port_back, found.back, port_range(), "here")
     yield Check("round trip", True, f"{format_seconds(found.round_trip)} (median)")
-    yield Check("rate", True, rates_in_words(found))
+    yield Check("rate", True, format_rates(found))
 
 
-def rates_in_words(found: Findings) -> str:
+def format_rates(found: Findings) -> str:
     """Both directions."""
     rates = ((found.rate_out, "out"), (found.rate_back, "back"))
     return ", ".join(f"{_three(rate / 1e6)} Mbit/s {name}" for rate, name in rates)

@@ -39,9 +39,9 @@ def evaluate(
     """Judge the run's consolidated model. Stages are those of the run; of one that was not cut, its blocks."""
     from isles.training.records.finished import load_run
 
-    words = {"drop": drop_stages, "leave": early_exit, "order": order}
-    partial = curves or any(word is not None for word in words.values())
-    if curves and any(word is not None for word in words.values()):
+    options = {"drop": drop_stages, "leave": early_exit, "order": order}
+    partial = curves or any(part is not None for part in options.values())
+    if curves and any(part is not None for part in options.values()):
         raise ValueError("--curves judges many orders by itself: leave --drop-stages, --early-exit and --order out")
     if partial and questions is not None:
         raise ValueError("--questions are asked of the whole model: leave the options about stages out")
@@ -93,7 +93,7 @@ def _stages(option: str, text: str | None) -> list[int]:
     if text is None:
         return []
     try:
-        return [int(word) for word in text.split(",")]
+        return [int(part) for part in text.split(",")]
     except ValueError:
         raise ValueError(f"{option} {text}: write numbers of stages with commas between, such as 2,4") from None
 

@@ -22,7 +22,7 @@ def export(
     from isles.base.errors import unknown_name
     from isles.data.tokenizer import HuggingFaceTokenizer
     from isles.models.hf import save_as_llama
-    from isles.training.config.trust import KEPT
+    from isles.training.config.trust import SAVED_WITH_RUN
     from isles.training.records.finished import load_run
 
     if format not in ("hf", "safetensors"):
@@ -48,7 +48,7 @@ def export(
     elif format == "hf":
         save_as_llama(saved.model, folder)
     else:
-        for name in ("model.safetensors", "config.toml", *(name for name in KEPT if (run / name).is_file())):
+        for name in ("model.safetensors", "config.toml", *(name for name in SAVED_WITH_RUN if (run / name).is_file())):
             shutil.copyfile(run / name, folder / name)
     if format == "hf" and isinstance(saved.tokenizer, HuggingFaceTokenizer):
         for name, file in zip(("tokenizer.json", "tokenizer_config.json"), saved.tokenizer.files, strict=True):

@@ -43,7 +43,7 @@ def _methods() -> None:
 def _legal() -> None:
     from isles.cli.terminal import print_named
     from isles.replicas.parts.legal import AXES, BY_NUMBERS, TABLE
-    from isles.training.config.conflicts import TOLD, conflicts
+    from isles.training.config.conflicts import EXTERNAL_SITUATIONS, conflicts
 
     print('The parts of an outer method, each a setting of method = "custom" (cadence: sync_every, fragments,')
     print("overlap_steps, outer_delay). Any choice goes together unless a line below speaks of it.\n")
@@ -59,8 +59,8 @@ def _legal() -> None:
 
     print("\nNot with each other, whatever the method:")
     for where, rows in groupby(conflicts(), key=lambda row: row.where):
-        told = f" ({TOLD[where[0]]})" if where[0] in TOLD else ""
-        print(f"\n  {' and '.join(one.strip('()') for one in where)}{told}")
+        explained = f" ({EXTERNAL_SITUATIONS[where[0]]})" if where[0] in EXTERNAL_SITUATIONS else ""
+        print(f"\n  {' and '.join(one.strip('()') for one in where)}{explained}")
         for row in rows:
             print(f"      {row.what}: {row.because}; {row.mend}")
 

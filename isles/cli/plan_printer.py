@@ -96,7 +96,7 @@ def _fits(plan: RunPlan) -> dict[str, list[str]]:
         needs += f", {format_bytes(fit.host_bytes)} on a host of {format_bytes(fit.host_room)}"
     if fit.fits:
         return {"fits": [f"{fit.machine}: {needs}"]}
-    mend = f"would fit: {'; or '.join(fit.mends)}" if fit.mends else "a smaller model, or more machines"
+    mend = f"would fit: {'; or '.join(fit.suggestions)}" if fit.suggestions else "a smaller model, or more machines"
     return {"too large": [f"for {fit.machine}: {needs}", mend]}
 
 
@@ -110,7 +110,7 @@ _COLUMNS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("microbatches", "microbatches", lambda count: str(count) if isinstance(count, int) else f"{count:.1f}"),
     ("memory", "memory", lambda memory: format_bytes(memory.peak)),
     ("forwards kept", "forwards", str),
-    ("of what came", "kept", format_bytes),
+    ("of what came", "saved", format_bytes),
     ("sends a step", "step_bytes", format_bytes),
     ("an average", "average_bytes", format_bytes),
 )

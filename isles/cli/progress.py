@@ -67,24 +67,24 @@ class Progress:
         step = min(entry["step"] for entry in lines)
         loss = sum(entry["loss"] for entry in lines) / len(lines)
         sent = (
-            format_bytes(sum(entry["bytes_sent"] for entry in lines) / len(lines)) + " a worker" + usage_in_words(lines)
+            format_bytes(sum(entry["bytes_sent"] for entry in lines) / len(lines)) + " a worker" + format_usage(lines)
         )
         self.bar.update(self.task, completed=step, loss=f"{loss:.3f}", sent=sent, workers=self.workers)
         if not self.console.is_terminal and (step >= self.next_plain or step == self.steps):
             self.next_plain = step + max(self.steps // _PLAIN_LINES, 1)
-            words = f"{self.plain}step {step}/{self.steps}  loss {loss:.3f}  sent {sent}"
-            self.console.print(words, highlight=False, markup=False, soft_wrap=True)
+            text = f"{self.plain}step {step}/{self.steps}  loss {loss:.3f}  sent {sent}"
+            self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
-def usage_in_words(lines: Sequence[dict[str, Any]]) -> str:
+def format_usage(lines: Sequence[dict[str, Any]]) -> str:
     """Of the GPUs of the workers that have one: tokens per second of all, mean MFU, the most memory that one takes."""
     from isles.report.units import format_bytes, format_percent
 
-    told = {key: [line[key] for line in lines if line.get(key) is not None] for key in USAGE}
-    speeds, shares, peaks = told["tokens_per_second"], told["mfu"], told["memory_peak_bytes"]
-    words = f"  {sum(speeds):,.0f} tokens/s" if speeds else ""
-    words += f"  MFU {format_percent(sum(shares) / len(shares))}" if shares else ""
-    return words + (f"  peak {format_bytes(max(peaks))}" if peaks else "")
+    columns = {key: [line[key] for line in lines if line.get(key) is not None] for key in USAGE}
+    speeds, shares, peaks = columns["tokens_per_second"], columns["mfu"], columns["memory_peak_bytes"]
+    text = f"  {sum(speeds):,.0f} tokens/s" if speeds else ""
+    text += f"  MFU {format_percent(sum(shares) / len(shares))}" if shares else ""
+    return text + (f"  peak {format_bytes(max(peaks))}" if peaks else "")
 
 
 class ComingAndGoing(Progress):

@@ -11,7 +11,7 @@ import typer
 
 from isles.cli import torchrun
 from isles.cli.terminal import OwnDevice, Trust, end_in_order
-from isles.cli.train import Node, Nodes, Rendezvous, TokenText, tell_device
+from isles.cli.train import Node, Nodes, Rendezvous, TokenText, report_device
 from isles.cli.train import run as run_with_progress
 
 
@@ -39,9 +39,9 @@ def resume(
     """
     from isles.cli.elastic.lighthouse import restart_lighthouse
     from isles.launch.nodes import NodeSpec
-    from isles.training.records.tokens import given_token
+    from isles.training.records.tokens import read_token
 
-    node_spec = NodeSpec(nodes=nodes, node=node, rendezvous=rendezvous, token=given_token(token, nodes))
+    node_spec = NodeSpec(nodes=nodes, node=node, rendezvous=rendezvous, token=read_token(token, nodes))
     end_in_order()
     if (run / "summary.json").exists():
         raise ValueError(f"{run}: this run is complete; there is nothing to resume")
@@ -67,5 +67,5 @@ def resume(
         for note in (*ready.notes, f"resuming {run} after step {ready.step}"):
             print(note, file=sys.stderr)
     config = ready.config if device is None else replace(ready.config, model=replace(ready.config.model, device=device))
-    tell_device(config, nodes, node)
+    report_device(config, nodes, node)
     run_with_progress(config, lambda: run, node_spec, resume=ready.step)

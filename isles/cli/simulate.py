@@ -13,7 +13,7 @@ from isles.cli.terminal import As, ConfigFile, InnerSteps, Set, end_in_order
 
 if TYPE_CHECKING:
     from isles.cli.several.rows import Configs
-    from isles.cli.several.runs import OnLine, OnNotice, Start
+    from isles.cli.several.runs import OnMetrics, OnNotice, Start
     from isles.training.config.sections import Config
     from isles.training.records.summary import SummaryTable
 
@@ -45,7 +45,7 @@ def simulate(
     out: Annotated[Path | None, typer.Option(help="New directory. Default: runs/simulate-DATE-TIME.")] = None,
 ) -> None:
     """Train many workers in this process on a virtual clock: messages, slow workers and pauses take their time."""
-    from isles.cli.several.rows import ComparisonRow, ForAllRows, read_all, rows_of
+    from isles.cli.several.rows import ComparisonRow, SharedSettings, read_all, rows_of
     from isles.cli.several.runs import run_all, seeds_of, show
     from isles.training.config.reading import read_config
 
@@ -53,9 +53,9 @@ def simulate(
     if replay:
         others = {"--methods": methods, "--seeds": seeds, "--workers": workers, "--steps": steps, "--links": links}
         others |= {"--churn": churn, "--set": set_, "--as": as_}
-        given = [name for name, value in others.items() if value is not None]
-        if given:
-            raise ValueError(f"{given[0]} with --replay: what is done again is as it was; leave it out")
+        conflicting = [name for name, value in others.items() if value is not None]
+        if conflicting:
+            raise ValueError(f"{conflicting[0]} with --replay: what is done again is as it was; leave it out")
         _replay(config, out, as_json=json)
         return
     flags = {"world.backend": "virtual", "world.virtual.links": links, "world.workers": workers, "run.steps": steps}
@@ -65,7 +65,7 @@ def simulate(
         raise ValueError("isles simulate is always on the virtual clock: take world.backend out")
     chosen = [ComparisonRow(own.method)] if methods is None else rows_of(methods)
     numbers = [own.run.seed] if seeds is None else seeds_of(seeds)
-    configs, start = read_all(ForAllRows(config, flags, set_ or []), chosen, numbers), None
+    configs, start = read_all(SharedSettings(config, flags, set_ or []), chosen, numbers), None
     if churn is not None:
         configs, start = _churned(churn, configs)
     folder, summaries = run_all(configs, out, "simulate", start)
@@ -85,16 +85,16 @@ def _replay(run: str | None, out: Path | None, *, as_json: bool) -> None:
         raise ValueError("--replay: name the directory of a run of isles lighthouse, or of isles simulate --churn")
     folder = Path(run)
     made = out or folder / "replayed.safetensors"
-    members = repeat(
+    workers = repeat(
         read_config(str(folder / "config.toml"), {}, []), folder, made, lambda text: print(text, file=sys.stderr)
     )
     before = folder / "model.safetensors"
     same = same_weights(before, made) if before.is_file() else None
     if as_json:
-        print(json_module.dumps({"workers": members, "model": str(made), "same": same}))
+        print(json_module.dumps({"workers": workers, "model": str(made), "same": same}))
     else:
-        words = {True: "the same weights as", False: "other weights than", None: "there is no"}[same]
-        print(f"replayed: the mean of workers {', '.join(map(str, members))} is in {made}; {words} {before}")
+        verdicts = {True: "the same weights as", False: "other weights than", None: "there is no"}[same]
+        print(f"replayed: the mean of workers {', '.join(map(str, workers))} is in {made}; {verdicts} {before}")
     if same is False:
         raise typer.Exit(1)
 
@@ -107,16 +107,16 @@ def _churned(name: str, configs: Configs) -> tuple[Configs, Start]:
 
     kinds = {type(kind_of(config.pipeline)): config.pipeline.routing for config in configs.values()}
     if len(kinds) > 1:
-        told = ", ".join(sorted(kinds.values()))
-        raise ValueError(f"--churn: runs by pipeline.routing = {told}: simulate each by itself")
+        names = ", ".join(sorted(kinds.values()))
+        raise ValueError(f"--churn: runs by pipeline.routing = {names}: simulate each by itself")
     kind = next(iter(kinds))()
     if not kind.has_peers:
-        configs = {place: going_on(config) for place, config in configs.items()}
+        configs = {key: going_on(config) for key, config in configs.items()}
     for config in configs.values():
         trace_of(config, name)
-    made = kind.churned
+    made = kind.simulated_run
 
-    def begin(config: Config, folder: Path, on_line: OnLine, on_notice: OnNotice) -> SummaryTable:
-        return made(config, name, folder, on_line, on_notice).run()
+    def begin(config: Config, folder: Path, on_metrics: OnMetrics, on_notice: OnNotice) -> SummaryTable:
+        return made(config, name, folder, on_metrics, on_notice).run()
 
     return configs, begin

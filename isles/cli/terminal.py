@@ -25,13 +25,16 @@ if TYPE_CHECKING:
     from isles.report.sheet import Sheet
 
 
-def aligned(rows: Sequence[Sequence[str]], words: Container[int] = ()) -> list[str]:
-    """Lines of a table: columns of `words` to the left, of numbers to the right. They are as wide as they are: a
+def aligned(rows: Sequence[Sequence[str]], left_aligned: Container[int] = ()) -> list[str]:
+    """Lines of a table: columns of `left_aligned` to the left, of numbers to the right. They are as wide as they are: a
     terminal that is too narrow wraps lines, which is better than cutting numbers.
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    places = range(len(widths))
-    cells = ([row[at].ljust(widths[at]) if at in words else row[at].rjust(widths[at]) for at in places] for row in rows)
+    columns = range(len(widths))
+    cells = (
+        [row[at].ljust(widths[at]) if at in left_aligned else row[at].rjust(widths[at]) for at in columns]
+        for row in rows
+    )
     return ["  ".join(row).rstrip() for row in cells]
 
 

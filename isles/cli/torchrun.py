@@ -25,14 +25,14 @@ def is_main_process() -> bool:
     return size() is None or os.environ["RANK"] == "0"
 
 
-def workers(given: str | None) -> int | str | None:
-    """What --workers stands for: the number `given`, "auto", or torchrun's number. ValueError where they differ."""
-    if given is None or given == "auto":
-        return given if size() is None else size()
-    if not given.isdecimal():
-        raise ValueError(f"--workers {given}: write 1 or more, or auto")
-    check(int(given))
-    return int(given)
+def workers(text: str | None) -> int | str | None:
+    """What --workers stands for: the number `text`, "auto", or torchrun's number. ValueError where they differ."""
+    if text is None or text == "auto":
+        return text if size() is None else size()
+    if not text.isdecimal():
+        raise ValueError(f"--workers {text}: write 1 or more, or auto")
+    check(int(text))
+    return int(text)
 
 
 def check(wanted: int) -> None:

@@ -67,9 +67,9 @@ def train(
     from isles.launch.workers import refuse_too_many
     from isles.running.backends import start_server
     from isles.training.config.reading import gather, resolve
-    from isles.training.records.tokens import given_token
+    from isles.training.records.tokens import read_token
 
-    node_spec = NodeSpec(nodes=nodes, node=node, rendezvous=rendezvous, token=given_token(token, nodes))
+    node_spec = NodeSpec(nodes=nodes, node=node, rendezvous=rendezvous, token=read_token(token, nodes))
     if preset is not None:
         from isles.training.config.presets import preset_file
 
@@ -96,7 +96,7 @@ def train(
 
         refuse(resolved)
     file = f"{preset or config} over the defaults of isles config --method {resolved.method}"
-    tell_device(resolved, nodes, node, f"; settings: {'the built-in small run' if config is None else file}")
+    report_device(resolved, nodes, node, f"; settings: {'the built-in small run' if config is None else file}")
     run(resolved, lambda: out or new_directory(resolved.method), node_spec)
 
 
@@ -132,7 +132,7 @@ def run(config: Config, choose: Callable[[], Path], node_spec: NodeSpec, resume:
         raise typer.Exit(130) from None
 
 
-def tell_device(config: Config, nodes: int = 1, node: int = 0, more: str = "") -> None:
+def report_device(config: Config, nodes: int = 1, node: int = 0, more: str = "") -> None:
     """The line that says where the workers of this machine train."""
     from isles.launch.nodes import split
     from isles.models.factory import placement

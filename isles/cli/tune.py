@@ -77,7 +77,7 @@ def tune(
     out = out or Path("runs") / f"tune-{resolved.method.replace(':', '.')}-{datetime.now():%Y%m%d-%H%M%S}"
     begun, done = time.monotonic(), 0
 
-    def train(number: int, one: Config, folder: Path, on_line: Any) -> dict[str, Any]:
+    def train(number: int, one: Config, folder: Path, on_metrics: Any) -> dict[str, Any]:
         nonlocal done
         left = f", {format_seconds((time.monotonic() - begun) / done * (trials - number))} left" if done else ""
         done += 1
@@ -86,7 +86,7 @@ def tune(
 
             def line(values: dict[str, Any]) -> None:
                 progress.line(values)
-                on_line(values)
+                on_metrics(values)
 
             return launch(one, folder, line, lambda text: None)
 
@@ -119,7 +119,7 @@ def _dimension(text: str, config: Config) -> Dimension:
         raise ValueError(f"--over {text}: write SECTION.KEY=LOW..HIGH or SECTION.KEY=A,B,C, of settings of this run")
     low, dots, high = values.partition("..")
     if not dots:
-        choices = [parse_value(word) for word in names(values, f"--over {key}")]
+        choices = [parse_value(part) for part in names(values, f"--over {key}")]
         return Dimension(name=key, start=start if start in choices else choices[0], choices=choices)
     least, most = parse_value(low), parse_value(high)
     if not (isinstance(least, (int, float)) and isinstance(most, (int, float)) and least < most):

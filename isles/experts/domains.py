@@ -116,13 +116,13 @@ def without_prose(text: str) -> str:
     dropped = comment_lines(text)
     for node in _docstring_nodes(text):
         dropped |= set(range(node.lineno - 1, node.end_lineno or node.lineno))
-    kept, blank = [], True
+    lines_left, blank = [], True
     for number, line in enumerate(text.splitlines()):
         if number in dropped or (blank and not line.strip()):
             continue
-        kept.append(line.rstrip())
+        lines_left.append(line.rstrip())
         blank = not line.strip()
-    return "\n".join(kept)
+    return "\n".join(lines_left)
 
 
 def comment_lines(text: str) -> set[int]:
@@ -263,10 +263,10 @@ class DomainText:
             self.corpus = load_corpus(self.data)
         except ValueError as error:
             raise ValueError(f"domain {domain.name!r}: {error}") from None
-        for part, kept in (("training", self.corpus.train), ("validation", self.corpus.validation)):
-            if len(kept) <= 2 * (context + 1):
+        for part, tokens in (("training", self.corpus.train), ("validation", self.corpus.validation)):
+            if len(tokens) <= 2 * (context + 1):
                 raise ValueError(
-                    f"domain {domain.name!r} is (nearly) empty: its {part} text has {len(kept)} tokens, fewer than two "
+                    f"domain {domain.name!r} is (nearly) empty: its {part} text has {len(tokens)} tokens, fewer than two "
                     f"sequences of {context + 1}; give more text, or take the domain out"
                     + (f"; data.validation_fraction = {data.validation_fraction}" if part == "validation" else "")
                 )
@@ -310,23 +310,23 @@ class Pool:
     folder: Path
 
     @property
-    def held(self) -> np.ndarray:
+    def validation(self) -> np.ndarray:
         """(M, context + 1) validation sequences of its domains."""
         self.corpus.validation.check()
         return self.corpus.validation.tokens.reshape(-1, self.rows.shape[1])
 
 
-def pooled(texts: Sequence[DomainText], folder: Path, seed: int, *, judged: int) -> Pool:
+def pooled(texts: Sequence[DomainText], folder: Path, seed: int, *, validation: int) -> Pool:
     """The training windows of `texts` in equal numbers (of the smallest), shuffled; kept in `folder`, which a second
-    call with the same texts reads back. judged: validation sequences of each domain, from the prior's part.
+    call with the same texts reads back. validation: sequences of each domain, from the prior's part.
     """
     share = min(len(text.training_rows()) for text in texts)
     order = epoch_order(share * len(texts), seed=seed, epoch=0, share=0)
     rows = np.concatenate([text.training_rows()[spaced(len(text.training_rows()), share)] for text in texts])[order]
     label = np.repeat(np.arange(len(texts)), share)[order]
-    held = np.concatenate([text.held_rows("prior", judged) for text in texts])
+    validation_rows = np.concatenate([text.held_rows("prior", validation) for text in texts])
     name = "+".join(text.domain.name for text in texts)
-    corpus = rows_corpus(name, texts[0].corpus.tokenizer, rows, held)
+    corpus = rows_corpus(name, texts[0].corpus.tokenizer, rows, validation_rows)
     return Pool(rows, label, store_rows(corpus, folder), folder)
 
 

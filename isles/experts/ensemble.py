@@ -30,8 +30,8 @@ from isles.experts.routing.routing import (
     cached,
     following,
     gate_of,
-    given,
     growing,
+    parse_prior,
     route,
     updating,
     weights_of,
@@ -118,7 +118,7 @@ class Joined:
         if self.joining.prior in ("uniform", "updating"):
             return mixture.uniform(experts)
         if self.joining.prior != "cached":
-            return given(self.joining.prior, experts)
+            return parse_prior(self.joining.prior, experts)
         if held is None:
             raise ValueError("--prior cached needs --data: validation text of the domain that is asked about")
         return cached(self.experts.scores(held[:CACHED_SEQUENCES]))
@@ -179,7 +179,7 @@ class Speaker:
         self.tokenizer = self.joined.tokenizer
         if data is not None and joining.prior != "cached":
             raise ValueError("--data is the text of a cached prior: add --prior cached, or leave it out")
-        self.heard = 0
+        self.seen_tokens = 0
         self.believed = None
         if self.joined.gate is None:
             held = None if data is None else self.joined.text(data).sequences("prior", CACHED_SEQUENCES)
@@ -197,8 +197,8 @@ class Speaker:
         experts = self.joined.experts
         if self.joined.joining.prior == "updating" and self.believed is not None and len(tokens) > 1:
             scores_ET = experts.scores(tokens[None, -experts.context - 1 :])[:, 0]
-            self.believed = following(self.believed, scores_ET, first=not self.heard)
-            self.heard += 1
+            self.believed = following(self.believed, scores_ET, first=not self.seen_tokens)
+            self.seen_tokens += 1
 
     def _mixed(self, tokens: Tensor) -> Voice:
         experts = self.joined.experts

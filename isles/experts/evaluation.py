@@ -16,7 +16,7 @@ from isles.experts.routing.routing import CACHED_SEQUENCES, cached, updating
 
 SURE = 0.99
 
-WAYS = {
+JOININGS = {
     "posterior": "posterior, uniform prior",
     "cached": "posterior, cached prior (statistic: end of sequence)",
     "cached_mean": "posterior, cached prior (statistic: mean over positions)",
@@ -30,7 +30,7 @@ WAYS = {
 }
 
 
-def judge(test_ENT: Tensor, prior_ENT: Tensor) -> dict[str, Any]:
+def evaluate(test_ENT: Tensor, prior_ENT: Tensor) -> dict[str, Any]:
     """All ways at once, for results.json.
 
     "perplexity": by way (a key of WAYS). "alone": each expert's. "mean_posterior": by expert, over tokens. "entropy":
@@ -39,7 +39,7 @@ def judge(test_ENT: Tensor, prior_ENT: Tensor) -> dict[str, Any]:
     """
     uniform = mixture.uniform(len(test_ENT))
     prior_ENT = prior_ENT[:, :CACHED_SEQUENCES]
-    kept = cached(prior_ENT)
+    prior = cached(prior_ENT)
     bayes = mixture.posterior(test_ENT, uniform)
     believed = bayes.exp()
 
@@ -50,17 +50,17 @@ def judge(test_ENT: Tensor, prior_ENT: Tensor) -> dict[str, Any]:
 
     scored = {
         "posterior": mixture.mix(test_ENT, bayes),
-        "cached": by(kept),
+        "cached": by(prior),
         "cached_mean": by(cached(prior_ENT, statistic="mean")),
         "updating": by(updating(test_ENT)),
-        "top_1": by(mixture.top_k(kept, 1)),
+        "top_1": by(mixture.top_k(prior, 1)),
         "last_token": mixture.mix(test_ENT, mixture.last_token(test_ENT, uniform)),
         "arithmetic": mixture.mix(test_ENT, mixture.constant(test_ENT, uniform)),
         "geometric": mixture.geometric(test_ENT),
         "oracle": test_ENT[test_ENT.sum(-1).argmax(0), sequences],
     }
     return {
-        "perplexity": {way: mixture.perplexity(scores) for way, scores in scored.items()},
+        "perplexity": {joining: mixture.perplexity(scores) for joining, scores in scored.items()},
         "alone": [mixture.perplexity(scores) for scores in test_ENT],
         "mean_posterior": believed.mean((1, 2)).tolist(),
         "entropy": float(-torch.xlogy(believed, believed).sum(0).mean()),

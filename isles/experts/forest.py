@@ -80,11 +80,11 @@ class Forest:
         names = [member.name for member in self.experts]
         if name not in names:
             raise ValueError(f"no expert {name!r} in the forest; it holds {', '.join(names)}")
-        place = names.index(name)
+        index = names.index(name)
         return replace(
             self,
-            experts=self.experts[:place] + self.experts[place + 1 :],
-            routers=self.routers[:place] + self.routers[place + 1 :],
+            experts=self.experts[:index] + self.experts[index + 1 :],
+            routers=self.routers[:index] + self.routers[index + 1 :],
         )
 
     def check(self) -> None:
@@ -100,19 +100,19 @@ class Forest:
         """Write `path`, all or nothing."""
         path.parent.mkdir(parents=True, exist_ok=True)
 
-        def place(file: Path) -> str:
+        def index(file: Path) -> str:
             return Path(os.path.relpath(file, path.parent)).as_posix()
 
-        def told(member: ForestMember) -> dict[str, Any]:
-            return {**asdict(member), "run": place(member.run)}
+        def member_record(member: ForestMember) -> dict[str, Any]:
+            return {**asdict(member), "run": index(member.run)}
 
         record = {
             "format": _FORMAT,
             "system": self.system,
             "prefix": self.prefix,
-            "experts": list(map(told, self.experts)),
-            "routers": list(map(told, self.routers)),
-            "clusters": None if self.clusters is None else place(self.clusters),
+            "experts": list(map(member_record, self.experts)),
+            "routers": list(map(member_record, self.routers)),
+            "clusters": None if self.clusters is None else index(self.clusters),
         }
         write_text(path, json.dumps(record, indent=2) + "\n")
 
@@ -184,9 +184,9 @@ class Served:
     def __len__(self) -> int:
         return len(self.runs)
 
-    def only(self, kept: Sequence[int]) -> Served:
+    def only(self, indices: Sequence[int]) -> Served:
         """Some of the experts, in that order; the models are shared."""
-        return Served([self.names[place] for place in kept], [self.runs[place] for place in kept])
+        return Served([self.names[index] for index in indices], [self.runs[index] for index in indices])
 
     @torch.no_grad()
     def scores(self, tokens: Tensor) -> Tensor:
@@ -200,11 +200,11 @@ class Served:
         not run. weigh: `mixture.posterior`, `last_token` or `constant`.
         """
         self._check(tokens.shape[1])
-        kept = (log_prior > mixture.NEVER).nonzero()[:, 0].tolist()
-        logs_ENTV = torch.stack([F.log_softmax(_wide(self.runs[place].logits(tokens)), -1).cpu() for place in kept])
-        seen_ENT = logs_ENTV[:, :, :-1].gather(-1, tokens[None, :, 1:, None].expand(len(kept), -1, -1, 1))[..., 0]
+        indices = (log_prior > mixture.NEVER).nonzero()[:, 0].tolist()
+        logs_ENTV = torch.stack([F.log_softmax(_wide(self.runs[index].logits(tokens)), -1).cpu() for index in indices])
+        seen_ENT = logs_ENTV[:, :, :-1].gather(-1, tokens[None, :, 1:, None].expand(len(indices), -1, -1, 1))[..., 0]
         # One column more, for the token that comes: its weights are what the tokens before it left.
-        weights_ENT = weigh(F.pad(seen_ENT.double(), (0, 1)), log_prior[kept])
+        weights_ENT = weigh(F.pad(seen_ENT.double(), (0, 1)), log_prior[indices])
         return mixture.mix(logs_ENTV[:, :, -1].double(), weights_ENT[:, :, -1, None])
 
     def logits(self, log_prior: Tensor, weigh: Weigh = mixture.posterior) -> Callable[[Tensor], Tensor]:

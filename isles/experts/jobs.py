@@ -47,11 +47,11 @@ from isles.training.config.sections import Config
 from isles.training.interrupts import Interrupts, first_interrupt
 from isles.training.records.checkpoint import Checkpoints
 from isles.training.records.reshard import prepare
-from isles.training.records.rundir import CONFIG, METRICS, SUMMARY, TIMELINE, held
+from isles.training.records.rundir import CONFIG, METRICS, SUMMARY, TIMELINE, lock_run
 
 CARD, WEIGHTS = "expert.json", "model.safetensors"
 # What may differ where a run was made on another machine: where things lie, and how its workers were run.
-_PLACES = {"data": ("path", "cache"), "run": ("start", "loggers")}
+_SLOTS = {"data": ("path", "cache"), "run": ("start", "loggers")}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,7 +125,7 @@ def train(job: ExpertJob, folder: Path, progress: JobProgress) -> dict[str, Any]
     if steps:
         _refuse_other(job, out)
     elif out.exists():  # cut off before its first checkpoint; held: ValueError while it still goes on
-        with held(out):
+        with lock_run(out):
             for name in (METRICS, TIMELINE, CONFIG):
                 (out / name).unlink(missing_ok=True)
     if job.parents:
@@ -182,7 +182,7 @@ def _essence(config: Config) -> dict[str, Any]:
     sections: dict[str, Any] = asdict(config)
     return sections | {
         section: {key: value for key, value in sections[section].items() if key not in keys}
-        for section, keys in _PLACES.items()
+        for section, keys in _SLOTS.items()
     }
 
 
@@ -228,7 +228,7 @@ class _Several:
                 while self.running or self._may_start():
                     self._start_ready()
                     for pipe in cast("list[Connection]", wait(list(self.running), _GLANCE)):
-                        self._hear(pipe)
+                        self._receive(pipe)
         finally:  # also where a second Ctrl-C ends it
             for _, process in self.running.values():
                 process.kill()
@@ -256,7 +256,7 @@ class _Several:
             theirs.close()
             self.running[ours] = ready, process
 
-    def _hear(self, pipe: Connection) -> None:
+    def _receive(self, pipe: Connection) -> None:
         task, process = self.running[pipe]
         try:
             kind, values = cast("tuple[str, Any]", pipe.recv())

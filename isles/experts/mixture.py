@@ -82,8 +82,8 @@ def top_k(log_prior: Tensor, k: int) -> Tensor:
     if k == experts:
         return log_prior
     order = log_prior.argsort(dim=0, descending=True, stable=True)
-    kept = torch.full_like(log_prior, NEVER).scatter(0, order[:k], log_prior.gather(0, order[:k]))
-    return torch.log_softmax(kept, dim=0)
+    largest = torch.full_like(log_prior, NEVER).scatter(0, order[:k], log_prior.gather(0, order[:k]))
+    return torch.log_softmax(largest, dim=0)
 
 
 def perplexity(scores: Tensor) -> float:

@@ -36,11 +36,11 @@ def _hdee(asked: ExperimentConfig[hdee.HdeeConfig]) -> dict[str, Any]:
     else:
         domains = [Domain(name=f"default-{d}", path="-", difficulty=d) for d in TRAINED]
     made = hdee.plan(own, base, domains, own.seeds[0], Path())
-    cells = [hdee.cell(own, base, variant) for variant in own.variants]
+    cells = [hdee.run_group(own, base, variant) for variant in own.variants]
     crossing = hdee.traffic(own, base)
     return {
         "system": "hdee",
-        "runs": list(map(_told, made.jobs)),
+        "runs": list(map(_job_record, made.jobs)),
         "budget": {cell.variant: cell.ratio for cell in cells},
         "flops": {"all runs of one seed": sum(job.flops or 0.0 for job in made.jobs)},
         "bytes": {
@@ -61,7 +61,7 @@ def _smalltalk(asked: ExperimentConfig[SmalltalkConfig]) -> dict[str, Any]:
     experts = [job for job in jobs if job.role == "expert"]
     found: dict[str, Any] = {
         "system": "smalltalk",
-        "runs": list(map(_told, jobs)),
+        "runs": list(map(_job_record, jobs)),
         "flops": {
             "experts": sum(job.flops or 0.0 for job in experts),
             "a sequence at inference": float(context * flops_per_token(base.model.shape(), backward=False)),
@@ -91,7 +91,7 @@ def _add_routers(found: dict[str, Any], own: SmalltalkConfig, base: Config, cont
     }
 
 
-def _told(job: ExpertJob) -> dict[str, Any]:
+def _job_record(job: ExpertJob) -> dict[str, Any]:
     return {"name": job.name, "role": job.role, "steps": job.config.run.steps, "tokens": job.tokens, "flops": job.flops}
 
 

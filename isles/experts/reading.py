@@ -20,10 +20,10 @@ from isles.base.durable import write_text
 from isles.base.errors import unknown_name
 from isles.base.parsing import parse_toml
 from isles.base.tables import read_toml, typed
-from isles.training.config.reading import Tables, commented, over, resolve, words
+from isles.training.config.reading import Tables, commented, merged_tables, over, resolve
 from isles.training.config.sections import ORDER, Config
 
-KEPT = "experts.toml"
+SETTINGS = "experts.toml"
 Own = TypeVar("Own")
 
 
@@ -49,7 +49,7 @@ def read(
     """
     if quick and path is not None:
         raise ValueError(f"--quick is a form of the built-in run: leave out {path}, or --quick")
-    tables = words(path, {}, assignments)
+    tables = merged_tables(path, {}, assignments)
     if path is None:
         built_in = parse_toml(files("isles.experts").joinpath(f"{system}.toml").read_text(encoding="utf-8"))
         small = built_in.pop("quick")
@@ -91,17 +91,17 @@ def template(system: str, cls: type) -> str:
 
 def refuse_others(asked: ExperimentConfig[Any], out: Path) -> None:
     """ValueError where OUT/experts.toml says something else than `asked`."""
-    path = out / KEPT
+    path = out / SETTINGS
     if path.exists() and read_toml(str(path)) != parse_toml(_text(asked)):  # the order of --set does not matter
-        raise ValueError(f"--out {out}: holds experts of other settings ({KEPT}); name another directory")
+        raise ValueError(f"--out {out}: holds experts of other settings ({SETTINGS}); name another directory")
 
 
 def keep(asked: ExperimentConfig[Any], out: Path) -> None:
     """Write OUT/experts.toml, or see that it says the same. ValueError where it does not, or OUT cannot be made."""
     refuse_others(asked, out)
     make_directory(out)
-    if not (out / KEPT).exists():
-        write_text(out / KEPT, _text(asked))
+    if not (out / SETTINGS).exists():
+        write_text(out / SETTINGS, _text(asked))
 
 
 def make_directory(out: Path) -> None:
@@ -116,12 +116,12 @@ def _text(asked: ExperimentConfig[Any]) -> str:
     return tomlkit.dumps({"system": {"name": asked.system}, **asked.tables})
 
 
-def kept(out: Path, cls: Mapping[str, type]) -> ExperimentConfig[Any]:
+def read_saved(out: Path, cls: Mapping[str, type]) -> ExperimentConfig[Any]:
     """What OUT was made with. ValueError where it is no directory of experts."""
-    if not (out / KEPT).is_file():
-        raise ValueError(f"{out}: no {KEPT} there; name a directory that isles experts made")
-    tables = read_toml(str(out / KEPT))
+    if not (out / SETTINGS).is_file():
+        raise ValueError(f"{out}: no {SETTINGS} there; name a directory that isles experts made")
+    tables = read_toml(str(out / SETTINGS))
     system = tables.pop("system", {}).get("name")
     if system not in cls:
-        raise ValueError(f"{out / KEPT}: damaged, it names no system; make the experts again")
+        raise ValueError(f"{out / SETTINGS}: damaged, it names no system; make the experts again")
     return checked(system, cls[system], tables)

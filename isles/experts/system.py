@@ -119,15 +119,15 @@ class System(ABC, Generic[Own]):
         runs: list[ExpertTask] = []
         unmade: set[str] = set()
         for name, job in wanted.items():
-            place = (self.out / name).parent
-            needs = {f"{place.name}/{need}": place / need for need in job.needs}
+            folder = (self.out / name).parent
+            needs = {f"{folder.name}/{need}": folder / need for need in job.needs}
             for need, run in needs.items():
                 start = Path(job.config.run.start)
                 if not any(need in wanted or (one / "model.safetensors").is_file() for one in (run, start)):
                     raise ValueError(f"{name} starts from {run}, which is not there: train it, or copy it there, first")
             if not Path(job.config.data.path).exists():
-                unmade.add(place.name)
-            runs.append(ExpertTask(name=name, work=partial(train, job, place), needs=(place.name, *needs)))
+                unmade.add(folder.name)
+            runs.append(ExpertTask(name=name, work=partial(train, job, folder), needs=(folder.name, *needs)))
         texts = [ExpertTask(name=folder, work=partial(self.prepare, folder)) for folder in sorted(unmade)]
         return [*texts, *runs]
 

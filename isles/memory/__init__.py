@@ -1,4 +1,4 @@
-"""A model larger than the device: what of each block is kept there, swapped or made again, planned and then run
+"""A model larger than the device: what of each block stays there, is swapped or recomputed, planned and then run
 (KARMA, arXiv 2008.11421; AutoHete, arXiv 2503.01890).
 
 Decided beforehand, without torch:

@@ -69,11 +69,11 @@ class Swapped:
         self._store[key].readers += 1
         return _Ticket(key, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
-    def unpack(self, kept: Any) -> Tensor:
+    def unpack(self, packed: Any) -> Tensor:
         """For `torch.autograd.graph.saved_tensors_hooks`."""
-        if isinstance(kept, Tensor):
-            return kept
-        entry = self._store[kept.key]
+        if isinstance(packed, Tensor):
+            return packed
+        entry = self._store[packed.key]
         whole = entry.device
         if whole is None:
             raise RuntimeError("memory: a swapped activation is read before its block's backward pass has begun")
@@ -81,7 +81,9 @@ class Swapped:
         if not entry.readers:
             entry.device = None
         storage = whole.untyped_storage()
-        return torch.empty(0, dtype=kept.dtype, device=whole.device).set_(storage, kept.offset, kept.size, kept.stride)
+        return torch.empty(0, dtype=packed.dtype, device=whole.device).set_(
+            storage, packed.offset, packed.size, packed.stride
+        )
 
     def to_host(self) -> None:
         """Move all; on a lane, after the forward pass."""
@@ -127,19 +129,19 @@ class Repeatable:
                 if buffer._version != version
             ]
             return made
-        kept = [(table, name, table[name]) for table, name in self._moved]
+        buffers = [(table, name, table[name]) for table, name in self._moved]
         try:
-            for table, name, buffer in kept:
+            for table, name, buffer in buffers:
                 table[name] = buffer.clone()
             return self.forward(*args, **named)
         finally:
-            for table, name, buffer in kept:
+            for table, name, buffer in buffers:
                 table[name] = buffer
 
 
 def moves_nothing(placements: tuple[Placement, ...]) -> bool:
     """Whether all stays on the device."""
-    return all(one.place == "device" and one.activations != "swap" for one in placements)
+    return all(one.tier == "device" and one.activations != "swap" for one in placements)
 
 
 class Remade:

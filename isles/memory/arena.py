@@ -3,8 +3,8 @@
 What is asked for first never waits for what comes later: fetching ahead cannot block what runs before it, and a plan
 that fits without fetching ahead cannot deadlock.
 
-Room on the device for the weights of units that live elsewhere: they come for a use, the forward or the backward
-pass of a unit, and go after it, unless the next use is granted before they are gone.
+`Slots` hold the weights of units that live elsewhere: they are fetched for a use, the forward or the backward pass of
+a unit, and dropped after it, unless the next use has been granted by then.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ class Arena:
         self.budget, self.used, self.peak = budget, used, used
         self._asked: deque[tuple[float, Callable[[], None]]] = deque()
         self._granted: deque[Callable[[], None]] = deque()
-        self._telling = False
+        self._notifying = False
         self._lock = threading.Lock()
 
     def want(self, nbytes: float, then: Callable[[], None]) -> None:
         """Call `then` once the bytes are granted: at once, or from a thread that frees what it waits for. These calls
-        come one after the other, in the order of the grants, whichever threads ask and free: whoever is told that it
-        has bytes may rely on those before it having been told.
+        come one after the other, in the order of the grants, whichever threads ask and free: a callback may rely on
+        those of earlier grants having run.
         """
         with self._lock:
             self._asked.append((nbytes, then))
@@ -49,26 +49,27 @@ class Arena:
             self._grant()
 
     def _grant(self) -> None:
+        # Callbacks run outside the lock, for they may ask and free themselves; one thread runs them, in their order.
         with self._lock:
             while self._asked and self.used + self._asked[0][0] <= self.budget:
                 nbytes, then = self._asked.popleft()
                 self.used += nbytes
                 self.peak = max(self.peak, self.used)
                 self._granted.append(then)
-            if self._telling:  # a thread is at it, perhaps this one, and goes on until there is none
+            if self._notifying:  # a thread, perhaps this one, runs callbacks until none is left
                 return
-            self._telling = True
+            self._notifying = True
         while (then := self._next()) is not None:
             try:
                 then()
             except BaseException:
                 with self._lock:
-                    self._telling = False
+                    self._notifying = False
                 raise
 
     def _next(self) -> Callable[[], None] | None:
         with self._lock:
-            self._telling = bool(self._granted)
+            self._notifying = bool(self._granted)
             return self._granted.popleft() if self._granted else None
 
 

@@ -1,5 +1,5 @@
-"""The `[memory]` section: whether what does not fit the device is kept elsewhere, and by which plan. Importable without
-torch.
+"""The `[memory]` section: whether what does not fit the device goes to the host or the disk, and by which
+plan. Importable without torch.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from isles.network.units import parse_bytes
 
 MemoryMethod = Literal["none", "auto", "autohete", "karma", "checkpoint"]
 Update = Literal["exact", "early"]
-VectorPlace = Literal["memory", "disk"]
+VectorTier = Literal["memory", "disk"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryConfig:
-    """Whether a worker keeps to a plan of memory, and which."""
+    """Whether a worker follows a memory plan, and which."""
 
     method: MemoryMethod = "none"
     """none: all of the model stays on the device. auto: whatever is fastest for every block: its weights and optimizer
-    states on the device or on the host; its activations kept, swapped to the host, or made again in the backward pass.
-    autohete: without swapping. karma: activations alone, kept, swapped or made again. checkpoint: activations alone,
-    kept or made again.
+    states on the device or on the host; its activations saved, swapped to the host, or recomputed in the backward pass.
+    autohete: without swapping. karma: activations alone, saved, swapped or recomputed. checkpoint: activations alone,
+    saved or recomputed.
     """
     device_budget: str = ""
     """Memory of the device that the run may take, such as "12GiB"; "": all that the machine has."""
@@ -41,12 +41,12 @@ class MemoryConfig:
     """exact: every update waits until all gradients are there, as clipping needs it. early: a block is updated as soon
     as its gradients are there, which needs inner.max_norm = 0.
     """
-    vectors: VectorPlace = "memory"
-    """Where outer methods keep anchors, momenta and what they are about to send: memory, or disk, in the folder of
+    vectors: VectorTier = "memory"
+    """Where outer methods hold anchors, momenta and what they are about to send: memory, or disk, in the folder of
     `memory.disk`. They are touched once a round. It needs no plan.
     """
     shard: bool = False
-    """Workers that ddp keeps alike share what is on the host: each keeps the optimizer states of its part of every
+    """Workers of one ddp replica share what is on the host: each holds the optimizer states of its part of every
     block, updates that part of the weights, and gets the others' before the next forward pass.
     """
     plan: str = ""
@@ -57,16 +57,16 @@ class MemoryConfig:
     """
 
     def __post_init__(self) -> None:
-        for key, choices in (("method", MemoryMethod), ("update", Update), ("vectors", VectorPlace)):
+        for key, choices in (("method", MemoryMethod), ("update", Update), ("vectors", VectorTier)):
             value = getattr(self, key)
             if value not in get_args(choices):
                 raise ValueError(f"{key} = {value!r} is not known; use one of {', '.join(get_args(choices))}")
         for key in ("device_budget", "host_budget"):
-            given = getattr(self, key)
-            if given and given.strip().replace(".", "").isdigit():
-                raise ValueError(f'{key} = {given!r}: write its unit too, such as "{given.strip()}GiB"')
-            if given and parse_bytes(key, given) <= 0:
-                raise ValueError(f'{key} = {given!r}: choose memory above 0, such as "12GiB", or leave it out')
+            value = getattr(self, key)
+            if value and value.strip().replace(".", "").isdigit():
+                raise ValueError(f'{key} = {value!r}: write its unit too, such as "{value.strip()}GiB"')
+            if value and parse_bytes(key, value) <= 0:
+                raise ValueError(f'{key} = {value!r}: choose memory above 0, such as "12GiB", or leave it out')
         if self.vectors == "disk" and not self.disk:
             raise ValueError('vectors = "disk": set memory.disk to the folder where they may lie')
         if self.method == "none":

@@ -1,6 +1,6 @@
 """What a model's blocks take, and what each choice for a block puts on the device, on the host and on every lane.
 
-Choices for a block's parameters and optimizer states (`UnitPlace`):
+Choices for a block's parameters and optimizer states (`MemoryTier`):
 
     device     D    all of it stays on the device, which updates it
     optimizer  O    the device keeps a copy of the weights; the host holds the masters and the states and updates them
@@ -33,11 +33,11 @@ from typing import Literal, NamedTuple, get_args
 
 from isles.network.machines import Machine
 
-UnitPlace = Literal["device", "optimizer", "host", "disk", "file"]
+MemoryTier = Literal["device", "optimizer", "host", "disk", "file"]
 Activations = Literal["keep", "swap", "recompute"]
-PLACES: tuple[UnitPlace, ...] = get_args(UnitPlace)
+TIERS: tuple[MemoryTier, ...] = get_args(MemoryTier)
 ACTIVATIONS: tuple[Activations, ...] = get_args(Activations)
-LETTERS: dict[str, str] = dict(zip((*PLACES, *ACTIVATIONS), "DOHNFKSR", strict=True))
+CODES: dict[str, str] = dict(zip((*TIERS, *ACTIVATIONS), "DOHNFKSR", strict=True))
 SLOTS = 2
 """Units whose updates may be between memory and the disk at a time: one is read while another one is updated and
 written.
@@ -51,16 +51,16 @@ _ROUNDED = 16384  # bytes: what a unit's tensors take more in whole pages, each 
 class Placement:
     """What is chosen for one unit."""
 
-    place: UnitPlace
+    tier: MemoryTier
     activations: Activations
 
     @property
     def short(self) -> str:
         """Two letters, such as DK."""
-        return LETTERS[self.place] + LETTERS[self.activations]
+        return CODES[self.tier] + CODES[self.activations]
 
 
-def places_of(machine: Machine, disk: float) -> set[UnitPlace]:
+def tiers_of(machine: Machine, disk: float) -> set[MemoryTier]:
     """Those that the machine has, with so many bytes of disk. One whose RAM is the device has no host beside it."""
     if machine.host_bytes:
         return {"device", "optimizer", "host", *(("disk",) if disk else ())}
@@ -78,16 +78,16 @@ class Transient(NamedTuple):
 class Passes:
     """What a unit's forward and backward pass take on the device, in bytes.
 
-    saved: kept by forward for backward, by storage, its input among it, but no parameters, casts, or what other blocks
-    are given too. casts: copies that autocast makes of float32 weights; they stay until the forward pass of the whole
-    model is over, and with what is saved until the unit's backward pass. kept, recomputed: transients where the
-    activations are kept (or swapped), and where they are made again, the remade ones among them.
+    saved: by forward for backward, by storage, its input among it, but no parameters, casts, or what other blocks
+    get too. casts: copies that autocast makes of float32 weights; they stay until the forward pass of the whole
+    model is over, and with what is saved until the unit's backward pass. keep: transients where the
+    activations are saved (or swapped). recompute: where they are recomputed, the new ones among them.
     """
 
     saved: int
     casts: int
-    kept: Transient
-    recomputed: Transient
+    keep: Transient
+    recompute: Transient
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,13 +95,13 @@ class UnitProfile:
     """One block (`isles.memory.profile` measures it).
 
     params: numbers. weights, states: bytes of all parameters and of their optimizer's state; gradients have the
-    weights' bytes. given: of its input, what the unit before it saves too, as that of a residual block which ends with
-    its activation. moved: of the weights as O, H and N bring them up, which are
-    bfloat16 matrices under bfloat16 autocast; so are their gradients. boundary: of its input. resident, brought: its
-    passes on the weights themselves (D) and on the copy that is brought (O, H, N). flops: of the forward pass; backward
-    counts twice that. forward, backward: measured seconds; 0: from flops. shared: data parallel workers that each keep
-    and update 1/shared of what is on the host; peer_rate: bytes a second that they send each other. averaged: workers
-    whose gradients the plan averages before the update; 1: whoever does so counts it.
+    weights' bytes. shared_input: of its input, what the unit before it saves too, as that of a residual block that ends
+    with its activation. moved: of the weights as O, H and N bring them up, which are bfloat16 matrices under bfloat16
+    autocast; so are their gradients. boundary: of its input. resident, brought: its passes on the weights themselves
+    (D) and on the copy that is brought (O, H, N). flops: of the forward pass; backward counts twice that. forward,
+    backward: measured seconds; 0: from flops. shared: data parallel workers that each keep and update 1/shared of what
+    is on the host; peer_rate: bytes a second that they send each other. averaged: workers whose gradients the plan
+    averages before the update; 1: whoever does so counts it.
     """
 
     name: str
@@ -118,7 +118,7 @@ class UnitProfile:
     shared: int = 1
     peer_rate: float = math.inf
     averaged: int = 1
-    given: int = 0
+    shared_input: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -200,31 +200,31 @@ class UnitCost:
     filed: bool  # fetched is read, and sent is written
 
 
-def tail(place: UnitPlace, first: Activations, units: int, kept: int) -> tuple[Placement, ...]:
-    """All units at one place; the last `kept` keep their activations, whose backward passes come first."""
-    return (Placement(place, first),) * (units - kept) + (Placement(place, "keep"),) * kept
+def tail(tier: MemoryTier, first: Activations, units: int, keep: int) -> tuple[Placement, ...]:
+    """All units in one tier; the last `keep` keep their activations, whose backward passes come first."""
+    return (Placement(tier, first),) * (units - keep) + (Placement(tier, "keep"),) * keep
 
 
 @lru_cache(maxsize=65536)
 def unit_cost(unit: UnitProfile, placement: Placement) -> UnitCost:
     """What the choice costs."""
-    place, recompute = placement.place, placement.activations == "recompute"
-    device, stays, filed, disk = place == "device", place == "optimizer", place == "file", place == "disk"
+    tier, recompute = placement.tier, placement.activations == "recompute"
+    device, stays, filed, disk = tier == "device", tier == "optimizer", tier == "file", tier == "disk"
     passes = unit.resident if device else unit.brought
-    transient = passes.recomputed if recompute else passes.kept
+    transient = passes.recompute if recompute else passes.keep
     held = unit.boundary if recompute else passes.saved
     swap = passes.saved if placement.activations == "swap" else 0
-    gone = passes.casts if recompute else 0
+    released = passes.casts if recompute else 0
     gradients = unit.weights if device else unit.moved
     return UnitCost(
         resident=unit.weights + unit.states if device else unit.moved if stays else 0,
         slot=0 if device or stays else unit.moved,
         forward=held + passes.casts + transient.forward,
         forward_end=transient.forward,
-        casts_end=gone,
+        casts_end=released,
         swap=swap,
         backward=transient.backward,
-        backward_end=transient.backward + held + passes.casts - gone,
+        backward_end=transient.backward + held + passes.casts - released,
         gradients=gradients,
         on_device=device,
         refreshed=unit.moved if stays else 0,
@@ -243,9 +243,9 @@ def unit_costs(profile: Profile, placements: Sequence[Placement]) -> list[UnitCo
     costs = [unit_cost(unit, one) for unit, one in zip(profile.units, placements, strict=True)]
     for index, unit in enumerate(profile.units[1:], 1):
         before, own = placements[index - 1].activations, placements[index].activations
-        if unit.given and before == "keep" and own != "swap":
+        if unit.shared_input and before == "keep" and own != "swap":
             cost = costs[index]
-            forward, backward_end = cost.forward - unit.given, cost.backward_end - unit.given
+            forward, backward_end = cost.forward - unit.shared_input, cost.backward_end - unit.shared_input
             costs[index] = replace(cost, forward=forward, backward_end=backward_end)
     return costs
 

@@ -3,13 +3,13 @@
     N    | states |
     F    | weights | gradients | states |      where the RAM is the device
 
-The file has no name, so nobody else can cut or lose it, and it is gone when the process ends, however that ends. Each
+The file has no name: nobody else can cut or lose it, and it disappears when the process ends, however it ends. Each
 section begins on a page. The executor reads and writes whole sections through page-aligned slots of its own mapping
 (memory that is given back to the C library stays with the process), past the page cache where the file system can; the
 gradients' through it, because clipping reads them soon. Everyone else sees the sections as tensors mapped from the same
 file: the kernel keeps both views alike as long as they do not overlap in time, which `catch_up` sees to.
 
-What the disk holds of one unit while its optimizer does not need it, and how the unit is updated from there.
+`StoredUnit` is what the disk holds of one unit while its optimizer does not need it, and updates the unit from there.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _MMAP_THRESHOLD = -3  # of mallopt
 _SMALL = 65536  # bytes: what is larger the C library is to give back at once
 
 
-class TensorPlace(NamedTuple):
+class TensorLayout(NamedTuple):
     """Where a tensor lies in its section."""
 
     dtype: torch.dtype
@@ -150,25 +150,22 @@ class Section:
 
     def __init__(self, file: DiskFile, like: Sequence[Tensor], *, cached: bool = False) -> None:
         self.file, self._cached = file, cached
-        self.places, end = list[TensorPlace](), 0
+        self.layouts, end = list[TensorLayout](), 0
         for tensor in like:
             begin = -(-end // ALIGNED) * ALIGNED
-            self.places.append(TensorPlace(tensor.dtype, tensor.shape, begin, tensor.nbytes))
+            self.layouts.append(TensorLayout(tensor.dtype, tensor.shape, begin, tensor.nbytes))
             end = begin + tensor.nbytes
-        self.nbytes, self.room = sum(place.nbytes for place in self.places), pages(end)
+        self.nbytes, self.room = sum(one.nbytes for one in self.layouts), pages(end)
         self._begin = file.extend(self.room)
         self._mapped: list[Tensor] | None = None
 
     def fits(self, tensors: Sequence[Tensor]) -> bool:
         """Whether they are of these formats and shapes."""
-        return [(one.dtype, one.shape) for one in tensors] == [(place.dtype, place.shape) for place in self.places]
+        return [(one.dtype, one.shape) for one in tensors] == [(one.dtype, one.shape) for one in self.layouts]
 
     def views(self, buffer: Tensor) -> list[Tensor]:
         """The tensors in the bytes of `buffer`."""
-        return [
-            buffer[place.begin : place.begin + place.nbytes].view(place.dtype).view(place.shape)
-            for place in self.places
-        ]
+        return [buffer[one.begin : one.begin + one.nbytes].view(one.dtype).view(one.shape) for one in self.layouts]
 
     @property
     def mapped(self) -> list[Tensor]:
@@ -495,7 +492,7 @@ def stored_units(
     """What the plan puts on disk, in a file of `folder`, by unit; model and optimizer see no difference. states: bytes
     of those that each unit will have. ValueError where there is no folder.
     """
-    chosen = {index: one.place for index, one in enumerate(placements) if one.place in ("disk", "file")}
+    chosen = {index: one.tier for index, one in enumerate(placements) if one.tier in ("disk", "file")}
     if not chosen:
         return {}
     if not folder:
@@ -505,10 +502,8 @@ def stored_units(
         give_back_freed_memory()
     file, staging = DiskFile(folder), Staging(meter if whole else None)
     stored = {
-        index: StoredUnit(
-            file, staging, units[index].parameters, optimizer, states=states[index], whole=place == "file"
-        )
-        for index, place in chosen.items()
+        index: StoredUnit(file, staging, units[index].parameters, optimizer, states=states[index], whole=tier == "file")
+        for index, tier in chosen.items()
     }
     if whole:
         give_back_freed_memory()

@@ -12,8 +12,6 @@ norm of all; with early ones, each unit is updated as soon as its gradients are 
 other workers, "there" is when that of the unit has come.
 
 This is the only replay of lanes; `plan.replay` plays exchanges between workers, not what one worker does.
-
-Serial lanes and events on a simulated clock, and what a simulation tells of them.
 """
 
 from __future__ import annotations
@@ -75,22 +73,22 @@ class Deadlock(RuntimeError):
 class SimulatedEvent:
     """Something that happens once; `then` runs at that moment, or at once where it has."""
 
-    __slots__ = ("happened", "waiting")
+    __slots__ = ("callbacks", "happened")
 
     def __init__(self, happened: bool = False) -> None:
         self.happened = happened
-        self.waiting: list[Callable[[], None]] = []
+        self.callbacks: list[Callable[[], None]] = []
 
     def then(self, run: Callable[[], None]) -> None:
         if self.happened:
             run()
         else:
-            self.waiting.append(run)
+            self.callbacks.append(run)
 
     def fire(self) -> None:
         self.happened = True
-        waiting, self.waiting = self.waiting, []
-        for run in waiting:
+        callbacks, self.callbacks = self.callbacks, []
+        for run in callbacks:
             run()
 
 
@@ -191,7 +189,7 @@ class LaneRun:
         self.events: dict[tuple[object, ...], SimulatedEvent] = {}
         self.last: dict[tuple[int, int], tuple[int, ...]] = {}  # use of a slot, by step and unit, that was asked for
         self.over: set[tuple[int, ...]] = set()  # uses of a slot that have ended
-        self.kept: dict[tuple[int, ...], SimulatedEvent] = {}  # uses whose slot stays for the next one
+        self.retained: dict[tuple[int, ...], SimulatedEvent] = {}  # uses whose slot stays for the next one
         self.landed: dict[int, list[int]] = {}  # units whose gradients of a step are there; _ENDS: of the rest
         self.ends_exchange = ends_exchange(profile)
         pairs = zip(self.costs, self.times, strict=True)
@@ -295,7 +293,7 @@ class LaneRun:
 
             def slot_granted(before: tuple[int, ...] | None = before_it) -> None:
                 if before is not None and before not in self.over:
-                    self.kept[before] = there  # still there from the use before: it stays
+                    self.retained[before] = there  # still there from the use before: it stays
                     return
                 lane = self.lanes["read" if cost.filed else "up"]
                 fetch = lambda: lane.submit(urgency, times.slot, there.fire, f"weights {unit}")  # noqa: E731
@@ -355,8 +353,8 @@ class LaneRun:
         return cost.forward_end + cost.slot
 
     def _end_top(self, task: _Task) -> float:
-        kept = 0 if task.batch else self.ends.top_gradients
-        return self.ends.top + self.ends.top_gradients - kept + sum(cost.casts_end for cost in self.costs)
+        retained = 0 if task.batch else self.ends.top_gradients
+        return self.ends.top + self.ends.top_gradients - retained + sum(cost.casts_end for cost in self.costs)
 
     def _end_backward(self, task: _Task) -> float:
         step, batch, _, unit = task
@@ -406,8 +404,8 @@ class LaneRun:
 
     def _slot_used(self, use: tuple[int, ...]) -> None:
         self.over.add(use)
-        if use in self.kept:
-            self.kept.pop(use).fire()
+        if use in self.retained:
+            self.retained.pop(use).fire()
 
     def _update(self, step: int, unit: int) -> None:
         """On the host, with its states from and to the disk; then the device's copy follows."""

@@ -33,7 +33,7 @@ from isles.memory.engines.base import Engine, Urgency
 from isles.memory.engines.cuda import usual_engine
 from isles.memory.meter import MemoryMeter
 from isles.memory.parameters import Arrivals, PartialOptimizer, Settings, same_settings, settings_of
-from isles.memory.passes import PassWay
+from isles.memory.passes import PassKind
 from isles.memory.plan import MemoryPlan
 from isles.memory.runner import Runner
 from isles.memory.sharing import Gathering, SharedPart, portions_of, refuse_shares
@@ -74,8 +74,8 @@ class Managed(Wrapping):
         super().__init__(inner, [parameter for parameter in model.parameters() if parameter.requires_grad])
         self.plan, self.model, self.device, self.engine = plan, model, device, engine
         units = units_of(model)
-        on_host = [unit.parameters for unit, one in zip(units, plan.placements, strict=True) if one.place != "device"]
-        engine.moves.place(hosted := {id(parameter) for own in on_host for parameter in own}, model)
+        on_host = [unit.parameters for unit, one in zip(units, plan.placements, strict=True) if one.tier != "device"]
+        engine.moves.offload(hosted := {id(parameter) for own in on_host for parameter in own}, model)
         stored = stored_units(units, plan.placements, inner, [unit.states for unit in profile.units], disk, meter)
         self.runner = Runner(
             units,
@@ -135,7 +135,7 @@ class Managed(Wrapping):
             self._parts[index] = SharedPart(part, part.parameters, position, size)
         self.runner.gathering = Gathering(self.engine, [unit.name for unit in self.runner.units], spread)
 
-    def announce(self, halves: Sequence[tuple[PassWay, object]]) -> None:
+    def announce(self, halves: Sequence[tuple[PassKind, object]]) -> None:
         """The order of the next step's forward and backward passes, and of which pass each is, where several are under
         way at a time: what comes next is then fetched ahead, and weights stay where they are needed again.
         """

@@ -130,11 +130,11 @@ class Arrivals:
     def __init__(self, arrived: Callable[[int], None]) -> None:
         self.arrived = arrived
         self._landed: deque[Landed] = deque()
-        self._on_the_way: list[LaneEvent] = []
+        self._in_transit: list[LaneEvent] = []
 
     def expect(self, landing: LaneEvent) -> None:
         """Note that gradients were sent; `landing` happens once `add` was called with them."""
-        self._on_the_way.append(landing)
+        self._in_transit.append(landing)
 
     def add(self, landed: Landed) -> None:
         """Take in gradients that are on the host now."""
@@ -154,9 +154,9 @@ class Arrivals:
 
     def all(self) -> None:
         """Wait for what is on its way, and deliver it."""
-        for event in self._on_the_way:
+        for event in self._in_transit:
             event.wait("a gradient on the host")
-        self._on_the_way.clear()
+        self._in_transit.clear()
         self.deliver()
 
 

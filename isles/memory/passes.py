@@ -1,4 +1,4 @@
-"""What a pass is made of, and what is said of one that goes another way."""
+"""The tasks of a pass in their order, the passes in flight, and the errors for a pass out of that order."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
 TaskKind = Literal["forward", "top", "backward", "bottom"]
-PassWay = Literal["forward", "backward"]
+PassKind = Literal["forward", "backward"]
 
 
 class PassTask(NamedTuple):
@@ -18,19 +18,19 @@ class PassTask(NamedTuple):
 
 
 class Half(NamedTuple):
-    """One way through all units. number: of the pass."""
+    """A forward or a backward pass through all units. number: of the pass."""
 
     number: int
-    way: PassWay
+    kind: PassKind
 
     def tasks(self, units: int) -> list[PassTask]:
-        if self.way == "forward":
+        if self.kind == "forward":
             return [*(PassTask("forward", index) for index in range(units)), PassTask("top", 0)]
         return [*(PassTask("backward", index) for index in reversed(range(units))), PassTask("bottom", 0)]
 
 
-class PassesUnderWay:
-    """The passes of so many `units` that are under way, at most `in_flight` at a time.
+class PassesInFlight:
+    """The passes of so many `units` that are in flight, at most `in_flight` at a time.
 
     What a half takes is asked for when it begins: with one pass in flight, the whole pass with its first half; with
     several, the half that follows too, where the order of a step was announced. So bytes are asked for in the order of
@@ -46,16 +46,16 @@ class PassesUnderWay:
         self._asked: set[Half] = set()
         self._ahead: deque[Half] = deque()
 
-    def announce(self, halves: Iterable[tuple[PassWay, object]]) -> None:
-        """The order of the passes of a step: ways, and of which pass."""
+    def announce(self, halves: Iterable[tuple[PassKind, object]]) -> None:
+        """The order of the halves of a step: their kinds, and of which pass."""
         if self.in_flight == 1:
             return
         self._ahead.clear()
         numbers = dict[object, int]()
-        for way, key in halves:
-            if way == "forward":
+        for kind, key in halves:
+            if kind == "forward":
                 numbers[key] = self.begun + len(numbers) + 1
-            self._ahead.append(Half(numbers[key], way))
+            self._ahead.append(Half(numbers[key], kind))
 
     def begin(self) -> int:
         """A forward pass begins; its number."""
@@ -67,10 +67,9 @@ class PassesUnderWay:
     def to_ask(self, half: Half) -> list[Half]:
         """The halves to ask for when `half` begins, in their order."""
         if self.in_flight == 1:
-            asked = [half, Half(half.number, "backward")] if half.way == "forward" else []
-            return asked
+            return [half, Half(half.number, "backward")] if half.kind == "forward" else []
         if self._ahead and half not in self._ahead and half not in self._asked:
-            self._ahead.clear()  # it goes another way than was announced: nothing is known of what follows
+            self._ahead.clear()  # it does not follow the announced order: nothing is known of what follows
         asked = [] if half in self._asked else [half]
         while half in self._ahead:
             self._ahead.popleft()

@@ -14,7 +14,7 @@ from typing import Any
 
 from isles.base.parsing import parse_json
 from isles.memory.config import Update
-from isles.memory.costs import ACTIVATIONS, LETTERS, PLACES, Placement, Profile, unit_cost
+from isles.memory.costs import ACTIVATIONS, CODES, TIERS, Placement, Profile, unit_cost
 from isles.memory.lanes import LANES, LaneTimeline
 from isles.network.machines import Machine
 
@@ -108,8 +108,8 @@ def from_json(text: str, source: str = "memory.plan") -> MemoryPlan:
             raise ValueError(
                 "it was written by another version of isles; make it again with `isles plan memory --json`"
             )
-        placements = tuple(Placement(place, activations) for place, activations in table.pop("placements"))
-        if any(one.place not in PLACES or one.activations not in ACTIVATIONS for one in placements):
+        placements = tuple(Placement(tier, activations) for tier, activations in table.pop("placements"))
+        if any(one.tier not in TIERS or one.activations not in ACTIVATIONS for one in placements):
             raise ValueError("a choice is none of this version's; make it again with `isles plan memory --json`")
         return MemoryPlan(placements=placements, **(table | {"names": tuple(table["names"])}))
     except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
@@ -138,15 +138,15 @@ def _digest(value: object) -> str:
 
 def why(placement: Placement) -> str:
     """The choice in words."""
-    place = {
+    tier = {
         "device": "all on the device",
         "optimizer": "states on the host, updated there",
         "host": "weights and states on the host, brought for each pass",
         "disk": "weights on the host, states on disk",
         "file": "weights, gradients and states on disk",
-    }[placement.place]
-    activations = {"keep": "kept", "swap": "swapped to the host", "recompute": "made again in the backward pass"}
-    return f"{place}; activations {activations[placement.activations]}"
+    }[placement.tier]
+    activations = {"keep": "saved", "swap": "swapped to the host", "recompute": "recomputed in the backward pass"}
+    return f"{tier}; activations {activations[placement.activations]}"
 
 
 def table(plan: MemoryPlan, profile: Profile) -> list[dict[str, Any]]:
@@ -160,10 +160,10 @@ def table(plan: MemoryPlan, profile: Profile) -> list[dict[str, Any]]:
         rows.append(
             {
                 "unit": unit.name,
-                "place": LETTERS[one.place],
-                "activations": LETTERS[one.activations],
+                "tier": CODES[one.tier],
+                "activations": CODES[one.activations],
                 "device": cost.resident + (cost.gradients if cost.on_device else 0),
-                "kept": cost.backward_end - cost.backward,
+                "saved": cost.backward_end - cost.backward,
                 "up": up,
                 "down": down,
                 "host": cost.host,
@@ -190,6 +190,6 @@ def trace(timeline: LaneTimeline) -> str:
     return json.dumps({"traceEvents": names + spans})
 
 
-def choices(places: Iterable[str], activations: Sequence[str]) -> tuple[Placement, ...]:
+def choices(tiers: Iterable[str], activations: Sequence[str]) -> tuple[Placement, ...]:
     """Every pair of the two."""
-    return tuple(Placement(place, one) for place in places for one in activations)  # type: ignore[arg-type]
+    return tuple(Placement(tier, one) for tier in tiers for one in activations)  # type: ignore[arg-type]

@@ -8,10 +8,10 @@ under bfloat16 autocast also with the units' matrices in bfloat16, as they trave
 Operations are counted in closed form for Isles' own decoder, else with attention taken apart, for torch does not count
 the CPU's attention kernel.
 
-What a worker of fully sharded data parallel training has on its device: rows of everything, and the weights of a few
-units while they are gathered. A plan says what is kept and what is made again; where the weights are is the method's.
+Fake tensors sometimes take another path than real ones, with other bytes: `LikeReal` corrects those cases.
 
-Where fake tensors go another way than real ones, and take other bytes.
+A worker of fully sharded data parallel training has rows of everything on its device, and the weights of a few units
+while they are gathered (`sharded`). There a plan chooses only what is saved and what is recomputed.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class LikeReal(TorchDispatchMode):
         if func in _NORMS and args[1] is not None and args[0].dtype != args[1].dtype:
             made, *statistics = func(*args, **kwargs)
             return made, *(one.to(args[1].dtype) for one in statistics)
-        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        if any(isinstance(one, FakeTensor) for one in given) or torch.Tag.nondeterministic_seeded in func.tags:
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if any(isinstance(one, FakeTensor) for one in inputs) or torch.Tag.nondeterministic_seeded in func.tags:
             return func(*args, **kwargs)
         try:
             made = func(*args, **kwargs)
@@ -80,7 +80,7 @@ SCALARS = 4096  # bytes: what a training loop keeps of a loss beside the step th
 
 StateBytes = Callable[[Tensor], int]
 Loss = Callable[[nn.Module, Any], Tensor]
-Kept = Literal["keep", "recompute"]
+ProfiledActivations = Literal["keep", "recompute"]
 
 
 def own_loss(model: nn.Module, batch: Any) -> Tensor:
@@ -101,7 +101,7 @@ class UnitTrace:
     input: int = 0
     output: int = 0
     saved: int = 0
-    given: int = 0
+    shared_input: int = 0
     casts: int = 0
     forward_begin: int = 0
     forward_peak: int = 0
@@ -114,7 +114,7 @@ class UnitTrace:
 @dataclass
 class Trace:
     """Bytes of one step. static: parameters and buffers. below: what is there when the top begins, where activations
-    are kept. top, bottom: peaks after the last unit and, in the backward pass, before the first; top_gradients: on
+    are saved. top, bottom: peaks after the last unit and, in the backward pass, before the first; top_gradients: on
     parameters when the last unit's backward pass begins.
     """
 
@@ -145,8 +145,10 @@ def profile(
     units = units_of(model)
 
     def traced(brought: bool) -> list[Trace]:
-        ways = ("keep", "recompute")
-        return [_fake_trace(model, units, batch, loss, autocast, kept, brought) for kept in ways]
+        return [
+            _fake_trace(model, units, batch, loss, autocast, activations, brought)
+            for activations in ("keep", "recompute")
+        ]
 
     resident = traced(False)
     brought = traced(True) if autocast == "bf16" and moves else resident
@@ -186,7 +188,7 @@ def profile(
                 resident=_passes(resident, index, sum(p.nbytes for p in parameters if p.requires_grad), stream),
                 brought=_passes(brought, index, moved, stream),
                 flops=flops[index],
-                given=keep.units[index].given,
+                shared_input=keep.units[index].shared_input,
             )
         )
     return Profile(
@@ -211,11 +213,11 @@ def _passes(runs: list[Trace], index: int, gradients: int, stream: int) -> Passe
     return Passes(
         saved=keep.saved,
         casts=keep.casts,
-        kept=Transient(
+        keep=Transient(
             forward=max(keep.input + made - keep.saved - keep.casts - stream, 0),
             backward=_backward(keep, gradients, stream),
         ),
-        recomputed=Transient(
+        recompute=Transient(
             forward=max(remake.forward_peak - remake.forward_begin - keep.casts - stream, 0),
             backward=_backward(remake, gradients, stream),
         ),
@@ -237,7 +239,7 @@ def trace_step(
     *,
     loss: Loss = own_loss,
     autocast: str = "none",
-    kept: Kept = "keep",
+    activations: ProfiledActivations = "keep",
 ) -> Trace:
     """Run one forward and backward pass and count. Gradients are left on the parameters."""
     meter, trace = MemoryMeter(), Trace(units=[UnitTrace() for _ in units])
@@ -268,10 +270,10 @@ def trace_step(
             one.backward_peak, one.backward_end = mark(), meter.live
 
         def run(*args: Any, **named: Any) -> Any:
-            given = tensors_in((args, named))
-            one.input = nbytes(tensor for tensor in given if tensor.requires_grad)
-            shared = {tensor.untyped_storage()._cdata for tensor in given if not tensor.requires_grad}
-            entered = storages(tensor for tensor in given if tensor.requires_grad).keys()
+            inputs = tensors_in((args, named))
+            one.input = nbytes(tensor for tensor in inputs if tensor.requires_grad)
+            shared = {tensor.untyped_storage()._cdata for tensor in inputs if not tensor.requires_grad}
+            entered = storages(tensor for tensor in inputs if tensor.requires_grad).keys()
             mark()
             one.forward_begin = meter.live
             args, named = edge(backward_ends, (args, named), always=True)
@@ -283,14 +285,14 @@ def trace_step(
                     (casts if is_cast(tensor) else saved)[storage._cdata] = storage.nbytes()
                 return tensor
 
-            if kept == "recompute":
+            if activations == "recompute":
                 made = checkpoint(forward, *args, use_reentrant=False, **named)
             else:
                 with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
                     made = forward(*args, **named)
             del args, named
             one.saved, one.casts = sum(saved.values()), sum(casts.values())
-            one.given = sum(size for key, size in saved.items() if key in entered & saved_before)
+            one.shared_input = sum(size for key, size in saved.items() if key in entered & saved_before)
             saved_before.clear()
             saved_before.update(saved)
             one.output = nbytes(tensors_in(made))
@@ -311,19 +313,19 @@ def trace_step(
     trace.peak = highest[0]
     # A unit that does not save its input ends with it there, but it goes before the top begins.
     begin, end = trace.units[0], trace.units[-1]
-    stays = sum(one.saved - one.given + one.casts for one in trace.units)
+    stays = sum(one.saved - one.shared_input + one.casts for one in trace.units)
     trace.below = begin.forward_begin - begin.input + stays + end.output
     return trace
 
 
 def _fake_trace(
-    model: nn.Module, units: list[ModelUnit], batch: Any, loss: Loss, autocast: str, kept: str, brought: bool
+    model: nn.Module, units: list[ModelUnit], batch: Any, loss: Loss, autocast: str, activations: str, brought: bool
 ) -> Trace:
     dtypes = {slot.parameter: travels_as(slot, autocast) for unit in units for slot in unit.slots} if brought else {}
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with mode, _without_numbers(model, "cpu", dtypes), _shortened(model, units) as kinds, LikeReal():
         short = units_of(model)
-        trace = trace_step(model, short, _like(batch, "cpu"), loss=loss, autocast=autocast, kept=kept)  # type: ignore[arg-type]
+        trace = trace_step(model, short, _like(batch, "cpu"), loss=loss, autocast=autocast, activations=activations)  # type: ignore[arg-type]
     return replace(trace, units=[trace.units[kind] for kind in kinds])
 
 
@@ -436,7 +438,7 @@ def fully_sharded(
                 ahead = 0 if keeps_gathered else most
                 return Transient(here + max(one.forward, whole), here + ahead + made)
 
-            return replace(taken, kept=around(taken.kept), recomputed=around(taken.recomputed))
+            return replace(taken, keep=around(taken.keep), recompute=around(taken.recompute))
 
         resident = passes(own.resident, whole[index], trained[index])
         weights = _share(unit.parameters, size)

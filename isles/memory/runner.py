@@ -27,7 +27,7 @@ from isles.memory.disk import StoredUnit
 from isles.memory.engines.base import Engine, EngineLane, LaneEvent, Urgency
 from isles.memory.meter import MemoryMeter, MovedBytes
 from isles.memory.parameters import Arrivals, Brought, Landed
-from isles.memory.passes import Half, PassesUnderWay, PassTask, not_followed, out_of_order
+from isles.memory.passes import Half, PassesInFlight, PassTask, not_followed, out_of_order
 from isles.memory.sharing import Gathering
 from isles.memory.units import ModelUnit, edge, tensors_in
 from isles.network.machines import Machine
@@ -84,10 +84,10 @@ class Runner:
         self.refreshed = [engine.event(True) for _ in units]
         self.counted = MovedBytes()
         self._began, self._top_seconds = 0.0, ends_seconds(profile, machine)
-        self.passes = PassesUnderWay(len(units), profile.in_flight)
+        self.passes = PassesInFlight(len(units), profile.in_flight)
         self.batches = self._backs = self.steps = 0  # passes and backward passes since the last step; steps
         self._needs: dict[tuple[int, PassTask], list[LaneEvent]] = {}
-        self._turns: dict[Half, int] = {}  # in which order halves were asked for
+        self._order: dict[Half, int] = {}  # in which order halves were asked for
         self._slots = Slots(
             engine,
             self.arena,
@@ -184,7 +184,7 @@ class Runner:
 
     def _begin_half(self, begun: Half) -> None:
         for half in self.passes.to_ask(begun):
-            self._turns[half] = len(self._turns)
+            self._order[half] = len(self._order)
             for task in half.tasks(len(self.units)):
                 self._needs[half.number, task] = self._ask(task, half)
 
@@ -225,13 +225,13 @@ class Runner:
     def _top_ends(self) -> None:
         self.engine.computed(self._began, self._top_seconds)
         self._backs += 1
-        kept = 0 if self._backs > 1 else self.ends.top_gradients
+        retained = 0 if self._backs > 1 else self.ends.top_gradients
         casts = sum(cost.casts_end for cost in self.costs)
-        self.arena.free(self.ends.top + self.ends.top_gradients - kept + casts)
+        self.arena.free(self.ends.top + self.ends.top_gradients - retained + casts)
 
     def _urgency(self, half: Half, index: int, *, gradients: bool = False) -> Urgency:
-        first = index if gradients or half.way == "forward" else -index
-        return self.steps, self._turns[half], int(gradients), first
+        first = index if gradients or half.kind == "forward" else -index
+        return self.steps, self._order[half], int(gradients), first
 
     def _ask(self, task: PassTask, half: Half) -> list[LaneEvent]:
         if task.kind == "top":
@@ -242,9 +242,9 @@ class Runner:
         needs = list[LaneEvent]()
         if cost.slot:
             needs.append(self._slots.ask(SlotUse(half, index), urgency))
-        elif cost.refreshed and half.way == "forward":
+        elif cost.refreshed and half.kind == "forward":
             needs.append(self.refreshed[index])
-        if half.way == "forward":
+        if half.kind == "forward":
             return [*needs, self._granted(cost.forward)]
         if cost.swap:
             back = self.engine.event()
@@ -270,13 +270,13 @@ class Runner:
         if cost.swap:
             swapped, out = self._swapped[number, index], self._out[number, index]
 
-            def gone() -> None:
+            def released() -> None:
                 self.arena.free(cost.swap)
                 out.fire()
 
             self.counted.add("down", swapped.nbytes)
             urgency = self._urgency(Half(number, "forward"), index)
-            self.submit("down", urgency, self.times[index].swap_down, swapped.to_host, gone)
+            self.submit("down", urgency, self.times[index].swap_down, swapped.to_host, released)
         self.arena.free(cost.forward_end + cost.slot)
         if index == len(self.units) - 1:
             self._begin(PassTask("top", 0), number)
@@ -367,7 +367,7 @@ class Runner:
             held = sum(cost.gradients for cost in self.costs if cost.on_device)
             self.arena.free(held + self.ends.top_gradients + self.ends.bottom_gradients)
         self.batches = self._backs = 0
-        self._turns.clear()
+        self._order.clear()
         self._slots.discard()
 
     def end_step(self) -> None:

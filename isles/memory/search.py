@@ -1,7 +1,7 @@
 """The fastest plan that fits, as far as it can be found.
 
-    equal units      counts of each choice (`searching.counts`), by bound, simulated, then refined
-    unequal units    an integer program (`searching.linear`) with several weights
+    equal units      counts of each choice, by bound, simulated, then refined
+    unequal units    an integer program with several weights
     all fits         all of it stays on the device, if that costs 1 % at most
     few units        families and neighbours of the best plans besides, one unit or pair at a time
     always           the simple plans that people use (`floors`), so that no plan is slower than one of those
@@ -9,22 +9,15 @@
 Everything is ranked by the simulation (`lanes`), whose seconds count; bounds only say what need not be simulated.
 Nothing here depends on how fast this machine is: the same question has the same answer.
 
-Plans of equal units by counts: how many of them have which place and which activations, and in what order.
+Equal units differ only in when they are needed, so a plan is counts (how many units use which tier and which
+activations) and two orders. All counts are weighed at once by the load of the busiest lane and by what stays on the
+device; only the promising ones are simulated.
 
-Units that are alike differ only in when they are needed, so a plan is four numbers and two orders. All of them are
-weighed at once by the load of the busiest lane and by what stays on the device; only the promising are simulated.
-
-Plans of unequal units by an integer program: a choice for each, within the memory at every moment of a step, at the
-least load of the busiest lane.
+Unequal units: a choice for each, within the memory at every moment of a step, at the least load of the busiest lane.
 
     minimise  T + weights x lanes   with   T >= load of every lane,  one choice a unit,  bytes at every task <= budget
 
 It knows no stalls, so its optimum is where the search begins and a bound, not the plan. HiGHS solves it.
-
-One question about memory - a model, a machine, budgets - and every plan that was tried for it.
-
-A plan's seconds are the simulation's (`lanes`); its bound is the load of its busiest lane, and says only what need not
-be simulated. Nothing here depends on how fast this machine is: the same question has the same answer.
 """
 
 from __future__ import annotations
@@ -40,19 +33,19 @@ import numpy as np
 from isles.memory.config import Update
 from isles.memory.costs import (
     ACTIVATIONS,
-    PLACES,
+    TIERS,
     Activations,
+    MemoryTier,
     Placement,
     Profile,
-    UnitPlace,
     UnitTime,
     disk_bytes,
     ends_seconds,
     ends_update,
     host_bytes,
     least_peak,
-    places_of,
     tail,
+    tiers_of,
     unit_cost,
     unit_time,
 )
@@ -65,7 +58,7 @@ _SOFT = 0.15  # share of the other lanes' load that ranks plans of one bound
 
 class Counts(NamedTuple):
     """device, moved: units with all on the device, and with nothing there between passes; the others' optimizer is on
-    the host. stored: of the moved, those with states on disk. order: of the places, see `expand`. kept, swapped: the
+    the host. stored: of the moved, those with states on disk. order: of the tiers, see `expand`. saved, swapped: the
     others recompute. mixed: how swapped and recomputed ones lie among each other.
     """
 
@@ -73,28 +66,28 @@ class Counts(NamedTuple):
     moved: int
     stored: int
     order: int
-    kept: int
+    saved: int
     swapped: int
     mixed: int
 
 
-def expand(units: int, counts: Counts, near: UnitPlace = "host") -> tuple[Placement, ...]:
-    """The plan of these counts. near: where those that move and are not stored wait. Kept activations are those of the
+def expand(units: int, counts: Counts, near: MemoryTier = "host") -> tuple[Placement, ...]:
+    """The plan of these counts. near: where those that move and are not stored wait. Saved activations are those of the
     last units, whose backward pass comes first.
     """
-    moved: list[UnitPlace] = [*["disk"] * counts.stored, *[near] * (counts.moved - counts.stored)]  # type: ignore[bad-assignment]
-    device: list[UnitPlace] = ["device"] * counts.device
-    optimizer: list[UnitPlace] = ["optimizer"] * (units - counts.device - counts.moved)
-    places = ([*device, *moved, *optimizer], [*device, *optimizer, *moved], [*moved, *device, *optimizer])[counts.order]
-    rest = units - counts.kept
+    moved: list[MemoryTier] = [*["disk"] * counts.stored, *[near] * (counts.moved - counts.stored)]  # type: ignore[bad-assignment]
+    device: list[MemoryTier] = ["device"] * counts.device
+    optimizer: list[MemoryTier] = ["optimizer"] * (units - counts.device - counts.moved)
+    tiers = ([*device, *moved, *optimizer], [*device, *optimizer, *moved], [*moved, *device, *optimizer])[counts.order]
+    rest = units - counts.saved
     swap: list[Activations] = ["swap"] * counts.swapped
     remake: list[Activations] = ["recompute"] * (rest - counts.swapped)
     spread: list[Activations] = [
         "swap" if (i + 1) * counts.swapped // rest > i * counts.swapped // rest else "recompute" for i in range(rest)
     ]
     first = (spread, [*swap, *remake], [*remake, *swap])[counts.mixed]
-    keep: list[Activations] = ["keep"] * counts.kept
-    return tuple(Placement(place, one) for place, one in zip(places, [*first, *keep], strict=True))
+    keep: list[Activations] = ["keep"] * counts.saved
+    return tuple(Placement(tier, one) for tier, one in zip(tiers, [*first, *keep], strict=True))
 
 
 def ranked(
@@ -113,54 +106,54 @@ def ranked(
     """
     unit, units = profile.units[0], len(profile.units)
     row = {one: index for index, one in enumerate(options)}
-    places, activations = {one.place for one in options}, {one.activations for one in options}
+    tiers, activations = {one.tier for one in options}, {one.activations for one in options}
     grid = np.array([(a, b) for a in range(units + 1) for b in range(units + 1 - a)])
     device, moved = (np.repeat(grid[:, column], len(grid)) for column in (0, 1))
-    kept, swapped = (np.tile(grid[:, column], len(grid)) for column in (0, 1))
+    saved, swapped = (np.tile(grid[:, column], len(grid)) for column in (0, 1))
     good = np.ones(len(device), bool)
-    near: UnitPlace = "file" if "file" in places else "host"
-    if not places & {near, "disk"}:
+    near: MemoryTier = "file" if "file" in tiers else "host"
+    if not tiers & {near, "disk"}:
         good &= moved == 0
-    if "optimizer" not in places:
+    if "optimizer" not in tiers:
         good &= device + moved == units
     if "swap" not in activations:
         good &= swapped == 0
     if "recompute" not in activations:
-        good &= kept + swapped == units
-    device, moved, kept, swapped = (number[good] for number in (device, moved, kept, swapped))
-    remade, hosted = units - kept - swapped, units - device - moved
+        good &= saved + swapped == units
+    device, moved, saved, swapped = (number[good] for number in (device, moved, saved, swapped))
+    remade, hosted = units - saved - swapped, units - device - moved
 
-    costs = {place: unit_cost(unit, Placement(place, "keep")) for place in places}
-    host_of = {place: cost.host for place, cost in costs.items()}
+    costs = {tier: unit_cost(unit, Placement(tier, "keep")) for tier in tiers}
+    host_of = {tier: cost.host for tier, cost in costs.items()}
     stored = np.zeros_like(moved)
-    if "disk" in places:  # as few as the host's memory allows, for the disk is slow
+    if "disk" in tiers:  # as few as the host's memory allows, for the disk is slow
         need = hosted * host_of.get("optimizer", 0) + swapped * unit.resident.saved - host
         each = max(host_of.get("host", 0) - host_of["disk"], 1)
         stored = np.clip(np.ceil((need + moved * host_of.get("host", 0)) / each), 0, moved).astype(int)
-        if "host" not in places:
+        if "host" not in tiers:
             stored = moved
 
     # The load of a pair of choices is the sum of what each of them adds to (device, keep).
     base = loads[row[Placement("device", "keep")]]
     totals = np.tile(np.asarray(fixed, float) + units * base, (len(device), 1))
-    for place, count in (("optimizer", hosted), (near, moved - stored), ("disk", stored)):
-        if place in places:
-            totals += _times(count, loads[row[Placement(place, "keep")]] - base)  # type: ignore[arg-type]
+    for tier, count in (("optimizer", hosted), (near, moved - stored), ("disk", stored)):
+        if tier in tiers:
+            totals += _times(count, loads[row[Placement(tier, "keep")]] - base)  # type: ignore[arg-type]
     for one, count in (("swap", swapped), ("recompute", remade)):
         if one in activations:
             totals += _times(count, loads[row[Placement("device", one)]] - base)  # type: ignore[arg-type]
     bound = totals.max(axis=1)
 
-    given = profile.units[-1].given  # those after a unit that keeps it have it for nothing
+    shared_input = profile.units[-1].shared_input  # those after a unit that keeps it have it for nothing
     stays = profile.base + device * costs["device"].resident
-    stays = stays + kept * (unit.resident.saved - given) + remade * (unit.boundary - given)
-    if "optimizer" in places:
+    stays = stays + saved * (unit.resident.saved - shared_input) + remade * (unit.boundary - shared_input)
+    if "optimizer" in tiers:
         stays = stays + hosted * costs["optimizer"].resident
     with np.errstate(invalid="ignore"):
         soft = np.where(np.isfinite(bound), bound + _SOFT * (totals.sum(axis=1) - bound), np.inf)
     order = np.flatnonzero((stays <= budget) & np.isfinite(bound))
     for index in order[np.argsort(soft[order], kind="stable")]:
-        numbers = (device[index], moved[index], stored[index], 0, kept[index], swapped[index], 0)
+        numbers = (device[index], moved[index], stored[index], 0, saved[index], swapped[index], 0)
         yield float(bound[index]), Counts(*(int(number) for number in numbers))
 
 
@@ -175,9 +168,9 @@ def neighbours(counts: Counts) -> Iterator[Counts]:
     for more, other in ((1, 0), (-1, 0), (0, 1), (0, -1), (1, -1), (-1, 1), (2, 0), (-2, 0)):
         yield counts._replace(device=counts.device + more, moved=counts.moved + other)
     for more, other in ((1, 0), (-1, 0), (0, 1), (0, -1), (1, -1), (-1, 1)):
-        yield counts._replace(kept=counts.kept + more, swapped=counts.swapped + other)
+        yield counts._replace(saved=counts.saved + more, swapped=counts.swapped + other)
     for more, other in ((1, -1), (-1, 1)):
-        yield counts._replace(device=counts.device + more, kept=counts.kept + other)
+        yield counts._replace(device=counts.device + more, saved=counts.saved + other)
     for more in (1, -1):
         yield counts._replace(stored=counts.stored + more)
     for number in range(3):
@@ -188,9 +181,9 @@ def neighbours(counts: Counts) -> Iterator[Counts]:
 def possible(units: int, counts: Counts) -> bool:
     """Whether there are so many units."""
     return (
-        min(counts.device, counts.moved, counts.kept, counts.swapped, counts.stored) >= 0
+        min(counts.device, counts.moved, counts.saved, counts.swapped, counts.stored) >= 0
         and counts.device + counts.moved <= units
-        and counts.kept + counts.swapped <= units
+        and counts.saved + counts.swapped <= units
         and counts.stored <= counts.moved
     )
 
@@ -198,7 +191,7 @@ def possible(units: int, counts: Counts) -> bool:
 def lane_loads(profile: Profile, options: Sequence[Placement], machine: Machine, accumulation: int) -> np.ndarray:
     """Seconds of a step on (device, up, down, host, read, write): axes unit, option, lane."""
     every = [[unit_time(unit, one, machine) for one in options] for unit in profile.units]
-    filed = [one.place == "file" for one in options]
+    filed = [one.tier == "file" for one in options]
     return np.array([[_load(times, accumulation, far) for times, far in zip(row, filed, strict=True)] for row in every])
 
 
@@ -283,10 +276,12 @@ def _memory(profile: Profile, options: Sequence[Placement]) -> tuple[np.ndarray,
         backward = 2 * units - unit
         for index, option in enumerate(options):
             cost, column = unit_cost(one, option), unit * count + index
-            given = 0 if option.activations == "swap" else one.given  # there already, if the unit before keeps it
-            held = cost.forward - cost.forward_end - cost.swap - given
+            shared_input = (
+                0 if option.activations == "swap" else one.shared_input
+            )  # there already, if the unit before keeps it
+            held = cost.forward - cost.forward_end - cost.swap - shared_input
             taken[:, column] += cost.resident
-            taken[unit, column] += cost.slot + cost.forward - given
+            taken[unit, column] += cost.slot + cost.forward - shared_input
             taken[unit + 1 : backward, column] += held
             taken[top + 1 : backward, column] -= cost.casts_end
             taken[backward, column] += held - cost.casts_end + cost.slot + cost.swap + cost.backward + cost.gradients
@@ -300,8 +295,8 @@ def _memory(profile: Profile, options: Sequence[Placement]) -> tuple[np.ndarray,
     return taken, stays
 
 
-METHODS: dict[str, tuple[tuple[UnitPlace, ...], tuple[Activations, ...]]] = {
-    "auto": (PLACES, ACTIVATIONS),
+METHODS: dict[str, tuple[tuple[MemoryTier, ...], tuple[Activations, ...]]] = {
+    "auto": (TIERS, ACTIVATIONS),
     "autohete": (("device", "optimizer", "host"), ("keep", "recompute")),
     "karma": (("device",), ACTIVATIONS),
     "checkpoint": (("device",), ("keep", "recompute")),
@@ -336,10 +331,10 @@ class PlanTrials:
         self.disk = machine.disk_bytes if disk is None else disk
         self.update: Update = update
         self.accumulation = accumulation
-        places, activations = METHODS[method]
-        there = places_of(machine, self.disk)
-        self.options = choices([one for one in places if one in there], activations)
-        self.near: UnitPlace = "host" if "host" in there else "file"
+        tiers, activations = METHODS[method]
+        there = tiers_of(machine, self.disk)
+        self.options = choices([one for one in tiers if one in there], activations)
+        self.near: MemoryTier = "host" if "host" in there else "file"
         self.index = {one: number for number, one in enumerate(self.options)}
         self.loads = lane_loads(profile, self.options, machine, accumulation)
         device = accumulation * ends_seconds(profile, machine) + ends_update(profile, machine)
@@ -425,7 +420,7 @@ class Search(PlanTrials):
         floors = {name: self._fastest(plans) for name, plans in self.floors().items()}
         # Seconds that no plan of any size beats: every unit's cheapest choice on the device's lane, never idle.
         bound = float(self.loads[:, :, 0].min(axis=1).sum() + self.fixed[0])
-        alike = len({replace(unit, name="", given=0) for unit in self.profile.units}) == 1
+        alike = len({replace(unit, name="", shared_input=0) for unit in self.profile.units}) == 1
         whole = (Placement("device", "keep"),) * self.units
         if self.fits(whole) and self.time(whole) <= bound * _SIMPLER:
             return self._made(whole, bound, floors)
@@ -460,19 +455,19 @@ class Search(PlanTrials):
         every: dict[str, list[tuple[Placement, ...]]] = {
             "all on the device": [(Placement("device", "keep"),) * units],
             "recompute all": [(Placement("device", "recompute"),) * units],
-            "keep the last, recompute": [tail("device", "recompute", units, kept) for kept in counts],
-            "capacity swap": [tail("device", "swap", units, kept) for kept in counts],
+            "keep the last, recompute": [tail("device", "recompute", units, saved) for saved in counts],
+            "capacity swap": [tail("device", "swap", units, saved) for saved in counts],
             "optimizer on the host": [(Placement("optimizer", one),) * units for one in ("recompute", "keep")],
             "all on the host": [(Placement("host", "recompute"),) * units],
             "all on the host, swap": [(Placement("host", "swap"),) * units],
-            "on disk": [(Placement(place, "recompute"),) * units for place in ("disk", "file")],
+            "on disk": [(Placement(tier, "recompute"),) * units for tier in ("disk", "file")],
         }
         known = set(self.options)
         return {name: [plan for plan in plans if known.issuperset(plan)] for name, plans in every.items()}
 
     def _fastest(self, plans: Sequence[tuple[Placement, ...]]) -> float | None:
         usable = [plan for plan in plans if math.isfinite(self.bound(plan)) and self.fits(plan)]
-        seconds = [self.time(plan) for plan in usable[-3:]]  # of those with a kept tail, the longest tails that fit
+        seconds = [self.time(plan) for plan in usable[-3:]]  # of those with a saved tail, the longest tails that fit
         return min([one for one in seconds if math.isfinite(one)], default=None)
 
     def _by_counts(self, most: int) -> None:
@@ -513,11 +508,11 @@ class Search(PlanTrials):
 
     def _family(self) -> Iterator[tuple[Placement, ...]]:
         """Every count in every order."""
-        places, seen = {one.place for one in self.options}, set()
+        tiers, seen = {one.tier for one in self.options}, set()
         pairs = [(a, b) for a in range(self.units + 1) for b in range(self.units + 1 - a)]
-        for (device, moved), (kept, swapped) in itertools.product(pairs, pairs):
-            for order, mixed, stored in itertools.product(range(3), range(3), {0, moved if "disk" in places else 0}):
-                plan = expand(self.units, Counts(device, moved, stored, order, kept, swapped, mixed), self.near)
+        for (device, moved), (saved, swapped) in itertools.product(pairs, pairs):
+            for order, mixed, stored in itertools.product(range(3), range(3), {0, moved if "disk" in tiers else 0}):
+                plan = expand(self.units, Counts(device, moved, stored, order, saved, swapped, mixed), self.near)
                 if plan not in seen and self.index.keys() >= set(plan):
                     seen.add(plan)
                     yield plan

@@ -107,7 +107,7 @@ class Gathering:
     def __init__(self, engine: Engine, names: Sequence[str] = (), spread: SpreadShares | None = None) -> None:
         self._engine, self._names, self._spread = engine, names, spread
         self._own: dict[int, LaneEvent] = {}  # of units whose weights are not whole: the own share is on its way
-        self._under_way: dict[int, tuple[Spreading, Callable[[], None]]] = {}
+        self._in_progress: dict[int, tuple[Spreading, Callable[[], None]]] = {}
         self._rounds: dict[int, int] = defaultdict(int)
         self._lock = threading.Lock()
 
@@ -122,13 +122,13 @@ class Gathering:
             spreading = self._spread(unit, self._rounds[unit], rows)
         self._rounds[unit] += 1
         with self._lock:
-            self._under_way[unit] = spreading, landed
+            self._in_progress[unit] = spreading, landed
         self._own[unit].fire()
 
     def collect(self) -> None:
         """Take in what has come, on the computing thread."""
         with self._lock:
-            come = [unit for unit, (spreading, _) in sorted(self._under_way.items()) if spreading.done()]
+            come = [unit for unit, (spreading, _) in sorted(self._in_progress.items()) if spreading.done()]
         for unit in come:
             self._land(unit)
 
@@ -141,7 +141,7 @@ class Gathering:
 
     def _land(self, unit: int) -> None:
         with self._lock:
-            spreading, landed = self._under_way.pop(unit)
+            spreading, landed = self._in_progress.pop(unit)
         with host_work(), torch.no_grad():
             spreading.land()
         del self._own[unit]

@@ -43,18 +43,18 @@ def known_machine(config: Config, named: str = "") -> Machine | None:
 
 
 def memory_fit(
-    config: Config, workers: Sequence[WorkerPlan], placed: MemoryPlan | None, here: Machine, *, mends: bool = True
+    config: Config, workers: Sequence[WorkerPlan], placed: MemoryPlan | None, here: Machine, *, suggestions: bool = True
 ) -> MemoryFit:
-    """Of the fullest worker: that with most states, or the first stage, which keeps most passes. mends: whether to look
-    for them.
+    """Of the fullest worker: that with most states, or the first stage, which keeps most passes. suggestions: whether
+    to look for them.
     """
     fullest = max(workers, key=lambda one: one.memory.peak)
-    asked = [fullest, *(one for one in workers[:1] if one is not fullest)]
-    found = (_fit(config, one, placed, here, mends) for one in asked)
+    candidates = [fullest, *(one for one in workers[:1] if one is not fullest)]
+    found = (_fit(config, one, placed, here, suggestions) for one in candidates)
     return max(found, key=lambda one: (not one.fits, one.device_bytes))
 
 
-def _fit(config: Config, worker: WorkerPlan, placed: MemoryPlan | None, here: Machine, mends: bool) -> MemoryFit:
+def _fit(config: Config, worker: WorkerPlan, placed: MemoryPlan | None, here: Machine, suggestions: bool) -> MemoryFit:
     memory, activations, made = worker.memory, None, None
     device, host = memory.computing, memory.peak - memory.computing
     if placed is not None:
@@ -74,7 +74,9 @@ def _fit(config: Config, worker: WorkerPlan, placed: MemoryPlan | None, here: Ma
         host_bytes=host,
         device_room=here.device_bytes,
         host_room=here.host_bytes,
-        mends=tuple(_mends(config, worker, made, here, device, host)) if mends and not fits and placed is None else (),
+        suggestions=tuple(_suggestions(config, worker, made, here, device, host))
+        if suggestions and not fits and placed is None
+        else (),
     )
 
 
@@ -99,7 +101,7 @@ def _beside_states(config: Config, made: Profile, activations: str) -> int:
     return max(least_peak(made, placements, batches) - states, 0) + waiting
 
 
-def _mends(
+def _suggestions(
     config: Config, worker: WorkerPlan, made: Profile | None, here: Machine, device: int, host: int
 ) -> list[str]:
     """Each alone makes it fit."""
@@ -112,9 +114,9 @@ def _mends(
     if config.model.dtype == "float32" and device - states // 2 <= room and host <= host_room:
         found.append('model.dtype = "bfloat16"')
     if made is not None and host <= host_room and config.pipeline.stages == 1:
-        kept = device - _beside_states(config, made, "keep")
+        others = device - _beside_states(config, made, "keep")
         lean = (Placement("host" if here.host_bytes else "device", "recompute"),) * len(made.units)
-        if kept + _beside_states(config, made, "recompute") <= room:
+        if others + _beside_states(config, made, "recompute") <= room:
             found.append('memory.method = "checkpoint"')
         elif here.host_bytes and (moved := _profile(changed(config, {"memory.method": "auto"}), 0)) is not None:
             peak = least_peak(moved, lean, config.inner.accumulation)

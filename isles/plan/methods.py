@@ -1,4 +1,4 @@
-"""Which method for which link: seconds, bytes and memory of each method, from the time of a step and the lines between
+"""Which method for which link: seconds, bytes and memory of each method, from the time of a step and the links between
 the workers.
 
     question, candidate -> configuration -> the method around a sketched model -> its exchanges, memory, bytes
@@ -6,21 +6,16 @@ the workers.
                         -> MethodPlan, in the order to try them
 
 A candidate is sketched once, and then retimed for each H. Up to 16 workers what is shown is replayed message by
-message, as a dry run replays it: the run, where its tokens are given, else the long run. Where that is too much, and in
-the search of H and of rates, alike workers are played once (`isles.plan.worker_classes`).
+message, as a dry run replays it: the run, where its tokens are known, else the long run. Where that is too much, and in
+the search of H and of rates, alike workers are played once (`isles.plan.worker_classes`), and the devices of a site
+count as one worker: an inner step takes as long as that of the method inside, and what has landed is spread behind it.
 
 Left out: the time to encode, workers of unequal speed. With ist computing is that of a worker's part.
 
 Rank: what reaches the wanted utilisation comes before what does not; then what changes training less (`KINDS`); then
 the smaller H; then the order of the candidates. That is a judgement from the papers' losses, not a measurement of
-yours. Of those that do not reach it the one that computes most of the time is first. Who never talks is last; what does
-not fit into memory comes behind all others.
-
-A candidate of `isles plan methods` around its sketch: what a round costs, for each H and any rates.
-
-Up to 16 workers what is shown is replayed message by message, as a dry run replays it. Where that is too much, and in
-the search of H and of rates, alike workers are played once (`isles.plan.worker_classes`), and the devices of a site
-stand for one worker: an inner step takes as long as that of the method inside, and what has landed is spread behind it.
+yours. Of those that do not reach it the one that computes most of the time is first. A candidate that never exchanges
+is last; what does not fit into memory comes behind all others.
 """
 
 from __future__ import annotations
@@ -45,7 +40,7 @@ from isles.plan.record import MemoryFit, stage_fillings
 from isles.plan.replay import ExchangeRecords, RunReplay, TimeAccount
 from isles.plan.replicas import replayed, worker_memory
 from isles.plan.sketch import RunSketch, sketch_run
-from isles.plan.worker_classes import LEVELS, Representatives, lines_of_all, lines_of_partners, wanted_rate
+from isles.plan.worker_classes import LEVELS, Representatives, links_of_all, links_of_partners, wanted_rate
 from isles.replicas import method
 from isles.replicas.sync import ReplicaSync
 from isles.training.config.reading import resolve
@@ -92,7 +87,7 @@ class PlannedMethod:
             raise ValueError(f"{question.workers} workers: each holds a part of its own; planned up to {_MOST_PARTS}")
         steps = 4 * max(EVERY) if question.steps is None else question.steps
         config = _config(question, candidate, steps)
-        # Devices of a site are one worker here: they send its exchanges over its line.
+        # Devices of a site are one worker here: they send its exchanges over its uplink.
         sites = question.sites if lands_together(config) else min(question.sites, _PAIRED)
         if (question.devices, question.sites) != (1, sites):
             made = _in_world(
@@ -103,7 +98,7 @@ class PlannedMethod:
                 inside="ddp",
                 links=_ANY,
                 inner_links="lan",
-                shares_line=False,
+                shares_uplink=False,
             )
         else:
             made = config
@@ -132,10 +127,10 @@ class PlannedMethod:
         targets = [target * self.computing / self.seconds for target in targets]
         tried = self._tried(every)
         last = len(tried) - 1
-        place = bisect_left(range(last), True, key=lambda at: self.share(tried[at]) >= targets[0])
-        found = tried[place]
+        index = bisect_left(range(last), True, key=lambda at: self.share(tried[at]) >= targets[0])
+        found = tried[index]
         account, about = self.account(found)
-        for larger in tried[place + 1 :]:  # the end of the run may ask for more than the search knew
+        for larger in tried[index + 1 :]:  # the end of the run may ask for more than the search knew
             if account.share >= targets[0]:
                 break
             found, (account, about) = larger, self.account(larger)
@@ -198,15 +193,15 @@ class PlannedMethod:
         self, every: int, messages: int, rate: float, steps: int | None
     ) -> tuple[TimeAccount, bool]:
         self._at(every)
-        lines = self._lines
+        between = self._few_links
         inside = every * (self.seconds - self.computing)
-        if lines is None:
+        if between is None:
             return TimeAccount(every * self.computing, inside), False
         some = next((some for some in self._levels if self._played(some) <= messages), self._levels[-1])
         exact = len(self.question.classes) == 1 and not self.question.links.jitter and some.coarse == LEVELS[0]
         found = self._replayed(
             lambda taken: some(self._schedule(taken)),
-            Topology(_count(lines), _scaled(lines, rate)),
+            Topology(_count(between), _scaled(between, rate)),
             self.seconds,
             math.ceil(_ROUNDS * self._played(some)),
             steps,
@@ -251,11 +246,11 @@ class PlannedMethod:
     def _tried(self, every: int | None) -> list[int]:
         if not self.has_rounds:
             return [1]
-        asked = [self.candidate.every] if self.candidate.every else EVERY if every is None else [every]
+        choices = [self.candidate.every] if self.candidate.every else EVERY if every is None else [every]
         steps = self.question.steps
-        possible = [one for one in asked if steps is None or one <= steps]
+        possible = [one for one in choices if steps is None or one <= steps]
         if not possible:
-            raise ValueError(f"sync_every = {min(asked)}: no exchange falls into a run of {steps} steps")
+            raise ValueError(f"sync_every = {min(choices)}: no exchange falls into a run of {steps} steps")
         self.config_at(possible[0])  # refuses it
         return possible
 
@@ -290,7 +285,7 @@ class PlannedMethod:
         return sum(one.messages for one in some(sent))
 
     @cached_property
-    def _lines(self) -> Links | None:
+    def _few_links(self) -> Links | None:
         """Between representatives of a few classes; None where nobody exchanges."""
         rhythm, network = self._rhythm, self.question.links
         sent = self._schedule(rhythm.start + rhythm.every)
@@ -298,15 +293,15 @@ class PlannedMethod:
         if largest == 1:
             return None
         if largest == self.optimizer.group.size:
-            return lines_of_all(network, self.question.classes, _CLASSES)
+            return links_of_all(network, self.question.classes, _CLASSES)
         nbytes = max(sent_by_all(one.pattern(largest), largest) / largest for one in sent)
-        return lines_of_partners(network, self.question.classes, nbytes)
+        return links_of_partners(network, self.question.classes, nbytes)
 
     @cached_property
     def _levels(self) -> list[Representatives]:
         """From fine to coarse."""
-        assert self._lines is not None
-        return [Representatives(_count(self._lines), level) for level in LEVELS]
+        assert self._few_links is not None
+        return [Representatives(_count(self._few_links), level) for level in LEVELS]
 
     def _enough(self, waits: float, target: float) -> int:
         """The H at which it would reach the target, to two digits: longer rounds wait no longer."""
@@ -329,7 +324,7 @@ def inside_share(question: PlanQuestion) -> float:
         if question.batches * question.stages > _MOST_MICROBATCHES:
             raise ValueError(f"{question.batches * question.stages} microbatches in a site: too many to be played")
         config = _config(question, Candidate(method="none", kind=0, why=""), _STEPS)
-        site = _sketched(_in_world(config, workers=question.devices, shares_line=False))
+        site = _sketched(_in_world(config, workers=question.devices, shares_uplink=False))
         account = replayed(site, site.config.network, staged_steps(site))
         assert account is not None, "so few are played"
         return account.share
@@ -341,13 +336,13 @@ def inside_share(question: PlanQuestion) -> float:
 
 def _in_site(config: Config, question: PlanQuestion) -> Sequence[ReplicaSync]:
     """The optimizers of a device, or of each stage, among those of two sites."""
-    return _sketched(_in_world(config, workers=2 * question.devices, links=_ANY), places=question.stages).optimizers
+    return _sketched(_in_world(config, workers=2 * question.devices, links=_ANY), size=question.stages).optimizers
 
 
-def _sketched(config: Config, places: int | None = None) -> RunSketch:
+def _sketched(config: Config, size: int | None = None) -> RunSketch:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a run says it
-        return sketch_run(config, places=places)
+        return sketch_run(config, size=size)
 
 
 def _config(question: PlanQuestion, candidate: Candidate, steps: int) -> Config:
@@ -368,15 +363,15 @@ def _in_world(config: Config, pipeline: PipelineConfig | None = None, **keys: An
     return replace(config, world=made, pipeline=pipeline or config.pipeline)
 
 
-def _count(lines: Links) -> int:
-    return len(lines.latency)  # type: ignore[arg-type]
+def _count(between: Links) -> int:
+    return len(between.latency)  # type: ignore[arg-type]
 
 
-def _scaled(lines: Links, rate: float) -> Links:
+def _scaled(between: Links, rate: float) -> Links:
     if rate == 1.0:
-        return lines
-    up, down = ([rate * own for own in rates] for rates in (lines.bandwidth, lines.downlink))  # type: ignore
-    return replace(lines, bandwidth=up, downlink=down)
+        return between
+    up, down = ([rate * own for own in rates] for rates in (between.bandwidth, between.downlink))  # type: ignore
+    return replace(between, bandwidth=up, downlink=down)
 
 
 _ALONE = KINDS.index("no answers")
@@ -386,14 +381,14 @@ _ENOUGH = 0.9  # share of computing inside a site
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MethodPlan:
-    """One candidate. asked: with batches, and what is inside sites. bytes_a_step: that a worker sends to others, or to
-    other sites, on average. memory: a worker's; fit: into the machine, None: that is not known. hours, nbytes (that all
-    workers send), money: of the run; None: not known. pairs: it exchanges in pairs. grows: workers may come and go.
+    """One candidate. question: with batches, and what is inside sites. bytes_a_step: that a worker sends to others, or
+    to other sites, on average. memory: a worker's; fit: into the machine, None: that is not known. hours, nbytes (that
+    all workers send), money: of the run; None: not known. pairs: it exchanges in pairs. grows: workers may come and go.
     is_best: no other is better in something, and in nothing worse: fit, change of training, time, bytes, money.
     """
 
     candidate: Candidate
-    asked: PlanQuestion
+    question: PlanQuestion
     config: Config
     timing: MethodTiming
     bytes_a_step: float
@@ -459,10 +454,10 @@ def plan_methods(
     _refuse_unknown(question, best)
     plans, left_out = list[MethodPlan](), dict[str, str]()
     known: list[tuple[object, MethodTiming]] = []
-    ways, full = _leaner(question), set[int]()
+    variants, full = _leaner(question), set[int]()
     for one in candidates() if among is None else among:
         try:
-            made, fit = _that_fits(ways, full, one)
+            made, fit = _that_fits(variants, full, one)
             key = made.signature(every)
             timing = next((timing for other, timing in known if other == key), None)
             if timing is None:
@@ -495,24 +490,26 @@ def _leaner(question: PlanQuestion) -> list[PlanQuestion]:
     most, found = question.sequences, list[tuple[float, PlanQuestion]]()
     for count in (min(1 << power, most) for power in range((most - 1).bit_length() + 1)):
         for kind in _INSIDE if question.devices > 1 else _INSIDE[:1]:
-            asked = replace(question, batches=count, inside=kind)
+            case = replace(question, batches=count, inside=kind)
             with suppress(ValueError):  # more stages than layers
-                found.append((max(_ENOUGH - inside_share(asked), 0.0), asked))
-    return [asked for _, asked in sorted(found, key=lambda one: one[0])]
+                found.append((max(_ENOUGH - inside_share(case), 0.0), case))
+    return [case for _, case in sorted(found, key=lambda one: one[0])]
 
 
-def _that_fits(ways: Sequence[PlanQuestion], full: set[int], one: Candidate) -> tuple[PlannedMethod, MemoryFit | None]:
-    """The first of `ways` that fits; where none does, what takes least of the device. full: numbers of those that did
-    not fit another method, and so do not fit this one, nearly. ValueError where it goes with none of them.
+def _that_fits(
+    variants: Sequence[PlanQuestion], full: set[int], one: Candidate
+) -> tuple[PlannedMethod, MemoryFit | None]:
+    """The first of `variants` that fits; where none does, what takes least of the device. full: numbers of those that
+    did not fit another method, and so do not fit this one, nearly. ValueError where it goes with none of them.
     """
     over, unfit, least, refusal = set[InSite](), set[int](), None, None
-    for number, asked in enumerate(ways):
-        if asked.inside in over or number in full:
+    for number, case in enumerate(variants):
+        if case.inside in over or number in full:
             continue
         try:
-            made, fit = _fitted(asked, one)
+            made, fit = _fitted(case, one)
         except ValueError as error:
-            over.add(asked.inside)
+            over.add(case.inside)
             refusal = refusal or error
             continue
         if fit is None or fit.fits:
@@ -521,20 +518,24 @@ def _that_fits(ways: Sequence[PlanQuestion], full: set[int], one: Candidate) -> 
         unfit.add(number)
         if least is None or least[1] is None or fit.device_bytes < least[1].device_bytes:
             least = made, fit
-        is_sharded = asked.devices == 1 or asked.inside != "ddp"
+        is_sharded = case.devices == 1 or case.inside != "ddp"
         if is_sharded and fit.device_bytes - (fit.activations or 0) > fit.device_room:
-            over.add(asked.inside)  # states alone are too large: batches do not help
+            over.add(case.inside)  # states alone are too large: batches do not help
     if least is None:
         raise refusal or ValueError("nothing goes with this model inside a site: choose other --devices")
-    return _fitted(least[0].question, one, mends=True)
+    return _fitted(least[0].question, one, suggestions=True)
 
 
-def _fitted(question: PlanQuestion, one: Candidate, *, mends: bool = False) -> tuple[PlannedMethod, MemoryFit | None]:
-    """With whether it fits, where the machine is known; and what alone would mend it, if that is asked."""
+def _fitted(
+    question: PlanQuestion, one: Candidate, *, suggestions: bool = False
+) -> tuple[PlannedMethod, MemoryFit | None]:
+    """With whether it fits, where the machine is known; and with suggestions, the settings that alone would make it
+    fit.
+    """
     made, here = PlannedMethod(question, one), question.machine
     if here is None:
         return made, None
-    return made, memory_fit(made.config, stage_fillings(made.memory), None, here, mends=mends)
+    return made, memory_fit(made.config, stage_fillings(made.memory), None, here, suggestions=suggestions)
 
 
 def _refuse_unknown(question: PlanQuestion, best: Best | None) -> None:
@@ -577,7 +578,7 @@ def _plan(one: PlannedMethod, timing: MethodTiming, fit: MemoryFit | None) -> Me
         money = (prices[0] or 0.0) * nbytes / 1e9 + (prices[1] or 0.0) * hours * question.workers
     return MethodPlan(
         candidate=one.candidate,
-        asked=one.question,
+        question=one.question,
         config=one.config_at(timing.every),
         timing=timing,
         bytes_a_step=sent,

@@ -40,8 +40,8 @@ from isles.training.optimizer import inner_bytes
 from isles.training.stage_runner import planned_cut, run_scheme
 from isles.training.swarm.step import ways_of
 
-_OF_BOOKS, _OF_VERDICT = 2, len(PeerStats._fields) + COMERS
-"""Numbers that a peer says of itself in the two agreements of a step; in the first its book is beside them."""
+_LEDGER_NUMBERS, _VOTE_NUMBERS = 2, len(PeerStats._fields) + COMERS
+"""Numbers that a peer sends of itself in the two agreements of a step; the first carries its ledger, too."""
 _STEPS = 5
 """Steps that are played behind the first."""
 
@@ -60,9 +60,9 @@ def plan_swarm(config: Config) -> RunPlan:
 class _SwarmPlanner:
     """What the stages of a run take, from which its workers, bytes and seconds follow.
 
-    stages: by rank. pieces: by stage. down, up: bytes of a microbatch's letters forward and backward, heads included.
-    sums: by stage, bytes of its gradients. agreed: that a peer sends in a step to agree, twice. passes: by rank,
-    seconds of a microbatch's forward pass, and of both.
+    stages: by rank. pieces: by stage. down, up: bytes of a microbatch's messages forward and backward, headers
+    included. sums: by stage, bytes of its gradients. agreed: that a peer sends in a step to agree, twice. passes: by
+    rank, seconds of a microbatch's forward pass, and of both.
     """
 
     def __init__(self, config: Config) -> None:
@@ -77,8 +77,8 @@ class _SwarmPlanner:
         self.stages = [at for at, ranks in enumerate(config.pipeline.peers_of(config.world.workers)) for _ in ranks]
         self.sums = [sum(own.nbytes for own in piece.parameters() if own.requires_grad) for piece in self.pieces]
         workers, step, last = len(self.stages), step_seconds(config), len(self.pieces) - 1
-        book = _OF_BOOKS + (1 if config.pipeline.swarm.consistency == "strict" else words_for(parts))
-        self.agreed = sum(agreed_bytes(workers, said) for said in (book, _OF_VERDICT))
+        ledger = _LEDGER_NUMBERS + (1 if config.pipeline.swarm.consistency == "strict" else words_for(parts))
+        self.agreed = sum(agreed_bytes(workers, numbers) for numbers in (ledger, _VOTE_NUMBERS))
         shares = [stage_shares(piece, self.cut.costs, parts, recompute=False) for piece in self.cut.pieces]
         both = [share.both if at == last else share.forward + share.backward for at, share in enumerate(shares)]
         self.passes = [
@@ -94,7 +94,9 @@ class _SwarmPlanner:
             2 * (count - 1) * (nbytes + count * HEAD)
             for count, nbytes in zip(map(stages.count, range(len(self.pieces))), self.sums, strict=True)
         )
-        done = stages.count(0) * (len(stages) - 1) * HEAD  # the first stage's say that they have all of their gradients
+        done = (
+            stages.count(0) * (len(stages) - 1) * HEAD
+        )  # the peers of the first stage report that they have all gradients
         return RunPlan(
             config=config,
             placement=f"a swarm of {len(self.pieces)} stages",
@@ -143,7 +145,7 @@ class _SwarmPlanner:
         saved = came + left + (0 if at == last else back) + (0 if piece.enters else back)
         held = []
         if made is not None and counted is not None:
-            held.append(MemoryItem("microbatches under way", made.held[rank] * (came + left), "step"))
+            held.append(MemoryItem("microbatches in flight", made.held[rank] * (came + left), "step"))
             if self.config.pipeline.swarm.consistency == "exact":
                 held.append(MemoryItem("passes saved until the step's end", ceil(counted) * saved, "step"))
         return WorkerPlan(
@@ -179,7 +181,7 @@ def plan_clusters(config: Config) -> RunPlan:
     sequences, load = config.data.batch_size_per_worker(clusters), model_load(config, cuts[0].costs)
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
     settled = agreed_bytes(world.workers, 0)  # in an agreement on who is left
-    word = settled + agreed_bytes(world.workers, 1)  # in those of an average
+    vote = settled + agreed_bytes(world.workers, 1)  # in those of an average
     weighed = getattr(config.replicas, "weights", "equal") == "samples"
     copies = 3 if pipeline.ravnest.average_optimizer and inner_kind(config.inner, "adamw") == "adamw" else 1
     dtype = next(model.parameters()).dtype
@@ -190,15 +192,15 @@ def plan_clusters(config: Config) -> RunPlan:
         for stage in range(len(cut.pieces)):
             own = [segment for segment in segments if segment.holders[number] == stage]
             counts = [copies * sum(sizes[name] for name in segment.names) + weighed for segment in own]
-            average = word + sum(_mean_bytes(count, dtype, clusters, number) for count in counts)
-            place = number, stage, len(workers)
-            workers.append(_worker(config, cut, load, form, place, average if clusters > 1 else 0))
+            average = vote + sum(_mean_bytes(count, dtype, clusters, number) for count in counts)
+            position = number, stage, len(workers)
+            workers.append(_worker(config, cut, load, form, position, average if clusters > 1 else 0))
     every, looks = getattr(config.replicas, "sync_every", steps), config.run.validate_every
-    judged = range(looks, steps, looks) if looks and config.data.validation_fraction else ()
+    validations = range(looks, steps, looks) if looks and config.data.validation_fraction else ()
     averages = ceil(steps / every) if clusters > 1 else 0
-    agreements = sum(step % every > 0 for step in judged) if clusters > 1 else 0
+    agreements = sum(step % every > 0 for step in validations) if clusters > 1 else 0
     standby = world.workers - len(workers)
-    serving = [steps * (one.step_bytes or 0) + averages * (one.average_bytes or 0) for one in workers]
+    active = [steps * (one.step_bytes or 0) + averages * (one.average_bytes or 0) for one in workers]
     notices = []
     if pipeline.ravnest.clusters and world.is_simulated:
         notices.append("clusters are named: their stages reach each other over world.virtual.links")
@@ -213,7 +215,7 @@ def plan_clusters(config: Config) -> RunPlan:
         tokens_per_step=clusters * sequences * context,
         workers=tuple(workers),
         standby=standby,
-        bytes_sent=tuple(agreements * settled + sent for sent in [*serving, *[averages * word] * standby]),
+        bytes_sent=tuple(agreements * settled + sent for sent in [*active, *[averages * vote] * standby]),
         averages=averages,
         segments=len(segments),
         agreements=agreements,
@@ -222,17 +224,19 @@ def plan_clusters(config: Config) -> RunPlan:
 
 
 def _mean_bytes(count: int, dtype: torch.dtype, clusters: int, number: int) -> int:
-    """That the holder in cluster `number` sends in a mean of so many entries, by letters."""
+    """That the holder in cluster `number` sends in a mean of so many entries, as messages."""
     made = pattern(count, dtype, codec("none"), clusters)
     return int(made.sent(number, clusters)) + HEAD * (made.messages(clusters) // clusters)
 
 
 def _worker(
-    config: Config, cut: Cut, load: ModelLoad, form: StageForm, place: tuple[int, int, int], average: int
+    config: Config, cut: Cut, load: ModelLoad, form: StageForm, position: tuple[int, int, int], average: int
 ) -> WorkerPlan:
-    (cluster, stage, rank), stages, parts = place, len(cut.pieces), config.pipeline.microbatches
-    piece, last, given = cut.pieces[stage], stage == stages - 1, config.pipeline.in_flight
-    ways = AsyncOptions(in_flight=given if isinstance(given, int) else stages, every=parts, order=config.pipeline.order)
+    (cluster, stage, rank), stages, parts = position, len(cut.pieces), config.pipeline.microbatches
+    piece, last, in_flight = cut.pieces[stage], stage == stages - 1, config.pipeline.in_flight
+    ways = AsyncOptions(
+        in_flight=in_flight if isinstance(in_flight, int) else stages, every=parts, order=config.pipeline.order
+    )
     weights, versions = round(sum(load.weights[block] for block in piece.blocks)), most_versions(ways, stage, stages)
     room = 0 if last else ways.room(stage)
     inputs = room * (form.ids_shape[0] * form.ids_shape[1] * 8 + (0 if piece.enters else form.held_bytes))

@@ -1,7 +1,7 @@
-"""What the workers of a pipeline do in a step of a planned run: tasks, messages between stages, the norm's question.
+"""What the workers of a pipeline do in a step of a planned run: tasks, messages between stages, the norm's exchange.
 
 The order of the tasks is that of `isles.network.routing.events`, which the executor follows; messages go over the same
-lines as the exchanges between replicas, so both wait for each other as they do on the virtual clock.
+links as the exchanges between replicas, so both wait for each other as they do on the virtual clock.
 """
 
 from __future__ import annotations

@@ -38,8 +38,8 @@ _NUMBER = 8  # bytes, float64
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlannedTurn:
-    """One turn. columns, stages: as of `StagedSteps`. width, rank: D and K."""
+class SubspaceUpdate:
+    """One update of the subspace. columns, stages: as of `StagedSteps`. width, rank: D and K."""
 
     columns: Sequence[Sequence[int]]
     stages: int
@@ -56,7 +56,7 @@ class PlannedTurn:
         own = [column[self.stages - 1 :: self.stages] for column in self.columns]  # the last stages' workers
         statistic, basis = _NUMBER * self.width**2, _NUMBER * self.width * self.rank
         firsts = range(0, len(self.columns[0]), self.stages)
-        told = [
+        replicas = [
             (column[first + self.stages - 1], *column[first : first + self.stages - 1])
             for column in self.columns
             for first in firsts
@@ -64,7 +64,7 @@ class PlannedTurn:
         return [
             self._one(0, list(zip(*own, strict=True)), lambda size: gathered(statistic, size)),
             self._one(1, own, lambda size: gathered(statistic, size)),
-            self._one(2, told, lambda size: Tree(basis)),
+            self._one(2, replicas, lambda size: Tree(basis)),
         ]
 
     @property
@@ -139,14 +139,14 @@ def staged_steps(run: RunSketch) -> StagedSteps:
     )
 
 
-def subspace_turns(run: RunSketch, staged: StagedSteps) -> tuple[PlannedTurn, int] | None:
-    """How the subspace is turned, and how often in the run; None where it is not."""
+def subspace_updates(run: RunSketch, staged: StagedSteps) -> tuple[SubspaceUpdate, int] | None:
+    """An update of the subspace, and how many a run has; None where there is none."""
     pipeline = run.config.pipeline
     if not pipeline.boundary.update_every:
         return None
     rank, width = boundary_name(pipeline.boundary.kind).rank, width_of(run.model)
-    turn = PlannedTurn(columns=staged.columns, stages=staged.stages, width=width, rank=rank)
-    return turn, (run.config.run.steps - 1) // pipeline.boundary.update_every
+    update = SubspaceUpdate(columns=staged.columns, stages=staged.stages, width=width, rank=rank)
+    return update, (run.config.run.steps - 1) // pipeline.boundary.update_every
 
 
 def stage_workers(run: RunSketch, staged: StagedSteps, memory: Sequence[WorkerMemory]) -> tuple[WorkerPlan, ...]:
@@ -155,7 +155,7 @@ def stage_workers(run: RunSketch, staged: StagedSteps, memory: Sequence[WorkerMe
     for rank in range(layout.size):
         held = accumulate({"F": 1, "L": 0, "B": -1}[task.kind] for task in staged.tasks(rank, 1))
         forwards.append(max(held, default=0))
-    stage_of = [place.stage for place in layout.coordinates]
+    stage_of = [coordinate.stage for coordinate in layout.coordinates]
     visits = Counter[int]() if plan is None else Counter(node for route in plan.routes for node in route.visits)
     groups = [(rank,) for rank in range(layout.size)]
     if plan is None:
@@ -175,7 +175,7 @@ def stage_workers(run: RunSketch, staged: StagedSteps, memory: Sequence[WorkerMe
                 memory=memory[stage],
                 microbatches=None if plan is None else visits[ranks[0]],
                 forwards=held,
-                kept=held * came,
+                saved=held * came,
                 step_bytes=max(sent[rank] for rank in ranks),
             )
         )
@@ -184,24 +184,24 @@ def stage_workers(run: RunSketch, staged: StagedSteps, memory: Sequence[WorkerMe
 
 def bytes_between(run: RunSketch, staged: StagedSteps) -> list[int]:
     """Bytes that each worker sends to other stages in the run, by rank; those for the gradient's norm are elsewhere.
-    Before the first step the first stage tells the others of its column whether it has text to judge with, and all tell
-    each other hashes.
+    Before the first step the first stage tells the others of its column whether it has text to validate with, and all
+    tell each other hashes.
     """
-    config, layout, turn = run.config, layout_of(run.config), subspace_turns(run, staged)
+    config, layout, update = run.config, layout_of(run.config), subspace_updates(run, staged)
     assert run.scheme is not None
-    asked = HASH_BYTES * (run.scheme.compares + (plan_of(config.pipeline) is not None)) * (layout.size - 1)
+    hashes = HASH_BYTES * (run.scheme.compares + (plan_of(config.pipeline) is not None)) * (layout.size - 1)
     found = []
     for rank, nbytes in enumerate(staged.sent()):  # every route has as many messages in every step
         column = layout.sharing(rank, "replica", "inner")
-        found.append(asked + int(Tree(1).sent(column.index(rank), len(column))) + config.run.steps * nbytes)
-    if turn is None:
+        found.append(hashes + int(Tree(1).sent(column.index(rank), len(column))) + config.run.steps * nbytes)
+    if update is None:
         return found
-    return [own + turn[1] * round(more) for own, more in zip(found, turn[0].bytes_sent, strict=True)]
+    return [own + update[1] * round(more) for own, more in zip(found, update[0].bytes_sent, strict=True)]
 
 
 def seconds_of_paths(plan: PipelinePlan, sizes: Sizes, world: WorldConfig, seed: int) -> float:
-    """From the start of a step to the end of its last task: the replay, in the plan's order, over the lines and with
-    the speeds of a virtual run; on real lines what the plan says.
+    """From the start of a step to the end of its last task: the replay, in the plan's order, over the links and with
+    the speeds of a virtual run; on real links what the plan says.
     """
     if not world.is_simulated:
         return plan.step_seconds
@@ -224,7 +224,7 @@ def stage_notices(config: Config, seconds: float | None) -> list[str]:
     """What a user should know. seconds: of a step by a plan of paths."""
     pipeline, plan, notices = config.pipeline, plan_of(config.pipeline), []
     if plan is not None and not config.world.is_simulated:
-        notices.append("a step of the plan is said on the lines that it was made for, without what the real ones do")
+        notices.append("a step of the plan has the seconds of the links that it was made for, not of the real ones")
     elif (
         plan is not None and seconds is not None and abs(seconds - plan.step_seconds) > _AS_PLANNED * plan.step_seconds
     ):
@@ -235,7 +235,7 @@ def stage_notices(config: Config, seconds: float | None) -> list[str]:
     if pipeline.order == "arrival":
         notices.append('pipeline.order = "arrival" is planned as "plan"; where links vary it waits a little less')
     if pipeline.recovery.stage_loss:
-        notices.append("what lost stages cost, and the messages that mend them, are not counted")
+        notices.append("what lost stages cost, and the messages that recover them, are not counted")
     return notices
 
 

@@ -1,7 +1,7 @@
-"""What `isles plan methods` and `isles plan splits` are asked about: a model, the time of its steps, and the workers
-with their lines.
+"""What `isles plan methods` and `isles plan splits` plan: a model, the time of its steps, and the workers
+with their links.
 
-The methods that `isles plan methods` compares, each with the settings that matter on slow lines. Methods of
+The methods that `isles plan methods` compares, each with the settings that matter on slow links. Methods of
 `METHODS` without a row here are planned as they are.
 """
 
@@ -73,7 +73,7 @@ class PlanQuestion:
 
     @cached_property
     def classes(self) -> list[WorkerClass]:
-        """Of the sites, by their lines."""
+        """Of the sites, by their links."""
         return worker_classes(self.links, self.sites)
 
     @property
@@ -107,7 +107,7 @@ class PlanQuestion:
             if "fsdp" in (self.inside, replicas["method"]):  # torch's own wants processes
                 world["backend"] = "distributed"
             else:
-                virtual |= {"inner_links": self.near, "shares_line": True}
+                virtual |= {"inner_links": self.near, "shares_uplink": True}
         data, inner, parts = {}, {}, self.stages * self.batches
         if self.step_tokens is not None:
             data = {"batch_size": max(1, round(self.sequences / self.batches)) * (parts if self.stages > 1 else 1)}

@@ -22,10 +22,10 @@ class WorkerPlan:
     """What workers that are alike hold and send.
 
     ranks: of these. blocks: [first, stop) of the model's. memory: bytes at the fullest; with activations where `held`
-    names them. versions: of the weights that it keeps, the newest among them. microbatches: of a step whose forward
-    pass it does. forwards: that it keeps at the most for their backward pass; kept: bytes of what came for them, beside
-    `memory`. step_bytes: that a worker sends in a step, in a fixed pipeline to other stages; of unequal ones the most.
-    average_bytes: in an average of clusters. seconds: of computing a step.
+    names them. versions: of the weights that it holds, the newest among them. microbatches: of a step whose forward
+    pass it does. forwards: that it keeps at the most for their backward pass; saved: bytes of what came for them,
+    beside `memory`. step_bytes: that a worker sends in a step, in a fixed pipeline to other stages; of unequal ones the
+    most. average_bytes: in an average of clusters. seconds: of computing a step.
     """
 
     ranks: tuple[int, ...]
@@ -37,7 +37,7 @@ class WorkerPlan:
     versions: int | None = None
     microbatches: float | None = None
     forwards: int | None = None
-    kept: int | None = None
+    saved: int | None = None
     step_bytes: int | None = None
     average_bytes: int | None = None
     seconds: float | None = None
@@ -84,8 +84,8 @@ class RunTime:
 @dataclass(frozen=True, kw_only=True)
 class MemoryFit:
     """Whether the fullest worker fits its machine. Bytes that it needs, and that the machine has, of the device and of
-    the host (0: its RAM is the device). activations: what of the device's they are; None: not known. mends: settings
-    that each alone would make it fit.
+    the host (0: its RAM is the device). activations: what of the device's they are; None: not known. suggestions:
+    settings that each alone would make it fit.
     """
 
     machine: str
@@ -95,7 +95,7 @@ class MemoryFit:
     host_bytes: int
     device_room: float
     host_room: float
-    mends: tuple[str, ...]
+    suggestions: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,8 +103,8 @@ class RunPlan:
     """A run before it is run. Bytes are exact, headers included, those before the first step too.
 
     arrangement: of the workers, in words. flops: of a token, forward and backward, at a worker or where there are
-    stages in the whole model. workers: without stages one entry, of who holds most; standby: those beside them that
-    wait for who is lost. placed: the plan of a worker's memory, where there is one. outline: of the worker that sends
+    stages in the whole model. workers: without stages one entry, of who holds most; standby: spare ones beside
+    them. placed: the plan of a worker's memory, where there is one. outline: of the worker that sends
     most. bytes_sent: by worker, of the whole run; between_stages: what of that goes to other stages, on average;
     stream_ratio: how many times as much the whole stream would be; ddp_bytes: what data parallel would send, a worker.
     microbatch_bytes: of one in a swarm; swarm_bytes: that all peers send in a step, while nobody is lost and no

@@ -1,14 +1,10 @@
-"""One replay of time: planned exchanges, message by message, over the lines of the virtual clock. No tensors, no torch.
+"""One replay of time: planned exchanges, message by message, over the links of the virtual clock. No tensors, no torch.
 
     exchanges -> what each worker does (compute, start, wait) -> messages over pipes and topology -> Waits
 
 So `isles train --dry-run` says what the virtual clock will show, and `isles plan` what it would. Left out: what a
 method does in evaluations, pauses, jitter of the steps. A run of many steps is played in part: its beginning, some
 rounds, its end; what is between is taken to wait as the later half of those rounds did.
-
-What a worker does in a replay: computes, starts exchanges, waits for them; of replicas in stages task by task.
-
-Messages without content on the lines of the virtual clock, and the protocols of the planned patterns over them.
 """
 
 from __future__ import annotations
@@ -40,14 +36,14 @@ from isles.network.links import Topology
 from isles.plan.pipeline_steps import StagedSteps, SteadyStep
 
 
-class PlannedWaiting:
-    """One end of a message. done: it is gone, or has arrived."""
+class ReplayWork:
+    """One end of a message. done: it has left, or has arrived."""
 
     __slots__ = ("done", "waiter")
 
     def __init__(self) -> None:
         self.done = False
-        self.waiter: PlannedTransfer | None = None
+        self.waiter: ReplayProtocol | None = None
 
     def finish(self) -> None:
         """Now."""
@@ -57,15 +53,15 @@ class PlannedWaiting:
             waiter.one_done()
 
 
-PlannedSteps = Iterator[list[PlannedWaiting]]
+ReplaySteps = Iterator[list[ReplayWork]]
 
 
-class PlannedTransfer:
-    """A protocol under way at one worker: goes on whenever all that it waits for is done."""
+class ReplayProtocol:
+    """A protocol in progress at one worker: goes on whenever all that it waits for is done."""
 
     __slots__ = ("_pending", "_steps", "done", "on_end")
 
-    def __init__(self, steps: PlannedSteps) -> None:
+    def __init__(self, steps: ReplaySteps) -> None:
         self._steps, self._pending = steps, 0
         self.done = False
         self.on_end: Callable[[], None] | None = None
@@ -91,18 +87,18 @@ class PlannedTransfer:
             on_end()
 
 
-class PlannedMessage(WireMessage):
+class ReplayMessage(WireMessage):
     """key: by which its receive is known."""
 
     __slots__ = ("key", "sent")
 
     def __init__(self, source: int, target: int, key: Hashable, channel: str, bits: float) -> None:
         super().__init__(source, target, channel, bits)
-        self.key, self.sent = key, PlannedWaiting()
+        self.key, self.sent = key, ReplayWork()
 
 
-class PlannedWire(Wire[PlannedMessage]):
-    """The lines between the ranks of `topology`, and the clock. messages: handed in so far. norms: by exchange, when
+class ReplayWire(Wire[ReplayMessage]):
+    """The links between the ranks of `topology`, and the clock. messages: handed in so far. norms: by exchange, when
     the last worker so far asked for a gradient's norm.
     """
 
@@ -110,19 +106,19 @@ class PlannedWire(Wire[PlannedMessage]):
         super().__init__(topology, seed, EventQueue())
         self.messages = 0
         self.norms: dict[Hashable, float] = {}
-        self._posted: dict[Hashable, PlannedWaiting] = {}
+        self._posted: dict[Hashable, ReplayWork] = {}
         self._arrived: set[Hashable] = set()
 
-    def send(self, source: int, target: int, nbytes: float, key: Hashable, channel: str) -> PlannedWaiting:
+    def send(self, source: int, target: int, nbytes: float, key: Hashable, channel: str) -> ReplayWork:
         """Done when the last bit has left."""
         self.messages += 1
-        message = PlannedMessage(source, target, key, channel, 8.0 * nbytes)
+        message = ReplayMessage(source, target, key, channel, 8.0 * nbytes)
         self.carry(message)
         return message.sent
 
-    def recv(self, target: int, source: int, key: Hashable) -> PlannedWaiting:
+    def recv(self, target: int, source: int, key: Hashable) -> ReplayWork:
         """Done when it is there. A key is used once between two ranks."""
-        work, key = PlannedWaiting(), (target, source, key)
+        work, key = ReplayWork(), (target, source, key)
         if key in self._arrived:
             self._arrived.discard(key)
             work.done = True
@@ -130,11 +126,11 @@ class PlannedWire(Wire[PlannedMessage]):
             self._posted[key] = work
         return work
 
-    def left(self, message: PlannedMessage) -> None:
+    def left(self, message: ReplayMessage) -> None:
         """Who waits for its send goes on."""
         message.sent.finish()
 
-    def arrived(self, message: PlannedMessage) -> None:
+    def arrived(self, message: ReplayMessage) -> None:
         """Who waits for it goes on."""
         key = message.target, message.source, message.key
         work = self._posted.pop(key, None)
@@ -144,49 +140,49 @@ class PlannedWire(Wire[PlannedMessage]):
             work.finish()
 
 
-class PlannedMember:
-    """Position `place` of `group` in one exchange, known by `key`."""
+class ReplayMember:
+    """Position `index` of `group` in one exchange, known by `key`."""
 
-    def __init__(self, wire: PlannedWire, group: Sequence[int], place: int, key: Hashable, channel: str) -> None:
+    def __init__(self, wire: ReplayWire, group: Sequence[int], index: int, key: Hashable, channel: str) -> None:
         self._wire, self._group, self._key, self._channel = wire, group, key, channel
-        self.place, self.size = place, len(group)
-        self.others = [(place + step) % self.size for step in range(1, self.size)]
+        self.index, self.size = index, len(group)
+        self.others = [(index + step) % self.size for step in range(1, self.size)]
 
-    def send(self, position: int, nbytes: float, part: Hashable = 0) -> PlannedWaiting:
+    def send(self, position: int, nbytes: float, part: Hashable = 0) -> ReplayWork:
         """To another position."""
-        here, there = self._group[self.place], self._group[position]
+        here, there = self._group[self.index], self._group[position]
         return self._wire.send(here, there, nbytes, (self._key, part), self._channel)
 
-    def recv(self, position: int, part: Hashable = 0) -> PlannedWaiting:
+    def recv(self, position: int, part: Hashable = 0) -> ReplayWork:
         """From another position."""
-        return self._wire.recv(self._group[self.place], self._group[position], (self._key, part))
+        return self._wire.recv(self._group[self.index], self._group[position], (self._key, part))
 
-    def swap(self, sizes: Sequence[float], part: Hashable = 0) -> list[PlannedWaiting]:
+    def swap(self, sizes: Sequence[float], part: Hashable = 0) -> list[ReplayWork]:
         """sizes[p] to each other position p, and what they send here; receives first, as everywhere."""
         works = [self.recv(position, part) for position in self.others]
         return works + [self.send(position, sizes[position], part) for position in self.others]
 
-    def alike(self, nbytes: float, part: Hashable = 0) -> list[PlannedWaiting]:
+    def alike(self, nbytes: float, part: Hashable = 0) -> list[ReplayWork]:
         """`nbytes` to everyone, and theirs."""
         return self.swap((nbytes,) * self.size, part)
 
 
-def play(pattern: MessagePattern, member: PlannedMember) -> PlannedSteps:
-    """What a member of the pattern's group does; its waits, in turn."""
-    place, size = member.place, member.size
+def play(pattern: MessagePattern, member: ReplayMember) -> ReplaySteps:
+    """What a member of the pattern's group does; its waits, in order."""
+    index, size = member.index, member.size
     if isinstance(pattern, Mean):
         yield from _mean(pattern, member, 0)
     elif isinstance(pattern, Swap):
-        yield member.alike(pattern.sizes[place])
+        yield member.alike(pattern.sizes[index])
     elif isinstance(pattern, Cross):
-        works = [member.recv(position) for position in member.others if pattern.sizes[position][place]]
-        sizes = pattern.sizes[place]
+        works = [member.recv(position) for position in member.others if pattern.sizes[position][index]]
+        sizes = pattern.sizes[index]
         yield works + [member.send(position, sizes[position]) for position in member.others if sizes[position]]
     elif isinstance(pattern, Doubling):
         reach = 1
         while reach < size:
             nbytes = pattern.nbytes * min(reach, size - reach)
-            yield [member.recv((place + reach) % size, reach), member.send((place - reach) % size, nbytes, reach)]
+            yield [member.recv((index + reach) % size, reach), member.send((index - reach) % size, nbytes, reach)]
             reach *= 2
     elif isinstance(pattern, Waves):
         for wave, nbytes in enumerate(pattern.sizes):
@@ -200,24 +196,24 @@ def play(pattern: MessagePattern, member: PlannedMember) -> PlannedSteps:
         yield from _together([_mean(one, member, part) for part, one in enumerate(pattern.first)])
         yield from _mean(pattern.second, member, "second")
     elif isinstance(pattern, Tree):
-        if place:
-            yield [member.recv(fed_by(place))]
-        yield [member.send(position, pattern.nbytes) for position in fed(place, size)]
+        if index:
+            yield [member.recv(fed_by(index))]
+        yield [member.send(position, pattern.nbytes) for position in fed(index, size)]
     else:
         assert isinstance(pattern, Ring), pattern
         for step in range(2 * (size - 1)):
             each = pattern.nbytes / (2 * (size - 1))
-            yield [member.recv((place - 1) % size, step), member.send((place + 1) % size, each, step)]
+            yield [member.recv((index - 1) % size, step), member.send((index + 1) % size, each, step)]
 
 
-def _mean(pattern: Mean, member: PlannedMember, part: Hashable) -> PlannedSteps:
+def _mean(pattern: Mean, member: ReplayMember, part: Hashable) -> ReplaySteps:
     headers = member.alike(pattern.header, (part, "header"))
-    before: tuple[int, list[PlannedWaiting]] | None = None
+    before: tuple[int, list[ReplayWork]] | None = None
     for index, (there, back) in enumerate(pattern.segments):
         tag = part, index
-        works = member.alike(back[member.place], tag) if there is None else member.swap(list(there), tag)
+        works = member.alike(back[member.index], tag) if there is None else member.swap(list(there), tag)
         if before is None:
-            yield headers  # the first segment is already on its way behind them
+            yield headers  # the first segment is already in flight behind them
         else:
             yield from _finished(pattern, member, part, *before)
         before = index, works
@@ -225,16 +221,14 @@ def _mean(pattern: Mean, member: PlannedMember, part: Hashable) -> PlannedSteps:
     yield from _finished(pattern, member, part, *before)
 
 
-def _finished(
-    pattern: Mean, member: PlannedMember, part: Hashable, index: int, works: list[PlannedWaiting]
-) -> PlannedSteps:
+def _finished(pattern: Mean, member: ReplayMember, part: Hashable, index: int, works: list[ReplayWork]) -> ReplaySteps:
     yield works
     there, back = pattern.segments[index]
     if there is not None:
-        yield member.alike(back[member.place], (part, index, "back"))
+        yield member.alike(back[member.index], (part, index, "back"))
 
 
-def _together(protocols: list[PlannedSteps]) -> PlannedSteps:
+def _together(protocols: list[ReplaySteps]) -> ReplaySteps:
     while protocols:
         waits, going = [], []
         for protocol in protocols:
@@ -252,7 +246,7 @@ PLAYED = 4
 
 
 class Agenda:
-    """What every worker does, in turn: computes, starts exchanges, waits for them."""
+    """What every worker does, in order: computes, starts exchanges, waits for them."""
 
     def __init__(self, opening: Sequence[PlannedExchange], exchanges: Sequence[PlannedExchange]) -> None:
         self._amid: defaultdict[int, list[tuple[int, PlannedExchange]]] = defaultdict(list)
@@ -269,9 +263,9 @@ class Agenda:
         def land(moment: int, left: Counter[int]) -> Iterator[Act]:
             """What is due, but for flights of which something is still to be sent."""
             nonlocal flying
-            due = [held for held in flying if held[1].lands <= moment and not left[held[1].flight]]
+            due = [entry for entry in flying if entry[1].lands <= moment and not left[entry[1].flight]]
             if due:
-                flying = [held for held in flying if held[1].lands > moment or left[held[1].flight]]
+                flying = [entry for entry in flying if entry[1].lands > moment or left[entry[1].flight]]
             for number, _ in due:
                 yield Act(min(moment, steps + 1), waits_for=number)
 
@@ -286,8 +280,8 @@ class Agenda:
                 at = float(min(moment, steps))
             todo = self._after.get(moment, ())
             left = Counter(one.flight for _, one in todo)
-            for place, (number, one) in enumerate(todo):
-                if not place or todo[place - 1][1].flight != one.flight:
+            for index, (number, one) in enumerate(todo):
+                if not index or todo[index - 1][1].flight != one.flight:
                     yield from land(moment, left)
                 yield Act(moment, starts=(number, one))
                 flying.append((number, one))
@@ -307,12 +301,12 @@ class Act(NamedTuple):
     waits_for: int | None = None
 
 
-class PlannedWorker:
+class ReplayWorker:
     """Acts an agenda out; exchanges in which it is alone take no time. steady: of a step that is not played by task."""
 
     def __init__(
         self,
-        wire: PlannedWire,
+        wire: ReplayWire,
         rank: int,
         acts: Iterator[Act],
         step_seconds: float,
@@ -323,28 +317,30 @@ class PlannedWorker:
         self.waited = defaultdict[int, float](float)
         self.waited_for_stages = defaultdict[int, float](float)
         self._wire, self._step_seconds, self._staged, self._steady = wire, step_seconds, staged, steady
-        self._life = self._lives(acts)
-        self._flying: dict[int, PlannedTransfer] = {}
+        self._program = self._execute(acts)
+        self._flying: dict[int, ReplayProtocol] = {}
         self._since: float | None = None
         self._moment, self._for_stages = 0, False
         self._asks: Hashable = None
         """What is waited for: after which step, whether it is a message of a stage, and which norm of the gradient."""
         self._at, self._done = 0.0, 0
         """Inner steps computed; tasks of the next one that are done."""
-        self._sends: list[PlannedWaiting] = []
+        self._sends: list[ReplayWork] = []
 
-    def turn(self) -> None:
+    def advance(self) -> None:
         """Go on, until something takes time."""
         wire = self._wire
         if self._since is not None:
             seconds = wire.timeline.now - self._since
             # A worker that asks for the norm waits for the stages that still compute, and then for the answers.
-            asked = wire.norms.get(self._asks, self._since)
-            self._wait(self._moment, seconds, seconds if self._for_stages else max(asked - self._since, 0.0))
+            peers_and_pattern = wire.norms.get(self._asks, self._since)
+            self._wait(
+                self._moment, seconds, seconds if self._for_stages else max(peers_and_pattern - self._since, 0.0)
+            )
             self._since = None
-        for what in self._life:
+        for what in self._program:
             if isinstance(what, float):
-                wire.timeline.at(wire.timeline.now + what, LAST, self.rank, self.turn)
+                wire.timeline.at(wire.timeline.now + what, LAST, self.rank, self.advance)
                 return
             if not what.done:
                 self._since = wire.timeline.now
@@ -355,7 +351,7 @@ class PlannedWorker:
         self.waited[moment] += seconds
         self.waited_for_stages[moment] += for_stages
 
-    def _lives(self, acts: Iterator[Act]) -> Iterator[float | PlannedTransfer]:
+    def _execute(self, acts: Iterator[Act]) -> Iterator[float | ReplayProtocol]:
         """Seconds that it computes, and what it waits for."""
         for act in acts:
             if act.computes > 0:
@@ -367,7 +363,7 @@ class PlannedWorker:
                 self._moment, self._for_stages, self._asks = act.moment, False, act.waits_for
                 yield transfer
 
-    def _computes(self, steps: float) -> Iterator[float | PlannedTransfer]:
+    def _computes(self, steps: float) -> Iterator[float | ReplayProtocol]:
         if self._staged is None:
             yield steps * self._step_seconds
             return
@@ -382,7 +378,7 @@ class PlannedWorker:
             yield from self._play(self._staged, math.floor(until) + 1, last=False)
         self._at = until
 
-    def _jump(self, steps: int) -> Iterator[float | PlannedTransfer]:
+    def _jump(self, steps: int) -> Iterator[float | ReplayProtocol]:
         """So many steps like the steady one."""
         assert self._steady is not None and self._staged is not None
         waits = self._steady.seconds - self._steady.computed[self.rank]
@@ -393,20 +389,20 @@ class PlannedWorker:
         self._at = float(first - 1 + steps)
         yield steps * self._steady.seconds
 
-    def _played_step(self) -> Iterator[float | PlannedTransfer]:
+    def _played_step(self) -> Iterator[float | ReplayProtocol]:
         assert self._staged is not None
         step = math.floor(self._at) + 1
         yield from self._play(self._staged, step, last=True)
         self._at, self._done = float(step), 0
 
-    def _play(self, staged: StagedSteps, step: int, last: bool) -> Iterator[float | PlannedTransfer]:
+    def _play(self, staged: StagedSteps, step: int, last: bool) -> Iterator[float | ReplayProtocol]:
         """The tasks of a step that are left, with its end or without the last one."""
         tasks, wire = staged.tasks(self.rank, step), self._wire
         self._moment, self._for_stages = step, True
         for task in tasks[self._done : len(tasks) if last else -1]:
             if task.begins is not None:
                 source, message = task.begins
-                yield PlannedTransfer(iter([[wire.recv(self.rank, source, (step, message))]]))
+                yield ReplayProtocol(iter([[wire.recv(self.rank, source, (step, message))]]))
             yield task.share * self._step_seconds
             if task.ends is not None:
                 target, message = task.ends
@@ -416,26 +412,26 @@ class PlannedWorker:
             self._done += 1
         if not last:
             return
-        yield PlannedTransfer(iter([self._sends]))
+        yield ReplayProtocol(iter([self._sends]))
         self._sends = []
-        asked = staged.peers(self.rank)
-        if asked is not None:
-            peers, pattern = asked
+        peers_and_pattern = staged.peers(self.rank)
+        if peers_and_pattern is not None:
+            peers, pattern = peers_and_pattern
             self._for_stages, self._asks = False, (peers, step)
             wire.norms[self._asks] = wire.timeline.now
-            member = PlannedMember(wire, peers, peers.index(self.rank), ("norm", step), "inner")
-            yield PlannedTransfer(play(pattern, member))
+            member = ReplayMember(wire, peers, peers.index(self.rank), ("norm", step), "inner")
+            yield ReplayProtocol(play(pattern, member))
 
     def _start(self, number: int, one: PlannedExchange) -> None:
         group = next((group for group in one.groups if self.rank in group), ())
         if one.what == "norm":
             self._wire.norms[number] = self._wire.timeline.now
         if len(group) > 1:
-            member = PlannedMember(self._wire, group, group.index(self.rank), number, one.channel)
-            self._flying[number] = PlannedTransfer(play(one.pattern(len(group)), member))
+            member = ReplayMember(self._wire, group, group.index(self.rank), number, one.channel)
+            self._flying[number] = ReplayProtocol(play(one.pattern(len(group)), member))
 
     def _wake(self) -> None:
-        self._wire.timeline.at(self._wire.timeline.now, LAST, self.rank, self.turn)
+        self._wire.timeline.at(self._wire.timeline.now, LAST, self.rank, self.advance)
 
 
 MESSAGES = 100_000
@@ -509,7 +505,7 @@ class TimeAccount:
 
 @dataclass(frozen=True, slots=True)
 class RunReplay:
-    """Runs over the lines of `topology`, replayed.
+    """Runs over the links of `topology`, replayed.
 
     step_seconds: of each worker, of a whole replica's step where it is `staged`. opening: exchanges before the first
     step, one after the other; they are not counted, but part the workers' starts and number the messages. seed: of the
@@ -525,14 +521,14 @@ class RunReplay:
 
     def waits(self, exchanges: Sequence[PlannedExchange], steps: int, steady: SteadyStep | None = None) -> Waits:
         """In `steps` inner steps. steady: stands for most steps of each row without an exchange."""
-        wire = PlannedWire(self.topology, self.seed)
+        wire = ReplayWire(self.topology, self.seed)
         agenda = Agenda(self.opening, exchanges)
         workers = [
-            PlannedWorker(wire, rank, agenda.acts(steps), each, self.staged, steady)
+            ReplayWorker(wire, rank, agenda.acts(steps), each, self.staged, steady)
             for rank, each in enumerate(self.step_seconds)
         ]
         for worker in workers:
-            wire.timeline.at(0.0, LAST, worker.rank, worker.turn)
+            wire.timeline.at(0.0, LAST, worker.rank, worker.advance)
         wire.timeline.run()
         waited, for_stages = (
             tuple(tuple(row[moment] for moment in range(steps + 2)) for row in rows)
@@ -582,9 +578,9 @@ class RunReplay:
         if staged is None or every <= PLAYED or _ROUNDS * every * staged.messages <= self.messages:
             return None
         waits = replace(self, opening=()).waits((), _SETTLED)
-        kept = _SETTLED - _SETTLING
-        whole = [sum(row[_SETTLING + 1 : _SETTLED + 1]) / kept for row in waits.waited]
-        for_stages = tuple(sum(row[_SETTLING + 1 : _SETTLED + 1]) / kept for row in waits.for_stages)
+        settled = _SETTLED - _SETTLING
+        whole = [sum(row[_SETTLING + 1 : _SETTLED + 1]) / settled for row in waits.waited]
+        for_stages = tuple(sum(row[_SETTLING + 1 : _SETTLED + 1]) / settled for row in waits.for_stages)
         each = [computed + waited for computed, waited in zip(waits.computed, whole, strict=True)]
         return SteadyStep(max(sum(each) / len(each), *waits.computed), waits.computed, for_stages)
 

@@ -25,7 +25,7 @@ from isles.plan.pipelines import (
     stage_workers,
     staged_steps,
     stream_ratio,
-    subspace_turns,
+    subspace_updates,
 )
 from isles.plan.record import RunPlan, RunTime, WorkerPlan
 from isles.plan.replay import MESSAGES, RunReplay, TimeAccount
@@ -78,14 +78,14 @@ def plan_replicas(config: Config, *, probe: bool = False, machines: int = 1) -> 
     notices += [] if staged is None else stage_notices(config, seconds)
     time = _time(made, outline, seconds, staged)
     if world.is_simulated and time is not None and time.account is None:
-        notices.append("waiting is not said: there are too many messages to replay; isles plan methods says it about")
+        notices.append("waiting is not known: there are too many messages to replay; isles plan methods estimates it")
     total = [0] * layout.size if staged is None else bytes_between(made, staged)
     between = sum(total) / len(total)
     for ranks, one in zip(made.holders, outlines, strict=True):
         for rank, opening, sent in zip(ranks, one.opening, one.sent, strict=True):
             total[rank] += opening + sent
     dtype = first.parameters[0].dtype
-    ddp = [sent_bytes(made.parameters, dtype, codec("none"), world.workers, place) for place in range(world.workers)]
+    ddp = [sent_bytes(made.parameters, dtype, codec("none"), world.workers, index) for index in range(world.workers)]
     return RunPlan(
         config=config,
         placement=_arrangement(config),
@@ -117,7 +117,7 @@ def _arrangement(config: Config) -> str:
 
 
 def _workers(made: RunSketch, staged: StagedSteps | None) -> tuple[WorkerPlan, ...]:
-    """Of each stage or node; of whole replicas one, for the places of an island are alike."""
+    """Of each stage or node; of whole replicas one, for the workers of an island are alike."""
     world = made.config.world
     memory = [worker_memory(made.config, one) for one in made.optimizers[:: world.inner]]
     if staged is not None:
@@ -129,10 +129,10 @@ def _workers(made: RunSketch, staged: StagedSteps | None) -> tuple[WorkerPlan, .
 def worker_memory(config: Config, optimizer: ReplicaSync) -> WorkerMemory:
     """What the worker of a sketched `optimizer` holds."""
     subspace: Subspace | None = getattr(optimizer.model, "subspace", None)
-    drawn = 0 if subspace is None else subspace.nbytes
+    basis = 0 if subspace is None else subspace.nbytes
     return WorkerMemory(
         weights=sum(parameter.nbytes for parameter in optimizer.model.parameters()),
-        tables=drawn + sum(buffer.nbytes for buffer in optimizer.model.buffers()),
+        tables=basis + sum(buffer.nbytes for buffer in optimizer.model.buffers()),
         gradients=sum(parameter.nbytes for parameter in optimizer.parameters),
         inner=inner_bytes(optimizer.parameters, inner_kind(config.inner, optimizer.usual_inner)),
         held=tuple(one for one in optimizer.memory() if one.when != "pinned" or device_of(config) != "cpu"),
@@ -186,15 +186,15 @@ def replayed(
     each = [factor * own for factor in world.factors]
     replays = RunReplay(topology, each, made.opening(), config.run.seed, staged, most)
     account = replays.run(made.exchanges, made.rhythm(steps), steps)
-    turn = None if staged is None else subspace_turns(made, staged)
-    if account is None or turn is None:
+    update = None if staged is None else subspace_updates(made, staged)
+    if account is None or update is None:
         return account
-    return account.plus(turn[1], turn[0].account(topology))
+    return account.plus(update[1], update[0].account(topology))
 
 
 def _wanted_rate(made: RunSketch, outline: Outline, seconds: float) -> float | None:
-    """The rate of the slowest line at which workers compute `UTILISATION` of the time in the method's own schedule, all
-    lines between islands scaled alike; where that is too much to replay, as if nothing were hidden behind computing.
+    """The rate of the slowest link at which workers compute `UTILISATION` of the time in the method's own schedule, all
+    links between islands scaled alike; where that is too much to replay, as if nothing were hidden behind computing.
     None: no rate is enough.
     """
     world, waited = made.config.world, outline.every * seconds * (1 / UTILISATION - 1)
@@ -203,7 +203,7 @@ def _wanted_rate(made: RunSketch, outline: Outline, seconds: float) -> float | N
         far = Links(bandwidth=_OWN_RATE, latency=far.latency)
 
     def played(rate: float) -> TimeAccount | None:
-        """With lines so many times as fast."""
+        """With links so many times as fast."""
         return replayed(made, far.scaled(rate), seconds=seconds, most=_SEARCHED)
 
     if played(1.0) is None:

@@ -1,8 +1,7 @@
 """`plan_run`: what a run will be, before anything is started or written: the model, memory, exchanges, bytes, time.
 
-So the numbers are those of the code that will run, not of a second description of it.
-
-What every method adds to a worker's memory, a parameter: for `isles methods --memory`.
+The numbers are those of the code that will run, not of a second description of it. `footprints`: what every method
+adds to a worker's memory, a parameter, for `isles methods --memory`.
 """
 
 from __future__ import annotations

@@ -50,8 +50,8 @@ def reduces_first(config: Config) -> bool:
 @dataclass(frozen=True, kw_only=True)
 class RunSketch:
     """model: whole. parameters: of it, before a method divides them. pieces: what each stage holds, or the model. cut,
-    scheme: of the stages. holders: by place in a replica, stage after stage, the ranks that hold the same of the
-    model. optimizers: by place too; all replicas are alike. notices: what the user should know of these settings.
+    scheme: of the stages. holders: by position in a replica, stage after stage, the ranks that hold the same of the
+    model. optimizers: by position too; all replicas are alike. notices: what the user should know of these settings.
     """
 
     config: Config
@@ -84,7 +84,7 @@ class RunSketch:
                 landings = zip(*(one.landings(steps) for one in members if isinstance(one, OuterSync)), strict=True)
                 whole = [_spread(members, number, at) for number, at in enumerate(landings)]
                 sent_last = sum(one.sent > steps for one in outer.schedule(steps) if one.what == "payload")
-                if outer.parts.cadence.rounds_late:  # what is sent at the end is under way while the others land
+                if outer.parts.cadence.rounds_late:  # what is sent at the end is in flight while the others land
                     for number in range(sum(one.sent <= steps for one in whole), len(whole) - 1 - sent_last):
                         whole[number] = whole[number]._replace(lands=steps + 2)
                 own += [(island, whole[:-1]) for island in islands]
@@ -97,16 +97,16 @@ class RunSketch:
             made += _norms(self.config.world.workers, steps)
         at_once = {(one.flight, one.sent) for one in made if one.what == "payload"}
 
-        def in_turn(one: PlannedExchange) -> tuple[int, float, int]:
+        def order(one: PlannedExchange) -> tuple[int, float, int]:
             is_behind = one.what == "anchor" and (one.flight, one.sent) not in at_once  # an island is made whole first
             is_before = one.what == "spread" and one.lands > one.sent
             return ceil(one.sent), one.sent, (is_behind if ends else 0) - is_before
 
-        return [*sorted(made, key=in_turn), *last]
+        return [*sorted(made, key=order), *last]
 
     def opening(self) -> list[PlannedExchange]:
-        """What all workers exchange before the first step, one after the other. By a plan of paths each column is told
-        whether there is text to judge with, and all compare their plans.
+        """What all workers exchange before the first step, one after the other. By a plan of paths each column learns
+        whether there is text to validate with, and all compare their plans.
         """
         found: list[tuple[Sequence[int], list[PlannedExchange]]] = []
         for first, _, islands in self._islands():
@@ -119,25 +119,25 @@ class RunSketch:
         layout = layout_of(self.config)
         columns = tuple({tuple(layout.sharing(rank, "replica", "inner")): None for rank in range(layout.size)})
         everyone = (tuple(range(layout.size)),)
-        judged = PlannedExchange(0, 0, 0, "opening", columns, by_size(columns, lambda _: Tree(1)), 0, "control")
+        validation = PlannedExchange(0, 0, 0, "opening", columns, by_size(columns, lambda _: Tree(1)), 0, "control")
         hashes = by_size(everyone, lambda size: gathered(HASH_BYTES, size))
-        made = [judged, *made, PlannedExchange(0, 0, 0, "opening", everyone, hashes, 0, "control")]
+        made = [validation, *made, PlannedExchange(0, 0, 0, "opening", everyone, hashes, 0, "control")]
         return [one._replace(flight=number) for number, one in enumerate(made)]
 
     def _islands(self) -> Iterator[tuple[ReplicaSync, Sequence[ReplicaSync], list[range]]]:
         """Stage by stage where workers share one: the method inside an island, their optimizers, and the ranks of each
         island.
         """
-        world, places = self.config.world, len(self.optimizers)
-        for place in range(0, places, world.inner):
-            if (inside := _inside(self.optimizers[place])) is not None:
-                ranks = [range(first, first + world.inner) for first in range(place, world.workers, places)]
-                yield inside, self.optimizers[place : place + world.inner], ranks
+        world, size = self.config.world, len(self.optimizers)
+        for index in range(0, size, world.inner):
+            if (inside := _inside(self.optimizers[index])) is not None:
+                ranks = [range(first, first + world.inner) for first in range(index, world.workers, size)]
+                yield inside, self.optimizers[index : index + world.inner], ranks
 
 
-def sketch_run(config: Config, here: int | None = None, places: int | None = None) -> RunSketch:
-    """The workers of a run of fixed members. here: workers of a machine. places: of a replica, so many of which are
-    looked at; None: all. ValueError, with the key, where the method or the model cannot be what is configured.
+def sketch_run(config: Config, here: int | None = None, size: int | None = None) -> RunSketch:
+    """The workers of a run of fixed members. here: workers of a machine. size: workers of a replica to look
+    at; None: all. ValueError, with the key, where the method or the model cannot be what is configured.
     """
     model, layout = sketch(config.model), layout_of(config)
     parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -149,9 +149,9 @@ def sketch_run(config: Config, here: int | None = None, places: int | None = Non
             scheme.fit(piece)
     made, world = [], config.world
     try:
-        for place, ranks in enumerate(layout.holders[:places]):
+        for index, ranks in enumerate(layout.holders[:size]):
             mesh = dry_mesh(world.workers, inner=1, rank=ranks[0], native=world.has_processes).arranged(layout)
-            part, manage = pieces[place // world.inner], partial(sketched, config)
+            part, manage = pieces[index // world.inner], partial(sketched, config)
             made.append(wrapped(config, part, mesh.outer, mesh, manage, here=here))
     except RuntimeError as error:  # of torch, whose sketches have no numbers
         if config.method in METHODS:
@@ -185,7 +185,7 @@ def _norms(workers: int, steps: int) -> list[PlannedExchange]:
 def _spread(
     optimizers: Sequence[ReplicaSync], number: int, landing: Sequence[tuple[int, Sequence[int]]]
 ) -> PlannedExchange:
-    """What makes an island whole again where its places have landed."""
+    """What makes an island whole again where its workers' shares have landed."""
     size, moment = len(optimizers), landing[0][0]
     groups: Groups = (tuple(range(size)),)
     each = [one.replica.spread_bytes(own) / (size - 1) for one, (_, own) in zip(optimizers, landing, strict=True)]

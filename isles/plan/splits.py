@@ -21,7 +21,7 @@ from isles.network.networks import links
 from isles.pipeline.boundaries.names import boundary_name
 from isles.plan.memory_fit import memory_fit
 from isles.plan.pipeline_steps import StagedSteps
-from isles.plan.pipelines import staged_steps, subspace_turns
+from isles.plan.pipelines import staged_steps, subspace_updates
 from isles.plan.question import PlanQuestion
 from isles.plan.record import stage_fillings
 from isles.plan.replay import ExchangeRecords, RunReplay, TimeAccount
@@ -135,17 +135,19 @@ def splits(workers: int, layers: int, stages: Sequence[int] | None) -> list[Work
         if 1 <= number <= min(layers, _MOST_STAGES) and workers % (number * inner) == 0
     ]
     if not found:
-        asked = ", ".join(map(str, wanted))
-        raise ValueError(f"--stages {asked}: {workers} workers and {layers} layers make no such replicas; choose fewer")
+        listed = ", ".join(map(str, wanted))
+        raise ValueError(
+            f"--stages {listed}: {workers} workers and {layers} layers make no such replicas; choose fewer"
+        )
     return found
 
 
-def plan_splits(asked: SplitsQuestion, found: Sequence[WorkerSplit]) -> list[SplitPlan]:
+def plan_splits(splits: SplitsQuestion, found: Sequence[WorkerSplit]) -> list[SplitPlan]:
     """Those of them that can be: what fits first, then that with the shortest step. ValueError where none can be."""
     plans, refusal = [], None
     for split in found:
         try:
-            plans.append(plan_split(asked, split))
+            plans.append(plan_split(splits, split))
         except ValueError as error:
             refusal = error
     if not plans and refusal is not None:
@@ -153,18 +155,18 @@ def plan_splits(asked: SplitsQuestion, found: Sequence[WorkerSplit]) -> list[Spl
     return sorted(plans, key=lambda one: (one.fits is False, one.step, one.memory))
 
 
-def plan_split(asked: SplitsQuestion, split: WorkerSplit) -> SplitPlan:
+def plan_split(splits: SplitsQuestion, split: WorkerSplit) -> SplitPlan:
     """One split. ValueError where it cannot be."""
-    run, every, island = _sketched(asked, split), asked.every, split.stages * split.inner
+    run, every, island = _sketched(splits, split), splits.every, split.stages * split.inner
     memory = [worker_memory(run.config, one) for one in run.optimizers[:: split.inner]]
-    fullest, here = max(memory, key=lambda one: one.peak), asked.question.machine
+    fullest, here = max(memory, key=lambda one: one.peak), splits.question.machine
     fit = None if here is None else memory_fit(run.config, stage_fillings(memory), None, here)
-    if fit is not None and "pipeline.recompute = true" in fit.mends:
-        return plan_split(replace(asked, recompute=True), split)
+    if fit is not None and "pipeline.recompute = true" in fit.suggestions:
+        return plan_split(replace(splits, recompute=True), split)
     few = min(split.replicas, max(_REPLICAS, _WORKERS // island))
-    part = run if few == split.replicas else _sketched(*_part(asked, split, few))
+    part = run if few == split.replicas else _sketched(*_part(splits, split, few))
     records = partial(_exchanges_of, run, few * island, island)
-    config, near = part.config, None if asked.near is None else links(asked.near)
+    config, near = part.config, None if splits.near is None else links(splits.near)
     topology = Topology(few * island, config.network, near, 1 if near is None else island)
     staged = staged_steps(part) if part.cut else None
     exchanged = [
@@ -172,10 +174,10 @@ def plan_split(asked: SplitsQuestion, split: WorkerSplit) -> SplitPlan:
     ]
     account = _replayed(run, records, part.opening(), staged, topology, every)
     sent = 0.0 if staged is None else sum(staged.sent()) / topology.workers
-    turn = None if staged is None else subspace_turns(part, staged)
-    if turn is not None:
-        account = account.plus(every / config.pipeline.boundary.update_every, turn[0].account(topology))
-        sent += sum(turn[0].bytes_sent) / topology.workers / config.pipeline.boundary.update_every
+    update = None if staged is None else subspace_updates(part, staged)
+    if update is not None:
+        account = account.plus(every / config.pipeline.boundary.update_every, update[0].account(topology))
+        sent += sum(update[0].bytes_sent) / topology.workers / config.pipeline.boundary.update_every
     return SplitPlan(
         split=split,
         step=(account.computing + account.waiting) / every,
@@ -183,23 +185,23 @@ def plan_split(asked: SplitsQuestion, split: WorkerSplit) -> SplitPlan:
         bubble=account.for_stages / every,
         waiting=(account.waiting - account.for_stages) / every,
         stage_bytes=sent,
-        outer_bytes=(exchanged[1] - exchanged[0]) / 2 / every / asked.question.workers,
+        outer_bytes=(exchanged[1] - exchanged[0]) / 2 / every / splits.question.workers,
         memory=fullest.peak,
         on_device=fullest.computing if fit is None else fit.device_bytes,
         fits=None if fit is None else fit.fits,
-        recompute=asked.recompute and part.cut is not None,
+        recompute=splits.recompute and part.cut is not None,
     )
 
 
-def _sketched(asked: SplitsQuestion, split: WorkerSplit) -> RunSketch:
+def _sketched(splits: SplitsQuestion, split: WorkerSplit) -> RunSketch:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a run says it
-        return sketch_run(asked.config(split))
+        return sketch_run(splits.config(split))
 
 
-def _part(asked: SplitsQuestion, split: WorkerSplit, few: int) -> tuple[SplitsQuestion, WorkerSplit]:
-    """Of a large fleet `few` replicas, on lines as slow and as long as its worst."""
-    whole, workers = asked.question, few * split.stages * split.inner
+def _part(splits: SplitsQuestion, split: WorkerSplit, few: int) -> tuple[SplitsQuestion, WorkerSplit]:
+    """Of a large fleet `few` replicas, on links as slow and as long as its worst."""
+    whole, workers = splits.question, few * split.stages * split.inner
     rate, latency = whole.links.slowest_rate(whole.workers), whole.links.longest_latency(whole.workers)
     assert whole.step_tokens is not None
     part = replace(
@@ -208,7 +210,7 @@ def _part(asked: SplitsQuestion, split: WorkerSplit, few: int) -> tuple[SplitsQu
         network=f"{min(rate, 1e15):.9g}bit/s, {latency:.9g}s",
         step_tokens=whole.step_tokens * few / split.replicas,
     )
-    return replace(asked, question=part), replace(split, replicas=few)
+    return replace(splits, question=part), replace(split, replicas=few)
 
 
 def _exchanges_of(run: RunSketch, workers: int, island: int, steps: int) -> list[PlannedExchange]:
@@ -224,9 +226,9 @@ def _exchanges_of(run: RunSketch, workers: int, island: int, steps: int) -> list
             at_once = min(size, few)
             firsts = range(0, few - at_once + 1, at_once)
             groups = tuple(
-                tuple(replica * island + place for replica in range(first, first + at_once))
+                tuple(replica * island + index for replica in range(first, first + at_once))
                 for first in firsts
-                for place in sorted({group[0] % island for group in one.groups if len(group) > 1})
+                for index in sorted({group[0] % island for group in one.groups if len(group) > 1})
             )
             pattern = BySize(((at_once, fewer(one.pattern(size), size, at_once)),))
         made.append(one._replace(groups=groups, pattern=pattern))

@@ -1,8 +1,8 @@
-"""Alike workers played once: a few stand for all, on lines of their own.
+"""Alike workers played once: a few represent all, on links of their own.
 
-    workers with the same lines -> classes, a representative each (two of a single class)
+    workers with the same links -> classes, a representative each (two of a single class)
     exchange of n members       -> of the representatives: each sends in all what a member sends, in as many waves
-    exchange of small groups    -> of two, whose lines are those of a worker with its partners on average: of the worker
+    exchange of small groups    -> of two, whose links are those of a worker with its partners on average: of the worker
                                    for whom that takes longest, for in time everybody has waited for it
 
 Exact where all workers are alike and latencies do not vary, but for what parts their starts. A latency that varies is
@@ -11,21 +11,21 @@ taken as long as the longest of those that a member waits for is on average. No 
 Where there are still too many messages, segments of a mean that follow each other are taken for one, and so are
 exchanges of one flight, but for the last.
 
-The rate at which workers compute as much of the time as is asked for.
+`wanted_rate`: the rate at which workers compute a wanted share of the time.
 
-What workers that come and go cost a method, before a run: rounds alone, work lost, waiting, gifts, and what goes
-through the lighthouse where it relays.
+`churn_costs`: what workers that come and go cost a method, before a run: rounds alone, lost work, waiting, state
+transfers, and the lighthouse's traffic where it relays.
 
 Each worker dies at a constant rate, and another one joins in its stead at once. In rounds of R seconds:
 
-    a partner is gone     a view holds who lived when it was made, `AHEAD` rounds before it begins: whoever died since
+    a partner is lost     a view holds who lived when it was made, `AHEAD` rounds before it begins: whoever died since
                           then is still in it, and its partner is alone
     a dead worker         takes with it the round under way, and those before it that nobody has shared
     one mean for all      nobody is alone: the living take it again without a dead one, whose round under way is lost
     a joiner              waits for its view, about `AHEAD` rounds; a state is copied meanwhile
 
-Left out, for rounds of minutes: views that are not known in time because a word takes longer than a round, the odd one
-out, and partners that are late (`roster`'s patience).
+Left out, for rounds of minutes: views that are not known in time because a message takes longer than a round, the odd
+one out, and partners that are late (`roster`'s patience).
 """
 
 from __future__ import annotations
@@ -77,30 +77,30 @@ def worker_classes(links: Links, workers: int) -> list[WorkerClass]:
     found: dict[tuple[float, float, int], tuple[int, tuple[int, ...]]] = {}
     period = links.period or workers
     for first in range(min(period, workers)):
-        line, alike = links.uplink_of(first), range(first, workers, period)
-        among = 1 if sharing is None else sharing[line]
-        key = (links.rate(line) / among, links.down_rate(line) / among, links.site_of(first))
+        uplink, alike = links.uplink_of(first), range(first, workers, period)
+        among = 1 if sharing is None else sharing[uplink]
+        key = (links.rate(uplink) / among, links.down_rate(uplink) / among, links.site_of(first))
         count, ranks = found.get(key, (0, ()))
         found[key] = count + len(alike), (*ranks, *alike[:2])[:2]
     return [WorkerClass(count, *key[:2], ranks) for key, (count, ranks) in sorted(found.items())]
 
 
-def lines_of_all(links: Links, classes: Sequence[WorkerClass], most: int) -> Links:
+def links_of_all(links: Links, classes: Sequence[WorkerClass], most: int) -> Links:
     """Between the representatives of at most so many classes, two or more of them, where all exchange with all. Of more
     classes neighbours in rate are taken for one, as slow as the slowest of them.
     """
     width = -(-len(classes) // most)
-    kept = [classes[first : first + width] for first in range(0, len(classes), width)]
-    kept = kept * 2 if len(kept) == 1 else kept
+    bins = [classes[first : first + width] for first in range(0, len(classes), width)]
+    bins = bins * 2 if len(bins) == 1 else bins
     longest = _longest(links.jitter, sum(one.count for one in classes) - 1)
     return Links(
-        bandwidth=[min(one.up for one in bin) for bin in kept],
-        downlink=[min(one.down for one in bin) for bin in kept],
-        latency=[[longest * _between(links, one, other) for other in kept] for one in kept],
+        bandwidth=[min(one.up for one in bin) for bin in bins],
+        downlink=[min(one.down for one in bin) for bin in bins],
+        latency=[[longest * _between(links, one, other) for other in bins] for one in bins],
     )
 
 
-def lines_of_partners(links: Links, classes: Sequence[WorkerClass], nbytes: float) -> Links:
+def links_of_partners(links: Links, classes: Sequence[WorkerClass], nbytes: float) -> Links:
     """Between two representatives, where a worker exchanges `nbytes` with a random other one."""
     workers, found = sum(one.count for one in classes), []
     for one in classes:
@@ -281,21 +281,21 @@ def wanted_rate(share: Callable[[float], float], target: float) -> float:
 AHEAD = 3
 """Rounds from the newest to the first of a new view (`isles.membership.messages.MARGIN`)."""
 VECTORS = 5
-"""That a joiner is given, of the model's size in float32: weights, anchor, outer momentum, AdamW's two."""
+"""That a joiner fetches, of the model's size in float32: weights, anchor, outer momentum, AdamW's two."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChurnCosts:
     """alone: share of the rounds. lost: of the work. waiting: of the workers' time, until they are in. goodput: share
-    of the workers' time in steps that count. gifts: bytes an hour of states to joiners, all of them. relayed: bits a
-    second through the lighthouse, in and out, where it relays everything.
+    of the workers' time in steps that count. state_bytes: an hour, of state transfers to joiners, all of them. relayed:
+    bits a second through the lighthouse, in and out, where it relays everything.
     """
 
     alone: float
     lost: float
     waiting: float
     goodput: float
-    gifts: float
+    state_bytes: float
     relayed: float
 
 
@@ -327,13 +327,13 @@ def churn_costs(
     alone, lost = alone / weights, min(lost / weights, 1.0)
     life = churn.per_second
     joins = workers * life / (1 + life * churn.repair)
-    gift = 4 * VECTORS * parameters
+    state = 4 * VECTORS * parameters
     waiting = 1 - math.exp(-life * AHEAD * seconds)
     return ChurnCosts(
         alone=alone,
         lost=lost,
         waiting=waiting,
         goodput=(1 - waiting) * (1 - lost) * computing / seconds,
-        gifts=2 * joins * gift * 3600,
-        relayed=2 * 8 * (workers * bytes_a_round / seconds + 2 * joins * gift),
+        state_bytes=2 * joins * state * 3600,
+        relayed=2 * 8 * (workers * bytes_a_round / seconds + 2 * joins * state),
     )

@@ -15,10 +15,10 @@ from isles.report.panels import (
     Chart,
     Lane,
     Lanes,
+    LaneSegment,
     Panel,
     Point,
     Polyline,
-    Stretch,
     average,
     chart_panel,
     latest_of,
@@ -83,14 +83,14 @@ def loss_cost_panels(run: Run) -> list[Panel]:
         cost = against(run)
         points = loss_against(run, cost)
         if points and points[-1][0] > 0:
-            places = dict(cost.points)
+            cost_at = dict(cost.points)
             chart = Chart(
                 title=f"Loss against {cost.noun}",
                 x_label=cost.label,
                 x_format=cost.form,
                 y_format=short,
                 lines=[Polyline(points=average(points, MEAN_POINTS), css="mean", name="mean of the workers")],
-                dots=[(places[step], loss) for step, loss in _validation(run) if step in places],
+                dots=[(cost_at[step], loss) for step, loss in _validation(run) if step in cost_at],
                 top=_cut(points, {0: points}),
             )
             keys = [("mean", "mean of the workers"), *[("dot", "validation")] * bool(chart.dots)]
@@ -128,9 +128,9 @@ def by_clock(run: Run, unit: tuple[float, str] | None = None) -> CostAxis:
 
 def loss_against(run: Run, cost: CostAxis) -> list[Point]:
     """Mean training loss over the workers, by cost instead of by step."""
-    places = dict(cost.points)
+    cost_at = dict(cost.points)
     loss = mean_over([_points(log.loss) for log in run.workers.values()])
-    return [(places[step], value) for step, value in loss if step in places]
+    return [(cost_at[step], value) for step, value in loss if step in cost_at]
 
 
 def bytes_panel(run: Run) -> Panel | None:
@@ -277,12 +277,10 @@ def time_panel(run: Run) -> Panel | None:
         if "compute_seconds" in log.totals or "blocked_seconds" in log.totals:
             compute, blocked = (log.totals.get(key, 0.0) for key in ("compute_seconds", "blocked_seconds"))
             total = compute + blocked
-            words = (
-                f"{format_percent(compute / total)} of {format_seconds(total)} computing" if total else "nothing yet"
-            )
+            text = f"{format_percent(compute / total)} of {format_seconds(total)} computing" if total else "nothing yet"
             hint = f"worker {worker}: {format_seconds(compute)} computing, {format_seconds(blocked)} blocked"
             parts = [("compute", compute), ("blocked", blocked)]
-            bars.append(Bar(label=f"worker {worker}", parts=parts, text=words, hint=hint))
+            bars.append(Bar(label=f"worker {worker}", parts=parts, text=text, hint=hint))
     if not any(seconds for bar in bars for _, seconds in bar.parts):
         return None
     title = "Where the time went"
@@ -300,7 +298,7 @@ def lanes_panel(run: Run, workers: int = LANES) -> Panel | None:
     for worker, spans in list(run.spans.items())[:workers]:
         inside = [_stretch(span) for span in spans if span.end > start and span.start < end]
         inside.sort(key=lambda piece: piece.css != "compute")  # below what it includes
-        lanes.append(Lane(label=f"worker {worker}", stretches=inside))
+        lanes.append(Lane(label=f"worker {worker}", segments=inside))
     virtual = run.is_simulated
     picture = Lanes(
         title="Timeline",
@@ -335,8 +333,8 @@ def step_panel(run: Run, workers: int = LANES) -> Panel | None:
     lanes = [
         Lane(
             label=f"{worker}: stage {worker // inner % stages}",
-            stretches=[
-                Stretch(
+            segments=[
+                LaneSegment(
                     start=span.start - steps[worker][0],
                     end=span.end - steps[worker][0],
                     css=TASK_LOOKS[span.kind],
@@ -376,13 +374,13 @@ def _steps(run: Run) -> dict[int, tuple[float, float]]:
     joined: list[tuple[set[int], set[int]]] = []  # microbatches, workers
     for worker, own in run.tasks.items():
         numbers, workers = {span.microbatch for span in own}, {worker}
-        apart = []
+        separate = []
         for other in joined:
             if numbers.isdisjoint(other[0]):
-                apart.append(other)
+                separate.append(other)
             else:
                 numbers, workers = numbers | other[0], workers | other[1]
-        joined = [*apart, (numbers, workers)]
+        joined = [*separate, (numbers, workers)]
     found = {}
     for _, workers in joined:
         spans = [span for worker in workers for span in run.tasks[worker]]
@@ -411,9 +409,9 @@ def _exchanges(spans: list[TimelineSpan]) -> list[float]:
     return [span.start for span in spans if span.kind == "transfer" and span.channel in _TRAINING]
 
 
-def _stretch(span: TimelineSpan) -> Stretch:
+def _stretch(span: TimelineSpan) -> LaneSegment:
     if span.kind == "transfer":
         css = "transfer" if span.channel in _TRAINING else "other"
-        return Stretch(start=span.start, end=span.end, css=css, row=1, hint=f"{span.channel} exchange,")
+        return LaneSegment(start=span.start, end=span.end, css=css, row=1, hint=f"{span.channel} exchange,")
     hint = {"compute": "computing,", "away": "paused,"}.get(span.kind, f"blocked on {span.channel},")
-    return Stretch(start=span.start, end=span.end, css=span.kind, row=0, hint=hint)
+    return LaneSegment(start=span.start, end=span.end, css=span.kind, row=0, hint=hint)

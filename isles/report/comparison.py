@@ -26,7 +26,7 @@ from isles.report.draw.style import SERIES
 from isles.report.page import document, section, wide_table
 from isles.report.panels import Chart, Panel, Polyline, Table, average, chart_panel, plain
 from isles.report.rundir import Run, read_run
-from isles.report.units import format_bytes, format_number, format_percent, format_seconds, seeds_in_words, time_unit
+from isles.report.units import format_bytes, format_number, format_percent, format_seconds, format_seeds, time_unit
 
 CLAIMS = (
     "Validation loss of the second less the first's, seed by seed (never talk: the workers' own losses): above 0, the "
@@ -59,8 +59,8 @@ def paired(differences: Sequence[float]) -> Paired:
 def holm(ps: Sequence[float]) -> list[float]:
     """The p values, corrected for there being several, in their order."""
     found, largest = [0.0] * len(ps), 0.0
-    for place, index in enumerate(sorted(range(len(ps)), key=lambda index: ps[index])):
-        largest = max(largest, min(1.0, ps[index] * (len(ps) - place)))
+    for index, index in enumerate(sorted(range(len(ps)), key=lambda index: ps[index])):
+        largest = max(largest, min(1.0, ps[index] * (len(ps) - index)))
         found[index] = largest
     return found
 
@@ -70,7 +70,7 @@ def never_talks(summary: Mapping[str, Any]) -> bool:
     return summary.get("method") == "none" and summary.get("workers", 1) > 1
 
 
-def judged(summary: Mapping[str, Any]) -> float | None:
+def validation_loss_of(summary: Mapping[str, Any]) -> float | None:
     """The validation loss that a run is judged by."""
     return summary.get("val_loss_replicas" if never_talks(summary) else "val_loss")
 
@@ -78,7 +78,7 @@ def judged(summary: Mapping[str, Any]) -> float | None:
 def claims_table(summaries: Summaries) -> Table:
     """Every two rows that have two seeds or more in common; none where no two have."""
     losses = {
-        label: {one["seed"]: loss for one in group if (loss := judged(one)) is not None}
+        label: {one["seed"]: loss for one in group if (loss := validation_loss_of(one)) is not None}
         for label, group in summaries.items()
     }
     seeds = {(a, b): sorted(losses[a].keys() & losses[b].keys()) for a, b in combinations(losses, 2)}
@@ -125,13 +125,13 @@ def read_comparison(folder: Path) -> Runs:
     """The runs of each method in the folder that `isles compare` wrote. ValueError where one is missing."""
     try:
         index = parse_json((folder / INDEX).read_text(encoding="utf-8"))
-        places = {
+        arguments = {
             label: [(folder / one.get("folder", run_folder(label, one["seed"])), one) for one in group]
             for label, group in index.items()
         }
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{folder / INDEX} is damaged ({error}); run isles compare again") from error
-    return {label: [read_run(*place) for place in group] for label, group in places.items()}
+    return {label: [read_run(*index) for index in group] for label, group in arguments.items()}
 
 
 def comparison_rows(summaries: dict[str, list[dict[str, Any]]]) -> tuple[list[str], list[list[str]]]:
@@ -165,14 +165,14 @@ def table_of(runs: Runs) -> tuple[Table, str]:
     """The table, and a line that says what its cells are."""
     heads, rows = comparison_rows({label: [run.summary or {} for run in group] for label, group in runs.items()})
     seeds = max((len(group) for group in runs.values()), default=0)
-    return Table(heads=heads, rows=rows), seeds_in_words(seeds) + ", ± the standard deviation over them" * (seeds > 1)
+    return Table(heads=heads, rows=rows), format_seeds(seeds) + ", ± the standard deviation over them" * (seeds > 1)
 
 
 def title(runs: Runs) -> str:
     """The heading of the page."""
     rows = [label for label in runs if label not in (NEVER, ALONE)]
-    words = f"{len(rows)} methods compared" if len(rows) > 1 else f"{rows[0]} compared" if rows else "1 method"
-    return words + "".join(dict.fromkeys(run.price for group in runs.values() for run in group))
+    title = f"{len(rows)} methods compared" if len(rows) > 1 else f"{rows[0]} compared" if rows else "1 method"
+    return title + "".join(dict.fromkeys(run.price for group in runs.values() for run in group))
 
 
 def render_comparison(runs: Runs) -> str:

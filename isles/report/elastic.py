@@ -22,10 +22,10 @@ from isles.membership.run_log import (
     read_history,
     read_record,
 )
-from isles.report.panels import Chart, Lane, Lanes, Panel, Point, Polyline, Stretch, chart_panel
+from isles.report.panels import Chart, Lane, Lanes, LaneSegment, Panel, Point, Polyline, chart_panel
 from isles.report.rundir import Run, finite
 
-SEATS = 32
+MAX_LANES = 32
 _LOOKS = {WHOLE: "compute", LATE: "transfer"}
 _KEYS = (
     ("compute", "rounds with others"),
@@ -54,8 +54,8 @@ def _members(there: RunHistory, start: float) -> Panel:
     """How many are connected, and how many are in the newest view."""
     changes = sorted(
         change
-        for stretches in there.present.values()
-        for since, until in stretches
+        for segments in there.present.values()
+        for since, until in segments
         for change in ((since, 1), (until, -1))
     )
     connected, count = [(0.0, 0.0)], 0
@@ -89,39 +89,39 @@ def _member_lanes(there: RunHistory, lines: list[RoundRecord | StartRecord], sta
             by_member.setdefault(line.member, []).append(line)
     begun = {(line.member, line.first): line for line in lines if isinstance(line, StartRecord)}
     lanes = []
-    for member, stretches in sorted(there.present.items())[:SEATS]:
+    for member, segments in sorted(there.present.items())[:MAX_LANES]:
         pieces = []
         own = sorted(by_member.get(member, []), key=lambda line: line.at)
         done = [(line.at - line.seconds, line.at) for line in own]
-        for since, until in (gap for stretch in stretches for gap in _without(stretch, done)):
-            pieces.append(Stretch(start=since - start, end=until - start, css="away", row=0, hint="waits,"))
+        for since, until in (gap for segment in segments for gap in _without(segment, done)):
+            pieces.append(LaneSegment(start=since - start, end=until - start, css="away", row=0, hint="waits,"))
         for line in own:
             first = begun.get((member, line.round))
             donor = f", with the state of {first.donor}" if first is not None and first.donor >= 0 else ""
             hint = f"round {line.round}{donor}: {line.outcome},"
             css = _LOOKS.get(line.outcome, "blocked")
             at = line.at - start
-            pieces.append(Stretch(start=max(at - line.seconds, 0.0), end=at, css=css, row=0, hint=hint))
-        lanes.append(Lane(label=f"member {member}", stretches=pieces))
+            pieces.append(LaneSegment(start=max(at - line.seconds, 0.0), end=at, css=css, row=0, hint=hint))
+        lanes.append(Lane(label=f"member {member}", segments=pieces))
     if there.outages:
         away = [
-            Stretch(start=since - start, end=until - start, css="other", row=0, hint="the lighthouse is away,")
+            LaneSegment(start=since - start, end=until - start, css="other", row=0, hint="the lighthouse is away,")
             for since, until in there.outages
         ]
-        lanes.append(Lane(label="lighthouse", stretches=away))
+        lanes.append(Lane(label="lighthouse", segments=away))
     title = "Seats"
     end = there.end - start
     picture = Lanes(title=title, x_label="seconds since the first one came", start=0.0, end=end, lanes=lanes)
     notes = ["A lane ends where its worker died, left, or was cut off."]
-    if len(there.present) > SEATS:
-        notes.append(f"The first {SEATS} of {len(there.present)} members.")
-    drawn = {piece.css for lane in lanes for piece in lane.stretches}
+    if len(there.present) > MAX_LANES:
+        notes.append(f"The first {MAX_LANES} of {len(there.present)} members.")
+    drawn = {piece.css for lane in lanes for piece in lane.segments}
     return Panel(heading=title, picture=picture, keys=[key for key in _KEYS if key[0] in drawn], notes=notes)
 
 
-def _without(stretch: tuple[float, float], done: Sequence[tuple[float, float]]) -> Iterator[tuple[float, float]]:
+def _without(segment: tuple[float, float], done: Sequence[tuple[float, float]]) -> Iterator[tuple[float, float]]:
     """What of a stretch of time is in none of `done`, which are in order."""
-    since, until = stretch
+    since, until = segment
     for begins, ends in done:
         if begins > since and ends <= until:
             yield since, begins

@@ -52,8 +52,8 @@ def render(results: dict[str, Any], name: str) -> str:
 
 def _meanings(results: dict[str, Any]) -> str:
     """What the columns are, where they have names alone."""
-    said = results.get("ways", {})
-    rows = [(head, said[way]) for way, head in experts_hdee.WAYS.items() if way in said]
+    by_method = results.get("ways", {})
+    rows = [(head, by_method[way]) for way, head in experts_hdee.JOININGS.items() if way in by_method]
     return _two_columns("Ways of joining experts", rows) if rows else ""
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from isles.report.panels import Chart, Panel, Table, Titled, chart_panel, coloured
-from isles.report.units import format_perplexity, seeds_in_words
+from isles.report.units import format_perplexity, format_seeds
 
 # Key of the results, head of the column.
-WAYS = {
+JOININGS = {
     "posterior": "posterior",
     "cached": "cached prior",
     "updating": "updating prior",
@@ -24,15 +24,15 @@ _DIFFICULTIES = ["easy", "medium", "difficult"]
 
 def tables(results: dict[str, Any]) -> list[Titled]:
     """Variants by domain; ways of joining, variant by variant; random splits; where the posterior lies."""
-    of = seeds_in_words(len(results["seeds"]))
-    made = [_variants(results, of), *(_ways(results, variant, of) for variant in results["cells"])]
+    of = format_seeds(len(results["seeds"]))
+    made = [_variants(results, of), *(_ways(results, variant, of) for variant in results["groups"])]
     if "random" in results["mean"]:
         made.append(_random(results, of))
     return [*made, _posteriors(results)]
 
 
 def _variants(results: dict[str, Any], of: str) -> Titled:
-    mean, variants, last = results["mean"], list(results["cells"]), _last(results)
+    mean, variants, last = results["mean"], list(results["groups"]), _last(results)
     kinds = {d["name"]: d["difficulty"].replace("_", " ") for d in results["domains"]}
     dense = {"dense": "dense, all steps"} if "dense" in mean else {}
     table = Table(
@@ -57,22 +57,22 @@ def _variants(results: dict[str, Any], of: str) -> Titled:
 
 
 def _ways(results: dict[str, Any], variant: str, of: str) -> Titled:
-    cell = results["cells"][variant]
-    size = ", ".join(f"{f} x {t}" for f, t in zip(cell["ffn"], cell["steps"], strict=True))
+    group = results["groups"][variant]
+    size = ", ".join(f"{f} x {t}" for f, t in zip(group["ffn"], group["steps"], strict=True))
     rows = []
-    for name, told in results["mean"][variant][_last(results)].items():
-        joined = [told["perplexity"][way] for way in WAYS]
-        rows.append([name, *map(format_perplexity, [*told["alone"], *joined, told.get("parameter_average")])])
-    heads = ["domain", *_DIFFICULTIES, *WAYS.values(), "one averaged model"]
-    what = f"each expert alone, then ways of joining them; ffn x steps {size}; budget {cell['ratio']:.3f}; {of}"
+    for name, record in results["mean"][variant][_last(results)].items():
+        joined = [record["perplexity"][way] for way in JOININGS]
+        rows.append([name, *map(format_perplexity, [*record["alone"], *joined, record.get("parameter_average")])])
+    heads = ["domain", *_DIFFICULTIES, *JOININGS.values(), "one averaged model"]
+    what = f"each expert alone, then ways of joining them; ffn x steps {size}; budget {group['ratio']:.3f}; {of}"
     return f"{variant}: experts and ways of joining", what, Table(heads=heads, rows=rows)
 
 
 def _random(results: dict[str, Any], of: str) -> Titled:
     rows = []
-    for name, told in results["mean"]["random"].items():
-        joined = [told["perplexity"][way] for way in ("posterior", "arithmetic", "oracle")]
-        rows.append([name, *map(format_perplexity, [*told["alone"], *joined])])
+    for name, record in results["mean"]["random"].items():
+        joined = [record["perplexity"][way] for way in ("posterior", "arithmetic", "oracle")]
+        rows.append([name, *map(format_perplexity, [*record["alone"], *joined])])
     heads = ["domain", "expert 0", "expert 1", "expert 2", "posterior", "arithmetic", "best expert"]
     what = f"medium experts that were trained on random thirds of all domains, as a check; {of}"
     return "Random splits: experts and ways of joining", what, Table(heads=heads, rows=rows)
@@ -81,10 +81,10 @@ def _random(results: dict[str, Any], of: str) -> Titled:
 def _posteriors(results: dict[str, Any]) -> Titled:
     """Where the posterior of each variant lies, and how soon it is sure."""
     rows = []
-    for variant in results["cells"]:
-        for name, told in results["mean"][variant][_last(results)].items():
-            numbers = [*told["mean_posterior"], told["entropy"]]
-            rows.append([variant, name, *map(format_perplexity, numbers), f"{told['sure_after']:.1f}"])
+    for variant in results["groups"]:
+        for name, record in results["mean"][variant][_last(results)].items():
+            numbers = [*record["mean_posterior"], record["entropy"]]
+            rows.append([variant, name, *map(format_perplexity, numbers), f"{record['sure_after']:.1f}"])
     heads = ["variant", "domain", *_DIFFICULTIES, "entropy, nats", "tokens until 99 %"]
     return (
         "The posterior: share of each expert, entropy, and when it is sure",
@@ -95,17 +95,17 @@ def _posteriors(results: dict[str, Any]) -> Titled:
 
 def pictures(results: dict[str, Any]) -> list[Panel]:
     """How the posterior moves over a text, one a domain."""
-    return [_posterior(domain, told) for domain, told in results["posterior_over_text"].items()]
+    return [_posterior(domain, record) for domain, record in results["posterior_over_text"].items()]
 
 
-def _posterior(domain: str, told: dict[str, Any]) -> Panel:
-    shares = zip(told["experts"], told["values"], strict=False)
-    lines = coloured({name: [(float(place), share) for place, share in enumerate(own)] for name, own in shares})
+def _posterior(domain: str, record: dict[str, Any]) -> Panel:
+    shares = zip(record["experts"], record["values"], strict=False)
+    lines = coloured({name: [(float(index), share) for index, share in enumerate(own)] for name, own in shares})
     title = f"Posterior over a text of {domain}"
     chart = Chart(title=title, x_label="token", y_format=lambda y: f"{y:.2f}", lines=lines, whole_x=True)
-    return chart_panel(chart, f"The text: {told['text']}")
+    return chart_panel(chart, f"The text: {record['text']}")
 
 
 def _last(results: dict[str, Any]) -> str:
-    variant = next(iter(results["cells"]))
+    variant = next(iter(results["groups"]))
     return f"r{len(results['mean'][variant])}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from isles.report.panels import Chart, Panel, Polyline, Table, Titled
-from isles.report.units import format_perplexity, seeds_in_words
+from isles.report.units import format_perplexity, format_seeds
 
 _DENSE = {"batch": "dense, E x batch", "steps": "dense, E x steps"}
 
@@ -17,7 +17,7 @@ def tables(results: dict[str, Any]) -> list[Titled]:
     columns = {**dense, "mixture": "mixture", "oracle": "best expert", "weighted": "all, weighted"}
     columns["random"] = "random expert"
     seeds = results["seeds"]
-    of = seeds_in_words(len(seeds))
+    of = format_seeds(len(seeds))
     made = [
         (
             "Perplexity by domain",
@@ -50,7 +50,7 @@ def _by_text(results: dict[str, Any], part: str, columns: dict[str, str]) -> Tab
         rows.append((f"{name} (held out)" if held_out else name, mean["by_domain"][name][part] or {}))
     return Table(
         heads=["text", *columns.values()],
-        rows=[[label, *(format_perplexity(told.get(way)) for way in columns)] for label, told in rows],
+        rows=[[label, *(format_perplexity(record.get(way)) for way in columns)] for label, record in rows],
     )
 
 

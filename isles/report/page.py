@@ -49,26 +49,26 @@ def _by_channel(channels: Any) -> str:
     return ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in sent.items() if nbytes)
 
 
-def counts_in_words(counts: Any) -> str:
+def format_counts(counts: Any) -> str:
     """Of a table of numbers, whatever a file holds."""
     return _listed(counts, format_count)
 
 
-def bytes_in_words(links: Any) -> str:
+def format_link_bytes(links: Any) -> str:
     """Of a table of bytes, without the list of pairs."""
     if isinstance(links, Mapping):
         links = {name: value for name, value in links.items() if name != "pairs"}
     return _listed(links, format_bytes)
 
 
-def refusals_in_words(rows: Any) -> str:
+def format_rejections(rows: Any) -> str:
     """Who was refused how often, and why, the most frequent first."""
     if not isinstance(rows, list) or not all(isinstance(row, Mapping) for row in rows):
         return json.dumps(rows)
-    told = sorted(rows, key=lambda row: -(finite(row.get("times")) or 0))
-    words = [f"member {row.get('member')}, {row.get('times')} times: {row.get('reason')}" for row in told[:_REASONS]]
-    more = [f"and {len(told) - _REASONS} more"] if len(told) > _REASONS else []
-    return "; ".join(words + more) or "nothing"
+    ordered = sorted(rows, key=lambda row: -(finite(row.get("times")) or 0))
+    parts = [f"member {row.get('member')}, {row.get('times')} times: {row.get('reason')}" for row in ordered[:_REASONS]]
+    more = [f"and {len(ordered) - _REASONS} more"] if len(ordered) > _REASONS else []
+    return "; ".join(parts + more) or "nothing"
 
 
 def _listed(table: Any, form: Callable[[Any], str]) -> str:
@@ -77,7 +77,7 @@ def _listed(table: Any, form: Callable[[Any], str]) -> str:
     return ", ".join(f"{str(name).replace('_', ' ')} {form(value)}" for name, value in table.items()) or "nothing"
 
 
-_WORDS = (str, _by_channel, counts_in_words, bytes_in_words, refusals_in_words)
+_WORDS = (str, _by_channel, format_counts, format_link_bytes, format_rejections)
 """Forms for what is no number."""
 # Key of summary.json, its name in words, its form.
 FIELDS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
@@ -114,7 +114,7 @@ FIELDS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("work_lost", "Computing whose work is in nobody's weights", format_percent),
     ("rounds", "Rounds of all workers", format_count),
     ("rounds_alone", "Of that, without anybody else's work", format_percent),
-    ("outcomes", "By how their exchange ended", counts_in_words),
+    ("outcomes", "By how their exchange ended", format_counts),
     ("rounds_again", "Exchanges tried again", format_count),
     ("rounds_unassigned", "Rounds on unassigned samples", format_count),
     ("inner_steps", "Inner steps of all workers", format_count),
@@ -128,8 +128,8 @@ FIELDS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("outages", "Times that the lighthouse was away", format_count),
     ("state_transfers", "States sent to joiners", format_count),
     ("state_transfer_bytes", "Their bytes", format_bytes),
-    ("links", "Between workers, by way", bytes_in_words),
-    ("refused", "Refused", refusals_in_words),
+    ("links", "Between workers, by way", format_link_bytes),
+    ("refused", "Refused", format_rejections),
     ("train_seconds", "Training", format_seconds),
     ("wall_seconds", "Wall time, start and end included", format_seconds),
     ("virtual_seconds", "Virtual time", format_seconds),
@@ -226,16 +226,16 @@ def _summary(run: Run) -> dict[str, Any]:
 def title(run: Run) -> str:
     """Method, workers, steps."""
     summary = _summary(run)
-    words = str(summary.get("method", run.path.resolve().name))
+    parts = str(summary.get("method", run.path.resolve().name))
     if "workers" in summary:
-        words += f" on {_counted(summary['workers'], 'worker')}"
+        parts += f" on {_counted(summary['workers'], 'worker')}"
     if "stages" in summary and "replicas" in summary:
-        words += f", {_counted(summary['replicas'], 'replica')} of {_counted(summary['stages'], 'stage')}"
+        parts += f", {_counted(summary['replicas'], 'replica')} of {_counted(summary['stages'], 'stage')}"
     elif "islands" in summary:
-        words += f" in {_counted(summary['islands'], 'island')}"
+        parts += f" in {_counted(summary['islands'], 'island')}"
     if "steps" in summary:
-        words += f", {_counted(summary['steps'], 'step')}"
-    return words + run.price if run.summary is not None else f"{words} so far"
+        parts += f", {_counted(summary['steps'], 'step')}"
+    return parts + run.price if run.summary is not None else f"{parts} so far"
 
 
 def subtitle(run: Run) -> str:

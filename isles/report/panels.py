@@ -27,12 +27,12 @@ def thin(points: Sequence[Point], limit: int) -> list[Point]:
     """
     if len(points) <= limit:
         return list(points)
-    kept = [points[0]]
+    thinned = [points[0]]
     for bucket in _buckets(points[1:-1], max(1, (limit - 2) // 2)):
         low, high = min(bucket, key=_y), max(bucket, key=_y)
-        kept += [low] if low is high else sorted((low, high))
-    kept.append(points[-1])
-    return kept
+        thinned += [low] if low is high else sorted((low, high))
+    thinned.append(points[-1])
+    return thinned
 
 
 def average(points: Sequence[Point], limit: int) -> list[Point]:
@@ -153,7 +153,7 @@ class Bars:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Stretch:
+class LaneSegment:
     """Something that went on from `start` to `end` seconds; `row` 0 is the lane's upper row, 1 the one below. mark:
     what stands in it, where there is room.
     """
@@ -171,7 +171,7 @@ class Lane:
     """One worker's stretches."""
 
     label: str
-    stretches: Sequence[Stretch]
+    segments: Sequence[LaneSegment]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

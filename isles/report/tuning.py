@@ -54,7 +54,7 @@ def subtitle(study: TuningStudy) -> str:
 def table_of(study: TuningStudy) -> Table:
     """The best trials, the configuration's own settings (trial 0) too."""
     ranked = complete(study)
-    shown = [one for place, one in enumerate(ranked) if place < _SHOWN or one["index"] == 0]
+    shown = [one for index, one in enumerate(ranked) if index < _SHOWN or one["index"] == 0]
     keys = list(dict.fromkeys(key for one in study["trials"] for key in one["settings"]))
     rows = [
         [str(one["index"]), f"{one['loss']:.4f}", f"{one['of']:,}", *(str(one["settings"].get(k, "-")) for k in keys)]
@@ -69,7 +69,7 @@ def pictures(study: TuningStudy) -> list[Panel]:
     if not ended:
         return []
     history = sorted((one["index"], one["loss"]) for one in ended)
-    best = [(index, min(loss for _, loss in history[: place + 1])) for place, (index, loss) in enumerate(history)]
+    best = [(index, min(loss for _, loss in history[: index + 1])) for index, (index, loss) in enumerate(history)]
     lines = [Polyline(points=best, css="mean", name="the best so far")]
     chart = Chart(title="Loss by trial", x_label="trial", lines=lines, dots=history, whole_x=True)
     panels = [Panel(heading="History", picture=chart, notes=["Trials that were pruned have no final loss."])]

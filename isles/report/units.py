@@ -94,6 +94,6 @@ def format_perplexity(value: float | None) -> str:
     return "-" if value is None else f"{value:.3f}"
 
 
-def seeds_in_words(count: int) -> str:
+def format_seeds(count: int) -> str:
     """Of so many seeds' numbers."""
     return f"mean of {count} seeds" if count > 1 else "one seed"

@@ -21,7 +21,7 @@ from isles.launch import rendezvous
 from isles.launch.nodes import NodeGroup, NodeSpec
 from isles.training.config.reading import to_toml
 from isles.training.config.sections import Config
-from isles.training.config.trust import kept_names
+from isles.training.config.trust import referenced_names
 from isles.training.records.checkpoint import Checkpoints
 from isles.training.records.tokens import host_credentials, node_token
 
@@ -35,7 +35,7 @@ _OPEN = (
 
 @contextlib.contextmanager
 def met(
-    config: Config, node_spec: NodeSpec, out: Path, resume: int | None, tell: Callable[[str], None]
+    config: Config, node_spec: NodeSpec, out: Path, resume: int | None, notify: Callable[[str], None]
 ) -> Iterator[NodeGroup]:
     """The machines of this run, for as long as it goes; then they part, and are told what went wrong if anything did.
 
@@ -57,14 +57,14 @@ def met(
             "of all of them; raise it"
         )
     description = {
-        "config": parse_toml(to_toml(config, kept_names(config))),
+        "config": parse_toml(to_toml(config, referenced_names(config))),
         "checkpoints": None if resume is None else [step for step in Checkpoints(out).steps() if step <= resume],
         "out": None if node_spec.shared_directory else [uuid.getnode(), str(out.resolve())],
     }
     if node_spec.shared_directory:
-        tell = _nobody  # torchrun starts all at once: they come before a word about it is read
-    node_group = _meet(node_spec, description, out, world.join_deadline, tell)
-    tell(_OPEN)
+        notify = _nobody  # torchrun starts all at once: they come before a word about it is read
+    node_group = _meet(node_spec, description, out, world.join_deadline, notify)
+    notify(_OPEN)
     for link in node_group.links.values():
         link.patience(world.silence)
     try:
@@ -83,28 +83,28 @@ def met(
 
 
 def _meet(
-    node_spec: NodeSpec, description: Mapping[str, Any], out: Path, seconds: float, tell: Callable[[str], None]
+    node_spec: NodeSpec, description: Mapping[str, Any], out: Path, seconds: float, notify: Callable[[str], None]
 ) -> NodeGroup:
     if node_spec.node > 0:
         token = node_spec.token if node_spec.shared_directory else node_token(out, node_spec.token)
         assert token is not None
-        return rendezvous.come(node_spec, token, description, seconds, tell)
+        return rendezvous.come(node_spec, token, description, seconds, notify)
     if node_spec.credentials is not None:
         mine, fresh = read(node_spec.credentials), False
     else:
         mine, fresh = host_credentials(out, node_spec.token)
 
-    def say(text: str) -> None:
+    def notify_waiting(text: str) -> None:
         nonlocal fresh
-        tell(text)
+        notify(text)
         if fresh:
             fresh = False
-            tell(
+            notify(
                 f"on the others the same command, but: --nodes {node_spec.nodes} --node 1 --rendezvous "
                 f"{node_spec.rendezvous} --token {mine.token}"
             )
 
-    return rendezvous.host(node_spec, mine, partial(_disagreement, description), seconds, say)
+    return rendezvous.host(node_spec, mine, partial(_disagreement, description), seconds, notify_waiting)
 
 
 def _nobody(text: str) -> None:
@@ -158,6 +158,6 @@ def _common_step(mine: Mapping[str, Any], descriptions: Mapping[int, Any]) -> in
     steps = {0: mine["checkpoints"], **{node: description["checkpoints"] for node, description in descriptions.items()}}
     common = set.intersection(*map(set, steps.values()))
     if not common:
-        held = "; ".join(f"node {node}: {', '.join(map(str, own)) or 'none'}" for node, own in steps.items())
-        raise ValueError(f"no checkpoint is on all nodes (steps on {held}): start again with `isles train`")
+        listed = "; ".join(f"node {node}: {', '.join(map(str, own)) or 'none'}" for node, own in steps.items())
+        raise ValueError(f"no checkpoint is on all nodes (steps on {listed}): start again with `isles train`")
     return max(common)

@@ -25,7 +25,7 @@ from isles.training.config.trust import settled
 from isles.training.deadlines import deadlines
 from isles.training.interrupts import GraceOver, first_interrupt
 from isles.training.records.checkpoint import Checkpoints
-from isles.training.records.events import begun, committed, host_heard
+from isles.training.records.events import begun, checks_host_messages, committed
 from isles.training.records.rundir import LOGS, METRICS, run_directory
 from isles.training.records.tokens import forget
 from isles.training.records.writer import commit, write_config
@@ -34,7 +34,7 @@ from isles.training.records.writer import commit, write_config
 def follow(
     config: Config,
     out: Path,
-    on_line: Callable[[dict[str, Any]], None],
+    on_metrics: Callable[[dict[str, Any]], None],
     on_notice: Callable[[str], None],
     resume: int | None,
     node_spec: NodeSpec,
@@ -51,7 +51,7 @@ def follow(
             settled(config, out) as config,
         ):
             try:
-                results = _work(config, out, on_line, node_group)
+                results = _work(config, out, on_metrics, node_group)
             except GraceOver as late:
                 raise Interrupted(out, node_spec, late.seconds) from None
             if None in results:
@@ -60,26 +60,26 @@ def follow(
     return node_group.host
 
 
-def _work(config: Config, out: Path, on_line: Callable[[dict[str, Any]], None], node_group: NodeGroup) -> list[Any]:
+def _work(config: Config, out: Path, on_metrics: Callable[[dict[str, Any]], None], node_group: NodeGroup) -> list[Any]:
     """Results of this machine's workers, but for those that have left."""
-    gone = set[int]()
+    left_ranks = set[int]()
 
     def take(event: Any) -> None:
         if isinstance(event, dict) and "left" in event:
-            gone.add(event["left"])
+            left_ranks.add(event["left"])
         if isinstance(event, dict) and "loss" in event:
             write_config(config, out)
-            on_line(event)
+            on_metrics(event)
 
     def obey(command: Any) -> None:
         if isinstance(command, dict) and "commit" in command:
-            with host_heard():
-                step, seats = committed(command, config)
-            commit(config, out, step, seats, node_group)
+            with checks_host_messages():
+                step, ranks = committed(command, config)
+            commit(config, out, step, ranks, node_group)
 
     world = config.world
     start_server()
-    with host_heard():
+    with checks_host_messages():
         store, step = value_of(node_group.facts, "store", Port), begun(node_group.facts, config)
     if step is not None:
         Checkpoints(out).go_back(step)
@@ -94,4 +94,4 @@ def _work(config: Config, out: Path, on_line: Callable[[dict[str, Any]], None], 
     pool = RemoteWorkers(train_process, own, args=(config, out, step), node_group=node_group)
     with first_interrupt(pool.stop, config.run.grace):
         results = pool.join(take, obey)
-    return [result for spec, result in zip(own, results, strict=False) if spec.rank not in gone]
+    return [result for spec, result in zip(own, results, strict=False) if spec.rank not in left_ranks]

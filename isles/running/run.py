@@ -29,7 +29,7 @@ from isles.base.durable import write_text
 from isles.comm.errors import WorkerFailed
 from isles.launch.nodes import SINGLE_NODE, NodeGroup, NodeSpec
 from isles.launch.workers import raise_first
-from isles.plan.priced import priced
+from isles.plan.prices import priced
 from isles.running.agree import met
 from isles.training.config.conflicts import refuse_conflicts
 from isles.training.config.sections import Config
@@ -82,7 +82,7 @@ def starter(backend: str) -> Any:
 def launch(
     config: Config,
     out: Path,
-    on_line: Callable[[dict[str, Any]], None],
+    on_metrics: Callable[[dict[str, Any]], None],
     on_notice: Callable[[str], None],
     resume: int | None = None,
     node_spec: NodeSpec = SINGLE_NODE,
@@ -118,7 +118,7 @@ def launch(
         resume = node_group.facts.get("resume", resume)
         with (
             Loggers(config, out, resume) as loggers,
-            Records(config, out, on_line, on_notice, node_group, loggers, resume, lock) as records,
+            Records(config, out, on_metrics, on_notice, node_group, loggers, resume, lock) as records,
         ):
             if resume is not None:
                 Checkpoints(out).go_back(resume)
@@ -158,26 +158,26 @@ def _joined(pool: Started, config: Config, on_event: Callable[[Any], None]) -> l
     """What the workers return; None for those that stopped. Those that were lost are left out, where the method goes
     on without them, and those that have left.
     """
-    gone = set[int]()
+    left_ranks = set[int]()
 
     def take(event: Any) -> None:
         if "left" in event:
-            gone.add(event["left"])
+            left_ranks.add(event["left"])
         on_event(event)
 
-    def tell(rank: int, error: Exception) -> None:
+    def notify(rank: int, error: Exception) -> None:
         why = (error.report if isinstance(error, WorkerFailed) else str(error)).splitlines()[-1]
         on_event({"lost": rank, "notice": f"worker {rank} failed ({why}); the others go on without it"})
 
     def stop() -> None:
         pool.stop()
-        said = "isles: stopping: all workers end the step under way and save; Ctrl-C again ends them at once\n"
+        text = "isles: stopping: all workers end the step under way and save; Ctrl-C again ends them at once\n"
         with contextlib.suppress(OSError, ValueError):
-            os.write(sys.stderr.fileno(), said.encode())  # in a handler: whoever prints may be in the middle of it
+            os.write(sys.stderr.fileno(), text.encode())  # in a handler: whoever prints may be in the middle of it
 
     with first_interrupt(stop, config.run.grace):
-        results = pool.join(take, tell if config.survives else None)
-    left = [result for rank, result in enumerate(results) if rank not in gone.union(pool.failures)]
+        results = pool.join(take, notify if config.survives else None)
+    left = [result for rank, result in enumerate(results) if rank not in left_ranks.union(pool.failures)]
     if not (config.survives and left):
         raise_first(results, pool.failures)
     return left

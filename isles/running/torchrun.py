@@ -39,7 +39,7 @@ from isles.running.backends import train_process
 from isles.running.run import launch
 from isles.training.config.sections import Config
 from isles.training.deadlines import deadlines
-from isles.training.records.events import Schema, begun, host_heard
+from isles.training.records.events import Schema, begun, checks_host_messages
 from isles.training.records.summary import SummaryTable
 
 _GLANCE = 0.2  # seconds between looks at whether a stop is wanted
@@ -48,7 +48,7 @@ _GLANCE = 0.2  # seconds between looks at whether a stop is wanted
 def take_part(
     config: Config,
     out: Callable[[], Path],
-    on_line: Callable[[dict[str, Any]], None],
+    on_metrics: Callable[[dict[str, Any]], None],
     on_notice: Callable[[str], None],
     resume: int | None,
 ) -> tuple[Path, SummaryTable, tuple[int, ...]] | None:
@@ -62,16 +62,16 @@ def take_part(
     store = next(iter(dist.rendezvous("env://")))[0]
     try:
         with tempfile.TemporaryDirectory(prefix="isles-") as folder:
-            node_spec = _place(rank, size, store, Path(folder, "credentials"))
+            node_spec = _node_spec(rank, size, store, Path(folder, "credentials"))
             if rank == 0:
-                return _lead(config, out(), on_line, on_notice, resume, node_spec, store)
+                return _lead(config, out(), on_metrics, on_notice, resume, node_spec, store)
             _follow(config, on_notice, resume, node_spec, store)
             return None
     finally:
         mesh.leave()
 
 
-def _place(rank: int, size: int, store: dist.Store, folder: Path) -> NodeSpec:
+def _node_spec(rank: int, size: int, store: dist.Store, folder: Path) -> NodeSpec:
     """Which of torchrun's processes this is, and where they meet: all are told over its store. folder: for rank 0's
     credentials.
     """
@@ -95,7 +95,7 @@ def _place(rank: int, size: int, store: dist.Store, folder: Path) -> NodeSpec:
 def _lead(
     config: Config,
     out: Path,
-    on_line: Callable[[dict[str, Any]], None],
+    on_metrics: Callable[[dict[str, Any]], None],
     on_notice: Callable[[str], None],
     resume: int | None,
     node_spec: NodeSpec,
@@ -116,7 +116,7 @@ def _lead(
 
     def work() -> None:
         try:
-            ended.append(launch(config, out, on_line, on_notice, resume, node_spec, start_workers))
+            ended.append(launch(config, out, on_metrics, on_notice, resume, node_spec, start_workers))
         except BaseException as error:  # raised again in the main thread
             ended.append(error)
         begun.put(None)
@@ -146,7 +146,7 @@ def _follow(
     with met(config, node_spec, Path(), resume, on_notice) as node_group:
         launcher = _LinkToLauncher(node_group.links[0], node_spec.node)
         out = Path(store.get("isles/out").decode())
-        with host_heard():
+        with checks_host_messages():
             step = begun(node_group.facts, config)
         _attend(launcher, config, out, step, node_group, store)
         await_outcome(launcher.link)
@@ -204,7 +204,7 @@ class _ToLauncher:
         self.closed = False
         self._finished = False
 
-    def said(self, message: tuple[str, Any]) -> tuple[str, Any]:
+    def outgoing(self, message: tuple[str, Any]) -> tuple[str, Any]:
         """Note what the worker says, and print what is too long for one line."""
         kind, value = message
         self._finished = self._finished or kind in ("done", "error")
@@ -213,7 +213,7 @@ class _ToLauncher:
             value = WorkerFailed(value.rank, value.report.splitlines()[-1])
         return kind, value
 
-    def heard(self, command: Any) -> Any:
+    def incoming(self, command: Any) -> Any:
         if command == "close" and not self._finished:
             self.closed = True
             signal.pthread_kill(cast(int, threading.main_thread().ident), signal.SIGINT)
@@ -228,10 +228,10 @@ class _PipeToLauncher(_ToLauncher):
         self.pipe, self.stop = pipe, pool.stop
 
     def send(self, message: tuple[str, Any]) -> None:
-        self.pipe.send(self.said(message))
+        self.pipe.send(self.outgoing(message))
 
     def recv(self) -> Any:
-        return self.heard(self.pipe.recv())
+        return self.incoming(self.pipe.recv())
 
 
 class _LinkToLauncher(_ToLauncher):
@@ -247,7 +247,7 @@ class _LinkToLauncher(_ToLauncher):
         self._stop_wanted = True
 
     def send(self, message: tuple[str, Any]) -> None:
-        kind, value = self.said(message)
+        kind, value = self.outgoing(message)
         try:
             self.link.send([self.rank, kind, to_plain(value) if kind == "error" else value])
         except LinkLost as error:
@@ -259,7 +259,7 @@ class _LinkToLauncher(_ToLauncher):
                 pass  # a word to launchers
         except LinkLost as error:
             raise EOFError(str(error)) from error
-        return self.heard(command)
+        return self.incoming(command)
 
     def _next(self) -> Any:
         while (message := self.link.next()) is None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from isles.base.imports import import_target
 from isles.comm.layout import Layout, grid_of
-from isles.training.records.checkpoint import Checkpoints, newest_whole, seat_of
+from isles.training.records.checkpoint import Checkpoints, newest_whole, rank_to_load
 
 if TYPE_CHECKING:
     from isles.pipeline.config import PipelineConfig
@@ -20,13 +20,13 @@ _KINDS = {"swarm": "isles.training.kinds:SwarmWorld", "ravnest": "isles.training
 
 
 class Lazy:
-    """An attribute that is the object at `place`, package.module:name."""
+    """An attribute that is the object at `target`, package.module:name."""
 
-    def __init__(self, place: str) -> None:
-        self.place = place
+    def __init__(self, target: str) -> None:
+        self.target = target
 
     def __get__(self, kind: object, owner: type | None = None) -> Any:
-        return import_target("pipeline.routing", self.place)
+        return import_target("pipeline.routing", self.target)
 
 
 class WorldKind:
@@ -41,14 +41,14 @@ class WorldKind:
     has_peers = False
     """Whether workers are peers that agree among themselves, and go on when others fail."""
     situations = ("peers that come and go",)
-    """Of `isles.training.config.conflicts.TOLD`, those that hold where peers come and go."""
+    """Of `isles.training.config.conflicts.EXTERNAL_SITUATIONS`, those that hold where peers come and go."""
     check_plan, plan_of = (Lazy(f"isles.training.config.conflicts:{name}") for name in ("check", "plan_of"))
     refuse = Lazy("isles.plan.sketch:refuse_known")
     plan = Lazy("isles.plan.replicas:plan_replicas")
     train = Lazy("isles.training.worker:train_replica")
     trainer = Lazy("isles.training.worker:trainer_of")
-    churned = Lazy("isles.training.elastic.simulated:SimulatedElasticRun")
-    keeper = Lazy("isles.training.lighthouse.rounds:RoundsLighthouseServer")
+    simulated_run = Lazy("isles.training.elastic.simulated:SimulatedElasticRun")
+    lighthouse_server = Lazy("isles.training.lighthouse.rounds:RoundsLighthouseServer")
     participant: Any  # of peers
 
     def check(self, config: Config) -> int:
@@ -65,7 +65,7 @@ class WorldKind:
             return Layout.columns(self.plan_of(config.pipeline).problem.stages)
         return grid_of(config.world.workers, stage=config.pipeline.stages, inner=config.world.inner)
 
-    def seat(self, checkpoints: Checkpoints, step: int, rank: int) -> int:
+    def rank_to_load(self, checkpoints: Checkpoints, step: int, rank: int) -> int:
         """The worker whose state of `step` worker `rank` goes on from."""
         return rank
 
@@ -83,10 +83,10 @@ class SwarmWorld(WorldKind):
     refuse = Lazy("isles.training.stage_runner:planned_cut")
     plan = Lazy("isles.plan.peers:plan_swarm")
     trainer = Lazy("isles.training.swarm.trainer:SwarmTrainer")
-    churned = Lazy("isles.training.simulated_churn:SimulatedSwarm")
-    keeper = Lazy("isles.training.lighthouse.peers:SwarmLighthouseServer")
+    simulated_run = Lazy("isles.training.simulated_churn:SimulatedSwarm")
+    lighthouse_server = Lazy("isles.training.lighthouse.peers:SwarmLighthouseServer")
     participant = Lazy("isles.training.swarm.connect:SwarmParticipant")
-    seat = staticmethod(seat_of)
+    rank_to_load = staticmethod(rank_to_load)
 
     def check(self, config: Config) -> int:
         config.pipeline.peers_of(config.world.workers)
@@ -114,8 +114,8 @@ class ClusterWorld(WorldKind):
     refuse = Lazy("isles.training.clusters.cuts:cluster_cuts")
     plan = Lazy("isles.plan.peers:plan_clusters")
     train = Lazy("isles.training.clusters.node:train_clustered")
-    churned = Lazy("isles.training.simulated_churn:SimulatedClusters")
-    keeper = Lazy("isles.training.lighthouse.peers:ClusterLighthouseServer")
+    simulated_run = Lazy("isles.training.simulated_churn:SimulatedClusters")
+    lighthouse_server = Lazy("isles.training.lighthouse.peers:ClusterLighthouseServer")
     participant = Lazy("isles.training.clusters.member:ClusterParticipant")
 
     def check(self, config: Config) -> int:
@@ -144,8 +144,8 @@ class ClusterWorld(WorldKind):
     def lost(self, run: Path, step: int, config: Config, *, newest: bool) -> tuple[int, list[str]] | None:
         if not config.pipeline.ravnest.clusters:
             return None
-        told = "had been lost: they load the others' weights at the next average, or stand by"
-        return step, [f"note: workers {_absent(run, step, config)} {told}"]
+        text = "had been lost: they load the others' weights at the next average, or stand by"
+        return step, [f"note: workers {_absent(run, step, config)} {text}"]
 
 
 def kind_of(pipeline: PipelineConfig) -> WorldKind:
@@ -160,5 +160,5 @@ def layout_of(config: Config) -> Layout:
 
 def _absent(run: Path, step: int, config: Config) -> str:
     """Who has not saved after `step`."""
-    saved = Checkpoints(run).seats(step)
+    saved = Checkpoints(run).ranks(step)
     return ", ".join(str(worker) for worker in range(config.world.workers) if worker not in saved)

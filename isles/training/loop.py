@@ -36,10 +36,10 @@ class TrainingLoop(ABC):
     """One worker. name: of the run's configuration. device: where it computes. model: the whole one, where this worker
     runs it by itself.
 
-    judges: whether text was kept for validation. tokens: read so far. losses: since the last line of metrics.
+    judges: whether text was set apart for validation. tokens: read so far. losses: since the last line of metrics.
     """
 
-    judges, losses_a_step = False, 1
+    validates, losses_a_step = False, 1
 
     def __init__(self, config: Config, world: Mesh, name: str, device: torch.device, model: nn.Module | None) -> None:
         self.config, self.world, self.name, self.device = config, world, name, device
@@ -61,7 +61,7 @@ class TrainingLoop(ABC):
 
     @abstractmethod
     def validate(self) -> float | None:
-        """Validation loss of this worker's weights, nats per token; None where it is not told."""
+        """Validation loss of this worker's weights, nats per token; None where this worker does not learn it."""
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
@@ -69,7 +69,7 @@ class TrainingLoop(ABC):
 
     @abstractmethod
     def conclude(self, out: Path | None) -> dict[str, Any]:
-        """Judge, and write the one model; this worker's share of the summary."""
+        """Evaluate, and write the one model; this worker's share of the summary."""
 
     @abstractmethod
     def played(self) -> Sequence[Span]:
@@ -89,7 +89,7 @@ class TrainingLoop(ABC):
     def _stops_after(self, step: int, out: Path | None) -> bool:
         """Validate, report and save, where that is due, and whether to stop."""
         run, ends = self.config.run, step == self.config.run.steps
-        validating = self.judges and run.validate_every and step % run.validate_every == 0 and not ends
+        validating = self.validates and run.validate_every and step % run.validate_every == 0 and not ends
         if validating or step % run.log_every == 0 or ends:
             self.report(self.validate() if validating else None)
         stopping = self.world.stop_here(step) and not ends
@@ -185,7 +185,7 @@ class TrainingLoop(ABC):
         self._report_spans(tasks)
 
     def totals(self) -> dict[str, Any]:
-        """Its share of the summary, of what was counted and measured so far; all spans are told."""
+        """Its share of the summary, of what was counted and measured so far; all spans are reported."""
         self.step_clock.read()
         traffic = self.world.world.traffic
         self.timeline.take(self.steps_done(), traffic.take_spans(), self.clock_before)

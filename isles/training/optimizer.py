@@ -174,14 +174,14 @@ def _unplayed(config: Config) -> list[str]:
     of stages, and there are none; or where a model's own tokenizer is left aside.
     """
     world = config.world
-    said = [f"world.virtual.{key}" for key, _ in non_defaults(world.virtual) if key in ("links", "step_seconds")]
+    keys = [f"world.virtual.{key}" for key, _ in non_defaults(world.virtual) if key in ("links", "step_seconds")]
     notices = []
     hf = Path(config.model.hf or "", "tokenizer.json").expanduser()
     if config.model.hf and config.data.tokenizer == "bytes" and hf.is_file():
         notices.append('data.tokenizer = "bytes": the folder of model.hf has a tokenizer; leave this key out to use it')
-    if said and not world.is_simulated:
+    if keys and not world.is_simulated:
         notices.append(
-            f"{' and '.join(said)}: of the virtual clock; real lines and steps are as they "
+            f"{' and '.join(keys)}: of the virtual clock; real lines and steps are as they "
             'are, unless world.backend = "virtual"'
         )
     if config.pipeline.stages == 1 and world.pipeline_deadline != type(world).pipeline_deadline:

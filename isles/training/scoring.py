@@ -68,8 +68,8 @@ def parse_question(row: dict[str, Any]) -> Question:
     elif "goal" in row:
         question = Question(row["goal"] + " ", (row["sol1"], row["sol2"]), int(row["label"]))
     else:
-        asked = row["question"]  # one form of ARC keeps stem and choices together, the other side by side
-        stem, choices = (asked["stem"], asked["choices"]) if isinstance(asked, dict) else (asked, row["choices"])
+        text = row["question"]  # one form of ARC keeps stem and choices together, the other side by side
+        stem, choices = (text["stem"], text["choices"]) if isinstance(text, dict) else (text, row["choices"])
         if isinstance(choices, dict):
             labels, texts = list(choices["label"]), list(choices["text"])
         else:

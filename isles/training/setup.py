@@ -1,6 +1,7 @@
-"""Cores of a worker that has a GPU of its own: those near it, parted among the workers whose GPUs share them.
+"""The start of a worker: its cores, and what a round is expected to take.
 
-What is said at the start of a run on several machines: what a round takes, and from when silence is a loss.
+`take_cores`: a worker with a GPU of its own gets cores near it, divided among the workers whose GPUs share them.
+`expectation`: printed at the start of a run on several machines: what a round takes, and when silence counts as a loss.
 """
 
 from __future__ import annotations
@@ -42,16 +43,16 @@ def has_own_gpu(config: Config, device: torch.device, here: int | None = None) -
     be, where the run is only planned.
     """
     on_gpu = device.type == "cuda" if here is None else config.model.device != "cpu"
-    places = 1 if ":" in config.model.device else torch.cuda.device_count()
-    return on_gpu and config.world.has_processes and (here or int(os.environ.get(_HERE, 1))) <= places
+    gpus = 1 if ":" in config.model.device else torch.cuda.device_count()
+    return on_gpu and config.world.has_processes and (here or int(os.environ.get(_HERE, 1))) <= gpus
 
 
 def near_cores(gpu: Any) -> set[int]:
     """The cores of the NUMA node of a GPU, from its properties; none where the system does not tell."""
     try:
-        place = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
-        told = (_SYS / "bus/pci/devices" / place / "local_cpulist").read_text(encoding="ascii").strip()
-        runs = [run.partition("-") for run in told.split(",") if run]
+        address = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
+        text = (_SYS / "bus/pci/devices" / address / "local_cpulist").read_text(encoding="ascii").strip()
+        runs = [run.partition("-") for run in text.split(",") if run]
         return {core for first, _, last in runs for core in range(int(first), int(last or first) + 1)}
     except (AttributeError, OSError, ValueError):
         return set()
@@ -60,22 +61,22 @@ def near_cores(gpu: Any) -> set[int]:
 _ROUNDS, _STEPS = 20, 10_000
 
 
-def expectation(optimizer: ReplicaSync, config: Config, line: LinkEstimate) -> str:
+def expectation(optimizer: ReplicaSync, config: Config, link: LinkEstimate) -> str:
     """One line. A round is what the method plans to exchange at a time; seconds are those of its bytes alone, at the
-    rate that `line` has shown so far, or where it has shown none at world.slowest_link.
+    rate that `link` has shown so far, or where it has shown none at world.slowest_link.
     """
-    world, planned = config.world, optimizer.outline(_few(optimizer, config.run.steps))
-    nbytes = (max(planned.sent) - planned.inside) / max(planned.rounds, 1)
-    rate = world.slowest_link if line.rate is None else line.rate
-    source = "world.slowest_link" if line.rate is None else "the slowest line of worker 0 so far"
-    every = "step" if planned.every == 1 else f"{planned.every} steps"
-    said = [
+    world, outline = config.world, optimizer.outline(_few(optimizer, config.run.steps))
+    nbytes = (max(outline.sent) - outline.inside) / max(outline.rounds, 1)
+    rate = world.slowest_link if link.rate is None else link.rate
+    source = "world.slowest_link" if link.rate is None else "the slowest link of worker 0 so far"
+    every = "step" if outline.every == 1 else f"{outline.every} steps"
+    parts = [
         f"a round, every {every}: {_in_full(nbytes / 1e6, 3)} MB from a worker, "
         f"about {_in_full(8 * nbytes / rate, 2)} s at {_in_full(rate / 1e6, 3)} Mbit/s ({source})"
     ]
-    cut = "" if line.tries_soon else f", or {2 * world.silence:g} s while a line is cut"
-    said.append(f"who gives no sign of life for {world.silence:g} s{cut} counts as lost (world.silence)")
-    return "; ".join(said if nbytes else said[1:])
+    cut = "" if link.tries_soon else f", or {2 * world.silence:g} s while a link is cut"
+    parts.append(f"a worker silent for {world.silence:g} s{cut} counts as lost (world.silence)")
+    return "; ".join(parts if nbytes else parts[1:])
 
 
 def _in_full(number: float, digits: int) -> str:

@@ -49,7 +49,7 @@ from isles.training.deadlines import deadlines
 from isles.training.memory.plans import step_seconds
 from isles.training.records.checkpoint import Checkpoints
 from isles.training.records.reshard import POSITIONS, run_facts
-from isles.training.records.rundir import METRICS, SUMMARY, as_json, claim, held
+from isles.training.records.rundir import METRICS, SUMMARY, as_json, claim, lock_run
 from isles.training.records.summary import SummaryTable, summarise
 from isles.training.records.writer import write_config
 from isles.training.step import Left, seed_draws
@@ -79,12 +79,12 @@ class SimulatedWorld(ABC):
         config: Config,
         churn_name: str,
         out: Path,
-        on_line: Callable[[dict[str, Any]], None],
+        on_metrics: Callable[[dict[str, Any]], None],
         on_notice: Callable[[str], None],
     ) -> None:
         self._dropped = 0 if self.saves else config.run.checkpoint_every
         self.config = replace(config, run=replace(config.run, checkpoint_every=0)) if self._dropped else config
-        self.out, self.on_line, self.on_notice = out, on_line, on_notice
+        self.out, self.on_metrics, self.on_notice = out, on_metrics, on_notice
         self.founders, self.trace = trace_of(self.config, churn_name)
         self.begins = [0.0] * self.founders
         for event in self.trace:
@@ -114,7 +114,7 @@ class SimulatedWorld(ABC):
                 f"run.checkpoint_every = {self._dropped}: such a run of --churn cannot be gone on with, so nothing is "
                 "saved"
             )
-        with held(self.out):
+        with lock_run(self.out):
             claim(self.out)
             write_config(self.config, self.out)
             write_trace(self.trace, str(self.out / CHURN))
@@ -129,7 +129,7 @@ class SimulatedWorld(ABC):
         line = {key: value for key, value in told.items() if value is not None}
         self._metrics.write(as_json(line) + "\n")
         self._metrics.flush()
-        self.on_line(line)
+        self.on_metrics(line)
 
     def let_work(self, work: Callable[[VirtualTransport], None], before: Callable[..., None]) -> None:
         """Have each worker do `work`, from when it comes. before: see `VirtualCluster.run`."""

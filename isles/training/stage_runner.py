@@ -60,10 +60,10 @@ def run_scheme(config: Config, cut: Cut) -> Scheme:
     """
     pipeline, codec_name = config.pipeline, str(getattr(config.replicas, "codec", "none"))
     if pipeline.boundary.form != "coordinates" and (codec_name != "none" or not method(config.method).is_linear):
-        given = f'replicas.codec = "{codec_name}"' if codec_name != "none" else f'replicas.method = "{config.method}"'
+        setting = f'replicas.codec = "{codec_name}"' if codec_name != "none" else f'replicas.method = "{config.method}"'
         raise ValueError(
-            f'pipeline.boundary.form = "{pipeline.boundary.form}" with {given}: what replicas exchange would leave the '
-            'subspace, for it does more than scale and add rows; choose form = "coordinates"'
+            f'pipeline.boundary.form = "{pipeline.boundary.form}" with {setting}: what replicas exchange would leave '
+            'the subspace, for it does more than scale and add rows; choose form = "coordinates"'
         )
     return cut.scheme(pipeline, vocab=limits(config.model).vocab, seed=config.run.seed)
 
@@ -92,11 +92,11 @@ def recovery_of(config: Config, world: Mesh, cut: Cut, stage: Stage) -> Recovery
     if not pipeline.recovery.stage_loss:
         return None
 
-    def drawn(draw: int) -> Mapping[str, Tensor]:
+    def fresh_weights(draw: int) -> Mapping[str, Tensor]:
         anew = replace(config, run=replace(config.run, seed=seed + draw))
         return build_stage(anew, cut, run_scheme(anew, cut), world.coordinate.stage, world.local_rank).state_dict()
 
-    return Recovery(stage, world, [len(piece.blocks) for piece in cut.pieces], pipeline.recovery, seed, drawn)
+    return Recovery(stage, world, [len(piece.blocks) for piece in cut.pieces], pipeline.recovery, seed, fresh_weights)
 
 
 def hold_against_whole(config: Config, cut: Cut) -> str | None:
@@ -167,7 +167,7 @@ class Staged:
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
         self._pipeline.turns.load_state_dict(state)
 
-    def judge(self, batches: Iterable[Tensor]) -> float | None:
+    def evaluate(self, batches: Iterable[Tensor]) -> float | None:
         loss = self._pipeline.judge(batches)
         return loss if self.reads else None
 
@@ -179,12 +179,12 @@ class Staged:
         return self._pipeline.assembled(on_host(model, seed) if self.reads else sketch(model))
 
 
-def told_by_first(stages: Group, answer: bool) -> bool:
+def broadcast_from_first(stages: Group, answer: bool) -> bool:
     """What the first stage answers, known to all of a replica's stages."""
-    told = torch.tensor([answer], dtype=torch.bool, device="cpu")
+    flag = torch.tensor([answer], dtype=torch.bool, device="cpu")
     if stages.size > 1:
-        stages.broadcast(told, channel="control")
-    return bool(told)
+        stages.broadcast(flag, channel="control")
+    return bool(flag)
 
 
 def on_host(config: ModelConfig, seed: int) -> nn.Module:

@@ -4,11 +4,8 @@
 
 The optimizer does the rest: reduce, clip, step, exchange. So a trainer drives any way to run a model.
 
-A worker's random generators, which dropout and the like draw from: the host's, and that of its CUDA device.
-
-Both are in a checkpoint, so that a resumed run draws what it would have drawn.
-
-How good the weights are.
+`draws_state`: a worker's random generators, which dropout and the like draw from, the host's and that of its CUDA
+device. Both are in a checkpoint, so that a resumed run draws the same numbers as an unbroken one.
 """
 
 from __future__ import annotations
@@ -55,7 +52,7 @@ def validation_loss(
 
 
 WAITS: tuple[Channel, ...] = ("outer", "inner", "pipeline")
-"""What a worker that waits is said to wait for."""
+"""Channels whose waits count as waiting in a worker's metrics."""
 
 
 class Left(Exception):
@@ -66,7 +63,7 @@ class StepRunner(Protocol):
     """How one worker runs a model. Batches are (b, T + 1) int64 on the model's device."""
 
     reads: bool
-    """Whether `run` and `judge` want batches on this worker."""
+    """Whether `run` and `evaluate` want batches on this worker."""
 
     @property
     def played(self) -> Sequence[Span]:
@@ -83,8 +80,10 @@ class StepRunner(Protocol):
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
         """Go on from `state_dict`."""
 
-    def judge(self, batches: Iterable[Tensor]) -> float | None:
-        """Mean loss over the rows of `batches` with the weights of now, in nats; None on a worker that is not told."""
+    def evaluate(self, batches: Iterable[Tensor]) -> float | None:
+        """Mean loss over the rows of `batches` with the weights of now, in nats; None on a worker that does not learn
+        it.
+        """
 
     def whole(self, optimizer: ReplicaSync) -> nn.Module | None:
         """End the run and give the one model that came of it; None where another worker holds it."""
@@ -92,13 +91,13 @@ class StepRunner(Protocol):
 
 class TrainerParts:
     """What a trainer is made of. name: of the run's configuration. text: None where this worker reads none. judges:
-    whether text was kept for validation, known to all who judge. scaler: a torch.amp.GradScaler. autocast: a context
+    whether text was kept for validation, known to all who validate. scaler: a torch.amp.GradScaler. autocast: a context
     for forward passes. notices: what a user should know.
     """
 
     name: str
     text: Text | None
-    judges: bool
+    validates: bool
     memory: PlannedMemory
     optimizer: ReplicaSync
     runner: StepRunner
@@ -142,7 +141,7 @@ class Whole:
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
         pass
 
-    def judge(self, batches: Iterable[Tensor]) -> float:
+    def evaluate(self, batches: Iterable[Tensor]) -> float:
         return validation_loss(self._model, batches, self._autocast())
 
     def whole(self, optimizer: ReplicaSync) -> nn.Module:

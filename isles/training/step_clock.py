@@ -30,7 +30,7 @@ class StepClock:
         """Of the step under way: an event, or when it was and the seconds away until then."""
         self._timeline: Timeline | None = None
         self._steps: list[tuple[torch.cuda.Event, torch.cuda.Event, Timeline | None]] = []
-        self._told = 0.0, 0
+        self._last_read = 0.0, 0
         if self._queues:
             transport.traffic.mark = self._mark
 
@@ -90,21 +90,21 @@ class StepClock:
         """Of the GPU since the last call, as keys of `Metrics`. model: None for a part of one. tokens: read so far."""
         if self._device.type != "cuda":
             return {}
-        seconds, read = self.seconds - self._told[0], tokens - self._told[1]
-        self._told = self.seconds, tokens
-        told: dict[str, Any] = {
+        seconds, read = self.seconds - self._last_read[0], tokens - self._last_read[1]
+        self._last_read = self.seconds, tokens
+        usage: dict[str, Any] = {
             "memory_bytes": torch.cuda.memory_allocated(self._device),
             "memory_peak_bytes": torch.cuda.max_memory_allocated(self._device),
             "memory_reserved_bytes": torch.cuda.memory_reserved(self._device),
         }
         if seconds > 0 and read:
-            told["tokens_per_second"] = read / seconds
+            usage["tokens_per_second"] = read / seconds
             gpu = torch.cuda.get_device_properties(self._device)
             card = known_gpu(gpu.name, gpu.total_memory)
             if self._queues and model is not None and card is not None:
                 flops = 6 * sum(parameter.numel() for parameter in model.parameters())
-                told["mfu"] = flops * read / seconds / card.peak
-        return told
+                usage["mfu"] = flops * read / seconds / card.peak
+        return usage
 
     def _mark(self) -> torch.cuda.Event:
         mark = torch.cuda.Event(enable_timing=True)

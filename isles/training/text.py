@@ -41,7 +41,7 @@ class Text(Loader):
             )
 
     @property
-    def judges(self) -> bool:
+    def validates(self) -> bool:
         """Whether text was kept for validation."""
         return len(self.corpus.validation) > 0
 

@@ -1,8 +1,8 @@
 """One worker's training run, the same code on every backend.
 
 loader -> forward, backward -> optimizer.step() (reduce, clip, inner step, exchange) -> schedule
-every log_every steps: a line of metrics.jsonl goes to the launcher, and a sample of the weights (see `spread`)
-at the end: finish, judge the replicas, consolidate, judge the one model, save it
+every log_every steps: a line of metrics.jsonl goes to the launcher, and a sample of the weights (see `replica_spread`)
+at the end: finish, evaluate the replicas, consolidate, evaluate the one model, save it
 """
 
 from __future__ import annotations
@@ -27,10 +27,15 @@ from isles.training.step import WAITS, TrainerParts, validation_loss
 
 
 class Trainer(TrainingLoop):
-    """One worker of a run. parts: what it trains and judges with; see `isles.training.worker`."""
+    """One worker of a run. parts: what it trains and validates with; see `isles.training.worker`."""
 
     def __init__(self, config: Config, world: Mesh, parts: TrainerParts) -> None:
-        self.text, self.judges, self.optimizer, self.workers = parts.text, parts.judges, parts.optimizer, world.size
+        self.text, self.validates, self.optimizer, self.workers = (
+            parts.text,
+            parts.validates,
+            parts.optimizer,
+            world.size,
+        )
         self.memory, self.model_step, self.recovery = parts.memory, parts.runner, parts.recovery
         self.scaler, self.autocast = parts.scaler, parts.autocast
         self.model = self.optimizer.model
@@ -40,8 +45,8 @@ class Trainer(TrainingLoop):
                 world.report({"notice": notice})
         whole = None if config.pipeline.stages > 1 else self.model
         super().__init__(config, world, parts.name, self.memory.device(self.model), whole)
-        speaks = world.inner.rank == 0  # for those that hold the same
-        compared = world.outer.size > 1 and speaks and self.optimizer.shares
+        is_first = world.inner.rank == 0  # for those that hold the same
+        compared = world.outer.size > 1 and is_first and self.optimizer.shares
         self.sample = Sample(self.optimizer.shares) if compared else None
         for channel in WAITS:  # the clock of steps begins now, and what the start has waited for is in none of them
             world.world.traffic[channel].blocked_seconds = 0.0
@@ -79,7 +84,7 @@ class Trainer(TrainingLoop):
                 "the checkpoint is of another model: set [model] in the run's config.toml back to what it was"
             ) from error
         self.optimizer.load_state_dict(state["optimizer"])
-        self.optimizer.roster.load_state_dict({})  # every seat of a resumed run has a worker again
+        self.optimizer.roster.load_state_dict({})  # every rank of a resumed run has a worker again
         self.schedule.load_state_dict(state["schedule"])
         if self.scaler is not None:
             self.scaler.load_state_dict(state["scaler"])
@@ -119,8 +124,8 @@ class Trainer(TrainingLoop):
         if self.world.rank == 0:
             for stage in lost:
                 how = f'mended by "{recovery.settings.kind}"'
-                told = f"stage {stage} was lost after inner step {self.optimizer.steps}, {how}"
-                self.world.report({"notice": told})
+                text = f"stage {stage} was lost after inner step {self.optimizer.steps}, {how}"
+                self.world.report({"notice": text})
 
     @override
     def _finite(self) -> Container[str]:
@@ -138,7 +143,7 @@ class Trainer(TrainingLoop):
     @override
     def validate(self) -> float | None:
         with self.optimizer.evaluation_weights():
-            return self._judge()
+            return self._evaluate()
 
     @override
     def report(self, val_loss: float | None) -> None:
@@ -159,10 +164,10 @@ class Trainer(TrainingLoop):
         self.optimizer.land_all()  # all do as many steps; `whole` proves that they end as one
         self._refuse_broken(self.optimizer.steps, {"model": self.optimizer.weights()})
         totals = self.totals()
-        replica_loss, spread = self._judge(), self.optimizer.replica_std()
+        replica_loss, spread = self._evaluate(), self.optimizer.replica_std()
         model = self.model_step.whole(self.optimizer)
         final = model if self.optimizer.together(lambda group: self._save_first(group, model, out)) else None
-        text, loss = self.text if self.judges else None, None
+        text, loss = self.text if self.validates else None, None
         if final is not None and text is not None:
             loss = validation_loss(final, text.validation_batches(), self.autocast())
         parameters = 0 if model is None else sum(parameter.numel() for parameter in model.parameters())
@@ -175,7 +180,7 @@ class Trainer(TrainingLoop):
             "val_loss_replica": replica_loss,
             "replica_std": spread,
             "compute_seconds": computing,
-            "memory": self.memory.told(computing / self.config.run.steps),
+            "memory": self.memory.record(computing / self.config.run.steps),
         }
 
     def _save_first(self, group: Group, model: nn.Module | None, out: Path | None) -> bool:
@@ -188,8 +193,8 @@ class Trainer(TrainingLoop):
                 save_model(model, out / "model.safetensors")
         return True
 
-    def _judge(self) -> float | None:
-        if not self.judges:
+    def _evaluate(self) -> float | None:
+        if not self.validates:
             return None
         text = self.text if self.model_step.reads else None
-        return self.model_step.judge(() if text is None else text.validation_batches())
+        return self.model_step.evaluate(() if text is None else text.validation_batches())

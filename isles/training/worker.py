@@ -36,12 +36,12 @@ from isles.training.records.finished import start_weights
 from isles.training.setup import expectation, take_cores
 from isles.training.stage_runner import (
     Staged,
+    broadcast_from_first,
     build_stage,
     hold_against_whole,
     planned_cut,
     recovery_of,
     run_scheme,
-    told_by_first,
 )
 from isles.training.step import StepRunner, TrainerParts, Whole, seed_draws
 from isles.training.text import Text
@@ -69,7 +69,7 @@ def train_replica(
         if resume is not None:
             assert out is not None
             checkpoints = Checkpoints(out)
-            trainer.load_state_dict(checkpoints.read_shard(resume, kind.seat(checkpoints, resume, world.rank)))
+            trainer.load_state_dict(checkpoints.read_shard(resume, kind.rank_to_load(checkpoints, resume, world.rank)))
         return trainer.run(out)
 
 
@@ -95,7 +95,7 @@ class PartsMaker(TrainerParts):
         world.world.ledger.trust.ratio = config.world.trust_ratio * (JUMPS if uneven else 1.0)
         self.name = run_name(config)
         self.text = self.read() if world.coordinate.stage == 0 else None
-        self.judges = self._judges()
+        self.validates = self._validates()
         cut = planned_cut(config) if config.pipeline.stages > 1 else None
         scheme = None if cut is None else run_scheme(config, cut)
         take_cores(config, memory.computes)
@@ -104,8 +104,8 @@ class PartsMaker(TrainerParts):
         if weighs_samples(config):
             self.notices += self._weigh()
         device = memory.device(self.optimizer.model)
-        line = world.transport.link_estimate()
-        self.notices += memory.notices + ([] if line is None else [expectation(self.optimizer, config, line)])
+        link = world.transport.link_estimate()
+        self.notices += memory.notices + ([] if link is None else [expectation(self.optimizer, config, link)])
         self.scaler = torch.amp.GradScaler(device.type) if config.model.autocast == "fp16" else None
         self.autocast = partial(autocast, config.model, device)
         if cut is None or scheme is None:
@@ -124,10 +124,10 @@ class PartsMaker(TrainerParts):
         """The optimizer of the run, or a refusal; and what is to be said of it."""
         return wrapped(self.config, model, self.roster or self.world.outer, self.world, self.memory.manage)
 
-    def _judges(self) -> bool:
+    def _validates(self) -> bool:
         """With a plan the first column judges for all."""
-        judges = told_by_first(self.world.stage, self.text is not None and self.text.judges)
-        return judges and (not self.config.pipeline.skippipe.plan or self.world.coordinate.replica == 0)
+        validates = broadcast_from_first(self.world.stage, self.text is not None and self.text.validates)
+        return validates and (not self.config.pipeline.skippipe.plan or self.world.coordinate.replica == 0)
 
     def _staged(self, cut: Cut, scheme: Scheme) -> StepRunner:
         return Staged(self.config, self.world, cut, scheme, self.optimizer, self.autocast, self.memory.announce)
@@ -152,5 +152,5 @@ class PartsMaker(TrainerParts):
         """Tell the others how much text this worker has."""
         assert isinstance(self.optimizer, OuterSync) and self.text is not None
         self.optimizer.weigh(self.text.sequences)
-        told = 'weights = "samples": all workers have equal shares of the text with data.split = "iid"'
-        return [] if self.text.split == "by_file" else [told]
+        text = 'weights = "samples": all workers have equal shares of the text with data.split = "iid"'
+        return [] if self.text.split == "by_file" else [text]

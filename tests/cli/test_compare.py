@@ -14,14 +14,23 @@ from typer.testing import CliRunner
 
 from isles.cli import app
 from isles.cli.progress import Progress
-from isles.cli.several.rows import ComparisonRow, ForAllRows, of_runs, one_worker, read_all, read_beside, rows_of, swept
+from isles.cli.several.rows import (
+    ComparisonRow,
+    SharedSettings,
+    of_runs,
+    one_worker,
+    read_all,
+    read_beside,
+    rows_of,
+    swept,
+)
 from isles.replicas.methods.diloco import DiLoCo
 from isles.training.config.reading import read_config
 from tests.training.runs import TINY, write_text
 
 METHODS = ["none", "ddp", "noloco"]
 ROWS = [*METHODS, "one-worker"]
-NOTHING = ForAllRows(None, {}, [])
+NOTHING = SharedSettings(None, {}, [])
 
 
 def arguments(folder: Path, *more: str) -> list[str]:
@@ -102,7 +111,7 @@ def test_rows(tmp_path: Path) -> None:
     """One method several times, tables of CONFIG.toml, a class from outside: each starts from the same terms."""
     rows = rows_of(f"diloco, diloco@replicas.outer_lr=0.4@inner.betas=[0.9, 0.99],{OWN}")
     assert [row.label for row in rows][1] == "diloco@replicas.outer_lr=0.4@inner.betas=[0.9, 0.99]"
-    read = read_all(ForAllRows(None, {}, ["replicas.outer_momentum=0.3"]), rows, [0, 1])
+    read = read_all(SharedSettings(None, {}, ["replicas.outer_momentum=0.3"]), rows, [0, 1])
     rates = {label: config.replicas.outer_lr for (label, _), config in read.items()}  # type: ignore[attr-defined]
     assert list(rates.values()) == [0.7, 0.4, 0.7]
     assert read[rows[1].label, 0].inner.betas == (0.9, 0.99)
@@ -112,14 +121,14 @@ def test_rows(tmp_path: Path) -> None:
         '[replicas]\nsync_every = 5\n[run]\nsteps = 20\n[methods.fast]\nmethod = "diloco"\nouter_lr = 0.9\n'
         "[methods.fast.inner]\nlr = 0.02\n[methods.noloco]\nsync_every = 4\n"
     )
-    read = read_all(ForAllRows(str(path), {}, ["replicas.outer_momentum=0.3"]), rows_of("fast,noloco,ddp"), [0])
+    read = read_all(SharedSettings(str(path), {}, ["replicas.outer_momentum=0.3"]), rows_of("fast,noloco,ddp"), [0])
     fast, noloco, ddp = read.values()
     assert (fast.method, fast.inner.lr, noloco.inner.lr, ddp.method) == ("diloco", 0.02, ddp.inner.lr, "ddp")
     assert (fast.replicas.sync_every, noloco.replicas.sync_every) == (5, 4)  # type: ignore[attr-defined]
     assert read_config(str(path), {}, []).replicas.sync_every == 4  # type: ignore[attr-defined]  # of isles train too
     path.write_text("[methods.dilco]\nouter_lr = 0.9\n")
     with pytest.raises(ValueError, match="did you mean 'diloco'"):
-        read_all(ForAllRows(str(path), {}, []), rows_of("ddp"), [0])
+        read_all(SharedSettings(str(path), {}, []), rows_of("ddp"), [0])
 
 
 def test_sweeps() -> None:
@@ -146,7 +155,7 @@ def test_one_worker_has_the_tokens_of_all() -> None:
         ["world.drop_outer=0.5"],
     ):
         flags = {"world.backend": "virtual"}
-        configs = read_beside(ForAllRows(None, flags, words), rows_of("diloco"), [3])
+        configs = read_beside(SharedSettings(None, flags, words), rows_of("diloco"), [3])
         never, alone = configs["none", 3], configs["one-worker", 3]
         assert (never.world.drop_outer, alone.world.workers, alone.run.seed) == (0, 1, 3)
         sequences = [
@@ -173,9 +182,9 @@ def test_a_dry_run_says_what_and_how_long(tmp_path: Path) -> None:
         (["my.toml"], "but not both"),
     ],
 )
-def test_finished_runs_are_as_they_are(compared: tuple[Path, Any], more: list[str], said: str) -> None:
+def test_finished_runs_are_as_they_are(compared: tuple[Path, Any], more: list[str], shared: str) -> None:
     done = CliRunner().invoke(app, ["compare", str(compared[0] / "ddp-0"), *more])
-    assert isinstance(done.exception, ValueError) and said in str(done.exception)
+    assert isinstance(done.exception, ValueError) and shared in str(done.exception)
 
 
 @pytest.mark.parametrize(
@@ -187,11 +196,11 @@ def test_finished_runs_are_as_they_are(compared: tuple[Path, Any], more: list[st
         (["--set", "replicas.sinc_every=2"], "unknown key 'replicas.sinc_every'"),
     ],
 )
-def test_a_slip_costs_nothing(tmp_path: Path, more: list[str], said: str) -> None:
+def test_a_slip_costs_nothing(tmp_path: Path, more: list[str], shared: str) -> None:
     """Also one in the last method: nothing is run, nothing is made."""
     out = tmp_path / "out"
     done = CliRunner().invoke(app, arguments(tmp_path, "--out", str(out), *more))
-    assert isinstance(done.exception, ValueError) and said in str(done.exception)
+    assert isinstance(done.exception, ValueError) and shared in str(done.exception)
     assert not out.exists()
 
 

@@ -274,7 +274,7 @@ def test_what_churn_costs(plan):
     rows = json.loads(out)["rows"]
     assert code == 0 and {row["method"] for row in rows if "churn" in row} == {"noloco"}
     costs = next(row["churn"] for row in rows if row["method"] == "noloco")
-    assert 0 < costs["alone"] < 0.1 and costs["gifts"] == pytest.approx(2 * 6.4 * 20e8, rel=1e-3)
+    assert 0 < costs["alone"] < 0.1 and costs["state_bytes"] == pytest.approx(2 * 6.4 * 20e8, rel=1e-3)
     code, out, _ = plan(*job, "--churn", "10%/h", "--method", "diloco")
     assert "of the rounds alone" in out and "joiners wait" in out and "Mbit/s through it" in out
     for wrong in ("constant", "10%", "10%/h, soon"):

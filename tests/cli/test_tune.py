@@ -21,7 +21,7 @@ import isles
 from isles.base.tables import changed
 from isles.cli import app
 from isles.cli.progress import Progress
-from isles.cli.several.rows import ForAllRows, quick, read_beside, rows_of, tuned_in
+from isles.cli.several.rows import SharedSettings, quick, read_beside, rows_of, tuned_in
 from isles.cli.several.study import Study, Terms
 from isles.replicas.methods.config import DiLoCoConfig
 from isles.replicas.search_space import MOMENTUM, STEP, Dimension, settings_of
@@ -108,13 +108,13 @@ def test_a_comparison_takes_what_was_tuned(tuned: tuple[Path, Any], capsys: pyte
     other = {"state": "complete", "loss": 1.0, "settings": {"inner.lr": 0.03, "data.batch_size": 4}}
     (lone / "tune.json").write_text(json.dumps({"trials": [other], "config": "[model]\nlayers = 3\n"}))
     words, rows = [f"data.path={folder / 'text.txt'}"], rows_of("diloco,diloco@inner.lr=0.5")
-    asked = ForAllRows(None, quick(), words)
+    asked = SharedSettings(None, quick(), words)
     before = read_beside(asked, rows, [3])
     found = tuned_in(studies, {label.split("@")[0]: one for (label, _), one in before.items()})
     made = {label: one for (label, _), one in read_beside(asked, rows, [3], found).items()}
-    said = capsys.readouterr().err
-    assert "holds no search: none\n" in said
-    assert [line for line in said.splitlines() if "another" in line] == [f"note: {lone} was tuned on another model"]
+    shared = capsys.readouterr().err
+    assert "holds no search: none\n" in shared
+    assert [line for line in shared.splitlines() if "another" in line] == [f"note: {lone} was tuned on another model"]
     best = complete(read_tuning(tuned[0]))[0]["settings"]
     for name, rate in (("diloco", best["inner.lr"]), ("diloco@inner.lr=0.5", 0.5)):
         one = made[name]
@@ -160,14 +160,14 @@ def test_a_trial_of_a_dead_process_is_run_again(tmp_path: Path) -> None:
     assert [one.state.name for one in dead.study.trials] == ["FAIL"] * 2 + ["COMPLETE"] * 1 + [
         one.state.name for one in whole.study.trials[1:]
     ]
-    assert dead.told() == whole.told()
+    assert dead.record() == whole.record()
 
 
 def test_pruning_saves_steps(tmp_path: Path) -> None:
     """At least 40 % of 30 trials', and the best is found nevertheless."""
     study = Study(terms(30), tmp_path)
     study.work(lambda: False, pretended)
-    told = study.told()
+    told = study.record()
     assert saved(told) >= 0.4
     assert {one["state"] for one in told["trials"]} == {"complete", "pruned"} and len(told["trials"]) == 30
     best = complete(told)[0]
@@ -181,7 +181,7 @@ def test_a_pruned_run_of_workers_that_never_talk_ends(tmp_path: Path) -> None:
     one = terms(4, method="none", **{"data.path": str(write_text(tmp_path / "text.txt")), "run.log_every": 1})
     study = Study(replace(one, over=[choices]), tmp_path / "out")
     study.work(lambda: False, lambda number, config, folder, look: launch(config, folder, look, lambda notice: None))
-    pruned = [one for one in study.told()["trials"] if one["state"] == "pruned"]
+    pruned = [one for one in study.record()["trials"] if one["state"] == "pruned"]
     assert pruned
     for one in pruned:
         lines = (tmp_path / "out" / "trials" / str(one["index"]) / "metrics.jsonl").read_text().splitlines()
@@ -295,9 +295,9 @@ def test_spaces_of_methods_without_an_outer_rate(name: str, always: dict[str, An
         (["--budget", "20 parsecs"], "write a number and a unit"),
     ],
 )
-def test_a_slip_costs_nothing(tmp_path: Path, more: list[str], said: str) -> None:
+def test_a_slip_costs_nothing(tmp_path: Path, more: list[str], shared: str) -> None:
     done = command(tmp_path, "out", *more)
-    assert isinstance(done.exception, ValueError) and said in str(done.exception)
+    assert isinstance(done.exception, ValueError) and shared in str(done.exception)
     assert not (tmp_path / "out").exists()
 
 

@@ -20,7 +20,7 @@ from isles.experts.domains import read_domains
 from isles.experts.ensemble import Joining
 from isles.experts.forest import Forest, Served, score
 from isles.experts.hdee import hdee
-from isles.experts.hdee.hdee import HdeeConfig, cell
+from isles.experts.hdee.hdee import HdeeConfig, run_group
 from isles.experts.jobs import JobProgress, weights_sha256
 from isles.experts.planning import SYSTEMS, opened, settings
 from isles.experts.reading import keep, read, template
@@ -224,13 +224,13 @@ def test_the_page_shows_domains_experts_and_the_posterior(built: tuple[System[An
         assert words in page
     assert "tokens until 99 %" in page
     told = built[1]["mean"]["m-he-i-he"]["r1"]["difficult"]
-    cells = [
+    groups = [
         *(f"{share:.3f}" for share in told["mean_posterior"]),
         f"{told['entropy']:.3f}",
         f"{told['sure_after']:.1f}",
     ]
     row = re.findall(r"<tr>(?:(?!</tr>).)*m-he-i-he(?:(?!</tr>).)*difficult.*?</tr>", page, re.DOTALL)
-    assert any(re.findall(r">([\d.]+)<", found) == cells for found in row)
+    assert any(re.findall(r">([\d.]+)<", found) == groups for found in row)
     assert sum(told["mean_posterior"]) == pytest.approx(1)
 
 
@@ -253,7 +253,7 @@ def test_a_text_that_an_expert_was_trained_on_is_judged_where_it_was_not(
 @pytest.mark.parametrize("variant", hdee.VARIANTS)
 def test_every_cell_keeps_the_budget(variant: str, config: Path) -> None:
     paper = read("hdee", HdeeConfig, str(config), ["model.ffn=3072", "model.d_model=768", "model.heads=12"])
-    found = cell(paper.own, paper.base, variant)
+    found = run_group(paper.own, paper.base, variant)
     assert found.ratio == pytest.approx(1, abs=0.01)
     assert found.ffn[1] == 3072 and found.steps[1] == 400
     if variant.endswith("i-ho"):

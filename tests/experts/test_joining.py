@@ -16,7 +16,7 @@ from isles.experts.ensemble import EVERY, Joined, Joining, Speaker, judged_on
 from isles.experts.forest import Forest, ForestMember, Served, score
 from isles.experts.jobs import ExpertJob, JobProgress, train, weights_sha256
 from isles.experts.routing.clusters import clustered, texts_of
-from isles.experts.routing.routing import ByClusters, Routers, cached, following, given, growing, running
+from isles.experts.routing.routing import ByClusters, Routers, cached, following, growing, parse_prior, running
 from isles.experts.system import System
 from isles.training.records.finished import load_run
 from tests.experts.small import made, write_domains
@@ -204,12 +204,12 @@ def test_priors_while_speaking(branched: Built) -> None:
 
 
 def test_given_shares_are_numbers_that_sum_to_one() -> None:
-    assert given("0.25,0.75", 2).exp().tolist() == [0.25, 0.75]
+    assert parse_prior("0.25,0.75", 2).exp().tolist() == [0.25, 0.75]
     for shares in ("0.5", "0.5,0.6", "1.5,-0.5", "a,b"):
         with pytest.raises(ValueError, match="give 2 numbers of at least 0 that sum to 1"):
-            given(shares, 2)
+            parse_prior(shares, 2)
     scores_ET = torch.tensor([[-1.0, -2.0], [-2.0, -4.0]], dtype=torch.float64)
-    believed = given("0.25,0.75", 2)
+    believed = parse_prior("0.25,0.75", 2)
     posterior = (believed + scores_ET.sum(1)).softmax(0)
     found = following(believed, scores_ET, first=False, decay=0.3).exp()
     torch.testing.assert_close(found, 0.7 * believed.exp() + 0.3 * posterior)

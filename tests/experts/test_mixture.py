@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from isles.experts import mixture
-from isles.experts.evaluation import judge
+from isles.experts.evaluation import evaluate
 from isles.experts.routing.routing import cached, running, updating
 
 E, N, T = 3, 5, 12
@@ -76,7 +76,7 @@ def test_order_of_the_experts_and_top_k_of_all_change_nothing() -> None:
 
 def test_the_arithmetic_average_is_never_worse_than_the_geometric() -> None:
     for seed in range(20):
-        found = judge(scores(seed=seed), scores(seed=seed + 100))["perplexity"]
+        found = evaluate(scores(seed=seed), scores(seed=seed + 100))["perplexity"]
         assert found["arithmetic"] <= found["geometric"]
         assert found["oracle"] <= found["posterior"] <= found["oracle"] * E ** (1 / T)
 

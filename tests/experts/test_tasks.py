@@ -51,29 +51,29 @@ def die(progress: JobProgress) -> None:
 
 @pytest.mark.long
 def test_what_is_needed_comes_before_and_failures_harm_no_other(tmp_path: Path) -> None:
-    heard = Heard()
+    seen_tokens = Heard()
     wait = partial(tell, tmp_path)
     tasks = [
         ExpertTask(name="a", work=partial(wait, "a", 3.0)),
         ExpertTask(name="b", work=partial(wait, "b", 0.0)),
         ExpertTask(name="c", work=partial(wait, "c", 0.0), needs=("a", "b", "elsewhere")),
     ]
-    carry_out(tasks, 2, heard)
+    carry_out(tasks, 2, seen_tokens)
     assert (tmp_path / "b").read_text() == ""  # beside the slow one
     assert (tmp_path / "c").read_text() == "a b"
-    assert sorted(heard.begun) == ["a", "b", "c"]
+    assert sorted(seen_tokens.begun) == ["a", "b", "c"]
 
     tasks = [ExpertTask(name="lost", work=lose), ExpertTask(name="d", work=partial(wait, "d", 1.0)), *tasks[2:]]
     (tmp_path / "c").unlink()
     with pytest.raises(PeerLost, match="worker 3 is lost") as caught:
-        carry_out([*tasks, ExpertTask(name="e", work=partial(wait, "e", 0.0), needs=("lost",))], 2, heard)
+        carry_out([*tasks, ExpertTask(name="e", work=partial(wait, "e", 0.0), needs=("lost",))], 2, seen_tokens)
     assert caught.value.__notes__ == ["go on so"]
     assert (tmp_path / "d").exists() and not (tmp_path / "e").exists()
-    assert heard.notices == [
+    assert seen_tokens.notices == [
         "lost failed (worker 3 is lost (its line was cut)); the others that are under way go on to their end"
     ]
     with pytest.raises(CommError, match="ended with exit code 7"):
-        carry_out([ExpertTask(name="dead", work=die)], 2, heard)
+        carry_out([ExpertTask(name="dead", work=die)], 2, seen_tokens)
 
 
 @pytest.mark.long

@@ -140,7 +140,9 @@ def test_a_slow_line_from_the_first_broadcast_to_the_summary(folder: Path, stack
     """Node 0 says beforehand what a round takes, by the rate that it has measured."""
     run = Nodes(folder, f"slow{megabits}-", slow(stack, 2, megabits), LARGE)
     run.finishes_with_the_bits()
-    said = re.search(r"about (\S+) s at (\S+) Mbit/s \(the slowest line of worker 0 so far\); who gives", run.notes)
+    said = re.search(
+        r"about (\S+) s at (\S+) Mbit/s \(the slowest link of worker 0 so far\); a worker silent", run.notes
+    )
     assert said is not None, run.notes
     assert 0.7 * megabits < float(said[2]) <= megabits
     print(said[0])
@@ -181,7 +183,7 @@ def test_a_cut_is_ridden_out(
         time.sleep(0.1)
     print(f"traffic is back {time.monotonic() - start:.1f} s after the mend")
     run.finishes_with_the_bits()
-    assert ("or 120 s while a line is cut" in run.notes) == (not options), run.notes
+    assert ("or 120 s while a link is cut" in run.notes) == (not options), run.notes
 
 
 @pytest.mark.parametrize("seconds", [5, 20, 50])

@@ -33,8 +33,8 @@ def block(rng: random.Random, name: str) -> UnitProfile:
     passes = Passes(
         saved=saved,
         casts=0,
-        kept=Transient(saved // 10, working),
-        recomputed=Transient(saved // 10, saved - boundary + working),
+        keep=Transient(saved // 10, working),
+        recompute=Transient(saved // 10, saved - boundary + working),
     )
     return UnitProfile(
         name=name,
@@ -51,8 +51,8 @@ def block(rng: random.Random, name: str) -> UnitProfile:
     )
 
 
-def uniform(profile: Profile, place: str, activations: str) -> tuple[Placement, ...]:
-    return (Placement(place, activations),) * len(profile.units)  # type: ignore[arg-type]
+def uniform(profile: Profile, tier: str, activations: str) -> tuple[Placement, ...]:
+    return (Placement(tier, activations),) * len(profile.units)  # type: ignore[arg-type]
 
 
 def instance(

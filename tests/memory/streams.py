@@ -286,8 +286,8 @@ class WatchedMoves(CudaMoves):
         with super().room(), self.watch.room():
             yield
 
-    def place(self, hosted: Container[int], model: nn.Module) -> None:
-        super().place(hosted, model)
+    def offload(self, hosted: Container[int], model: nn.Module) -> None:
+        super().offload(hosted, model)
         self.watch.on_device(*(one for one in model.parameters() if id(one) not in hosted), *model.buffers())
 
 

@@ -22,7 +22,7 @@ Left = tuple[list[float], list[torch.Tensor], list[torch.Tensor]]
 
 def _plans() -> list[tuple[Placement, ...]]:
     rng = random.Random(1)
-    every = [Placement(place, one) for place in ("device", "optimizer", "host") for one in ACTIVATIONS]
+    every = [Placement(tier, one) for tier in ("device", "optimizer", "host") for one in ACTIVATIONS]
     return [(one,) * UNITS for one in every] + [tuple(rng.choices(every, k=UNITS)) for _ in range(6)]
 
 

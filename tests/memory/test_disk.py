@@ -25,12 +25,12 @@ STEPS = 3
 STATES = (Placement("disk", "keep"),) * UNITS
 ALL = (Placement("file", "recompute"),) * UNITS
 MIXED = tuple(
-    Placement(place, one)  # type: ignore[arg-type]
-    for place, one in (("device", "keep"), ("file", "keep"), ("device", "recompute"), ("file", "recompute"))
+    Placement(tier, one)  # type: ignore[arg-type]
+    for tier, one in (("device", "keep"), ("file", "keep"), ("device", "recompute"), ("file", "recompute"))
 )
 BESIDE = tuple(
-    Placement(place, one)  # type: ignore[arg-type]
-    for place, one in (("disk", "recompute"), ("host", "swap"), ("disk", "swap"), ("optimizer", "keep"))
+    Placement(tier, one)  # type: ignore[arg-type]
+    for tier, one in (("disk", "recompute"), ("host", "swap"), ("disk", "swap"), ("optimizer", "keep"))
 )
 
 
@@ -65,10 +65,10 @@ def test_the_disk_keeps_the_bits(
     rows = table(plan_of(made, plan, accumulation=settings.get("accumulation", 1)), made)
     assert got.moved is not None
     assert got.moved["write"] == STEPS * sum(row["written"] for row in rows)
-    states = sum(unit.states for unit, one in zip(made.units, plan, strict=True) if one.place in ("disk", "file"))
+    states = sum(unit.states for unit, one in zip(made.units, plan, strict=True) if one.tier in ("disk", "file"))
     most = STEPS * sum(row["read"] for row in rows) - states  # none to read before the first update
     assert got.moved["read"] <= most  # what stays from forward to backward is not read again
-    if "file" not in {one.place for one in plan}:
+    if "file" not in {one.tier for one in plan}:
         assert got.moved["read"] == most
     assert not list(tmp_path.iterdir())  # the file has no name
 

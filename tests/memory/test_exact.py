@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from isles.memory.costs import ACTIVATIONS, PLACES, Placement, least_peak
+from isles.memory.costs import ACTIVATIONS, TIERS, Placement, least_peak
 from isles.memory.engines.base import Inline
 from isles.memory.engines.paced import Paced
 from isles.memory.lanes import LaneRun
@@ -22,7 +22,7 @@ from tests.memory.models import TASKS
 
 STEPS = 4
 LEAST = 0.9  # of the planned peak
-PURE = [(Placement(place, one),) * UNITS for place in PLACES[:3] for one in ACTIVATIONS]
+PURE = [(Placement(tier, one),) * UNITS for tier in TIERS[:3] for one in ACTIVATIONS]
 PLANS = 60
 FIRST = (1, 3, 5, 7, 9)  # every place and every choice alone, and a mixed plan; the rest is long
 RATE = 1e30  # bytes a second of lanes that are as quick as `Inline`'s
@@ -41,7 +41,7 @@ class Case:
 
 def _case(number: int) -> Case:
     rng = random.Random(number)
-    plan = tuple(Placement(rng.choice(PLACES[:3]), rng.choice(ACTIVATIONS)) for _ in range(UNITS))
+    plan = tuple(Placement(rng.choice(TIERS[:3]), rng.choice(ACTIVATIONS)) for _ in range(UNITS))
     settings = {
         "max_norm": rng.choice([1.0, None]),
         "accumulation": rng.choice([1, 2]),

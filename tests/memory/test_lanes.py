@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from isles.memory.costs import ACTIVATIONS, PLACES, Placement, Profile, least_peak, unit_time
+from isles.memory.costs import ACTIVATIONS, TIERS, Placement, Profile, least_peak, unit_time
 from isles.memory.lanes import Deadlock, LaneRun
 from isles.network.machines import Machine
 from tests.memory.instances import NOTHING, instance, priority_gains, uniform
@@ -75,7 +75,7 @@ def _random_case(rng: random.Random) -> tuple[Profile, Machine, tuple[Placement,
         for key in ("top", "bottom", "top_gradients", "bottom_gradients", "carried")
     }
     made = replace(made, ends=replace(NOTHING, flops=1e9, **sizes), stream=int(rng.uniform(0, 500 * MIB)))
-    plan = tuple(Placement(rng.choice(PLACES), rng.choice(ACTIVATIONS)) for _ in range(count))
+    plan = tuple(Placement(rng.choice(TIERS), rng.choice(ACTIVATIONS)) for _ in range(count))
     return made, machine, plan, accumulation
 
 

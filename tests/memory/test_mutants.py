@@ -76,10 +76,10 @@ def test_updates_may_be_as_late_as_the_next_use() -> None:
         assert _keeps_bits(placements, engine=_Held())
 
 
-@pytest.mark.parametrize("place", ["disk", "file"])
-def test_writes_may_be_as_late_as_the_next_use(place: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("tier", ["disk", "file"])
+def test_writes_may_be_as_late_as_the_next_use(tier: Any, tmp_path: Path) -> None:
     """Of states, by the next update; of weights, by the next pass."""
-    assert _keeps_bits((Placement(place, "keep"),) * UNITS, engine=_Held("write"), disk=str(tmp_path))
+    assert _keeps_bits((Placement(tier, "keep"),) * UNITS, engine=_Held("write"), disk=str(tmp_path))
 
 
 def test_readers_need_to_catch_up(monkeypatch: pytest.MonkeyPatch) -> None:

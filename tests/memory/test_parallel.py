@@ -51,9 +51,9 @@ def test_where_all_fits_and_links_are_endless_nothing_waits() -> None:
     whole, step = _computing(job, 2), out_of_core(job, shared=False).step
     assert step is not None
     assert 0.95 * whole < step < whole * 1.001  # updates may move to the host
-    way = fully_sharded(job)
+    kind = fully_sharded(job)
     made, here = profile_of(SHAPE, 2), job.machine
-    assert way.step == pytest.approx(24 * here.seconds(made.units[0].flops) + ends_seconds(made, here), rel=0.02)
+    assert kind.step == pytest.approx(24 * here.seconds(made.units[0].flops) + ends_seconds(made, here), rel=0.02)
 
 
 @pytest.mark.long
@@ -117,15 +117,15 @@ def test_cut_matrices_cost_their_all_reduces() -> None:
 @pytest.mark.long
 def test_the_largest_is_the_deepest_that_fits() -> None:
     job = _job(machine=replace(MACHINES["V100-16"], device_bytes=3e9, host_bytes=3e9))
-    for way in (
+    for kind in (
         lambda job: out_of_core(job, shared=True),
         fully_sharded,
         lambda job: hybrid(job, tensor=False),
     ):
-        layers = (way(job).largest - SHAPE.embedding_params) / SHAPE.block_params
+        layers = (kind(job).largest - SHAPE.embedding_params) / SHAPE.block_params
         assert layers == int(layers) >= 8
         deeper = replace(job, shape=replace(SHAPE, layers=int(layers) + 8))
-        assert way(deeper).step is None
+        assert kind(deeper).step is None
 
 
 @pytest.mark.long
@@ -133,7 +133,7 @@ def test_more_memory_and_faster_links_are_never_slower() -> None:
     tight = replace(MACHINES["RTX 3060"], device_bytes=3e9)
     steps = [compared(_job(machine=tight, link=link)) for link in (1e8, 1e9, 1e10)]
     for name in ("out of core, states shared", "fsdp", "pipeline x data"):
-        by_link = [next(way.step for way in found if way.name == name) for found in steps]
+        by_link = [next(kind.step for kind in found if kind.name == name) for found in steps]
         assert all(one is not None for one in by_link)
         assert by_link == sorted(by_link, key=lambda step: -(step or 0.0))
 

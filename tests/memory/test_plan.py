@@ -39,7 +39,7 @@ def test_the_table_says_what_moves() -> None:
     plan = Search(made, machine).run()
     rows = table(plan, made)
     assert [row["unit"] for row in rows] == [unit.name for unit in made.units]
-    assert [row["place"] + row["activations"] for row in rows] == [one.short for one in plan.placements]
+    assert [row["tier"] + row["activations"] for row in rows] == [one.short for one in plan.placements]
     assert sum(row["host"] for row in rows) == plan.host_bytes
     assert all(row["why"] == why(one) for row, one in zip(rows, plan.placements, strict=True))
     busy = LaneRun(made, plan.placements, machine, budget=plan.peak).play().busy

@@ -27,28 +27,28 @@ FORMATS = {
 SIZES_TRIED = ["0.12M", *(pytest.param(size, marks=pytest.mark.long) for size in ("2M", "10M"))]
 
 
-@pytest.mark.parametrize(("how", "kept"), cover(FORMATS, ("keep", "recompute"), each=1))
+@pytest.mark.parametrize(("how", "activations"), cover(FORMATS, ("keep", "recompute"), each=1))
 @pytest.mark.parametrize("size", SIZES_TRIED)
-def test_a_step_without_numbers_takes_the_bytes_of_the_real_one(size: str, how: str, kept: str) -> None:
+def test_a_step_without_numbers_takes_the_bytes_of_the_real_one(size: str, how: str, activations: str) -> None:
     dtype, autocast = FORMATS[how]
     model = Decoder(SIZES[size], dtype=dtype)
     units, batch = units_of(model), torch.zeros(2, 65, dtype=torch.int64)
     with FakeTensorMode(allow_non_fake_inputs=True), _without_numbers(model, "cpu", {}):
         empty = torch.empty(2, 65, dtype=torch.int64)
-        fake = trace_step(model, units_of(model), empty, autocast=autocast, kept=kept)  # type: ignore[arg-type]
-    short = _fake_trace(model, units, batch, own_loss, autocast, kept, False)
+        fake = trace_step(model, units_of(model), empty, autocast=autocast, activations=activations)  # type: ignore[arg-type]
+    short = _fake_trace(model, units, batch, own_loss, autocast, activations, False)
     assert all(parameter.grad is None for parameter in model.parameters())
-    real = trace_step(model, units, batch.clone(), autocast=autocast, kept=kept)  # type: ignore[arg-type]
+    real = trace_step(model, units, batch.clone(), autocast=autocast, activations=activations)  # type: ignore[arg-type]
     assert fake == real
     assert fake.peak > fake.static
     differences = [one.forward_peak - one.forward_begin for one in real.units]
     assert differences == [one.forward_peak - one.forward_begin for one in short.units]  # of three blocks
     assert [(one.saved, one.casts) for one in real.units] == [(one.saved, one.casts) for one in short.units]
     made = profile(model, batch, autocast=autocast, state_bytes=lambda parameter: 0)
-    planned = least_peak(made, (Placement("device", kept),) * len(units))  # type: ignore[arg-type]
+    planned = least_peak(made, (Placement("device", activations),) * len(units))  # type: ignore[arg-type]
     # A block's saved tensors go one by one as its gradients come; plans count both whole.
     assert 0.92 * planned <= real.peak <= planned - SCALARS
-    if kept == "recompute":
+    if activations == "recompute":
         assert real.peak == planned - SCALARS
 
 

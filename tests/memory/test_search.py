@@ -39,7 +39,7 @@ def test_what_units_give_each_other_is_there_once(equal: bool) -> None:
     for seed in range(2):
         made, machine = activations_instance(random.Random(seed), 3, equal=equal)
         first, *rest = made.units
-        giving = replace(made, units=(first, *(replace(unit, given=unit.boundary) for unit in rest)))
+        giving = replace(made, units=(first, *(replace(unit, shared_input=unit.boundary) for unit in rest)))
         alone, both = (Search(one, machine, method="karma", host=math.inf, disk=0.0) for one in (made, giving))
         _, without = alone.exhaustive()
         plan, (_, optimum) = both.run(), both.exhaustive()
@@ -135,7 +135,7 @@ def test_without_a_link_activations_are_made_again() -> None:
     made, machine = activations_instance(random.Random(2), 6, equal=True)
     alone = replace(machine, up=0.0, down=0.0, up_both=0.0, down_both=0.0)
     plan = Search(made, alone).run()
-    assert {one.place for one in plan.placements} == {"device"}
+    assert {one.tier for one in plan.placements} == {"device"}
     assert {one.activations for one in plan.placements} <= {"keep", "recompute"}
 
 
@@ -203,8 +203,8 @@ def test_many_blocks(units: int, equal: bool) -> None:
 
 def test_methods_choose_what_is_theirs() -> None:
     made, machine = activations_instance(random.Random(10), 4, equal=True)
-    for name, (places, activations) in METHODS.items():
+    for name, (tiers, activations) in METHODS.items():
         plan = Search(made, machine, method=name).run()
-        assert {one.place for one in plan.placements} <= set(places)
+        assert {one.tier for one in plan.placements} <= set(tiers)
         assert {one.activations for one in plan.placements} <= set(activations)
         assert all(isinstance(one, Placement) for one in plan.placements)

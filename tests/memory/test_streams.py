@@ -26,7 +26,7 @@ from tests.memory.loops import DECODER, UNITS, adamw, plan_of, profiled
 from tests.memory.streams import Event, Stream, Watch, WatchedCuda, watching
 
 CHUNK = 4096  # bytes of the ring's pieces: several for each of the small matrices
-EVERY = [Placement(place, one) for place in ("device", "optimizer", "host") for one in ACTIVATIONS]
+EVERY = [Placement(tier, one) for tier in ("device", "optimizer", "host") for one in ACTIVATIONS]
 
 
 def _mixed(seed: int) -> tuple[Placement, ...]:
@@ -86,7 +86,7 @@ def test_no_copy_meets_a_kernel(name: str, accumulation: int, autocast: str) -> 
         own = _trained(plan, autocast, accumulation, watch)
     assert watch.races == []
     assert watch.kernels > 100
-    assert (watch.copies > 0) == any(one.place != "device" or one.activations == "swap" for one in plan)
+    assert (watch.copies > 0) == any(one.tier != "device" or one.activations == "swap" for one in plan)
     assert all(map(torch.equal, own, plain))
 
 

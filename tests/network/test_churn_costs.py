@@ -26,7 +26,7 @@ def costs(per_second: float, seconds: float = 300.0, rounds: int | None = None, 
 
 def test_nobody_dies_and_nothing_is_lost() -> None:
     none = costs(0.0)
-    assert (none.alone, none.lost, none.waiting, none.goodput, none.gifts) == (0.0, 0.0, 0.0, 1.0, 0.0)
+    assert (none.alone, none.lost, none.waiting, none.goodput, none.state_bytes) == (0.0, 0.0, 0.0, 1.0, 0.0)
     assert none.relayed == 2 * 8 * 100 * 8e6 / 300  # every byte comes in and goes out
 
 
@@ -39,7 +39,7 @@ def test_small_rates_cost_in_proportion() -> None:
     one = costs(rate)
     assert one.alone == pytest.approx(AHEAD * 300 * rate, rel=1e-3)
     assert one.lost == pytest.approx(300 * rate / 2, rel=1e-3)  # half a round a death
-    assert one.gifts == pytest.approx(2 * 100 * rate * 3600 * 20e6)
+    assert one.state_bytes == pytest.approx(2 * 100 * rate * 3600 * 20e6)
 
 
 def test_short_runs_are_better_off_than_the_long_run() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from isles.report import read_run, render_page, write_picture
 from isles.report.elastic import elastic_panels
-from isles.report.page import bytes_in_words, counts_in_words, refusals_in_words
+from isles.report.page import format_counts, format_link_bytes, format_rejections
 from isles.report.panels import Chart, Lanes
 
 
@@ -57,13 +57,13 @@ def test_members_and_seats(tmp_path: Path) -> None:
     in_view, connected = (one.points for one in members.picture.lines)
     assert connected[-1] == (75.0, 2.0) and (30.0, 1.0) in connected and (50.0, 2.0) in connected
     assert in_view[-1] == (75.0, 2.0)
-    lanes = {lane.label: [(s.start, s.end, s.css) for s in lane.stretches] for lane in by_member.picture.lanes}
+    lanes = {lane.label: [(s.start, s.end, s.css) for s in lane.segments] for lane in by_member.picture.lanes}
     assert list(lanes) == ["member 0", "member 1", "member 2", "lighthouse"]
     assert lanes["member 1"] == [(10.0, 30.0, "away"), (0.0, 10.0, "compute")]
     assert lanes["member 0"][-2:] == [(15.0, 25.0, "blocked"), (25.0, 35.0, "transfer")]
     assert lanes["member 2"] == [(50.0, 65.0, "away"), (65.0, 75.0, "compute")]
     assert lanes["lighthouse"] == [(30.0, 40.0, "other")]
-    hints = [piece.hint for lane in by_member.picture.lanes for piece in lane.stretches]
+    hints = [piece.hint for lane in by_member.picture.lanes for piece in lane.segments]
     assert "round 4, with the state of 0: whole," in hints
 
 
@@ -92,7 +92,7 @@ def test_damaged_records_are_left_out(tmp_path: Path, entries: list[Any]) -> Non
 
 
 def test_whatever_a_summary_holds_is_shown() -> None:
-    assert counts_in_words("three") == '"three"' and counts_in_words({}) == "nothing"
-    assert bytes_in_words({"direct": None}) == '{"direct": null}'
-    assert refusals_in_words([1]) == "[1]" and refusals_in_words([]) == "nothing"
-    assert refusals_in_words([{"times": "x"}]).startswith("member None, x times")
+    assert format_counts("three") == '"three"' and format_counts({}) == "nothing"
+    assert format_link_bytes({"direct": None}) == '{"direct": null}'
+    assert format_rejections([1]) == "[1]" and format_rejections([]) == "nothing"
+    assert format_rejections([{"times": "x"}]).startswith("member None, x times")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from isles.cli.progress import usage_in_words
+from isles.cli.progress import format_usage
 from isles.report import write_report
 from isles.report.units import format_bytes, format_count, format_number, format_percent, format_seconds
 from tests.report.sample import write_records, write_sample
@@ -201,8 +201,8 @@ def test_what_gpus_did_is_told(tmp_path: Path) -> None:
     shown = table(report(tmp_path))
     assert shown["mfu"] == "30.0 %" and shown["memory_peak_bytes"].startswith("3.00 GB")
     assert shown["tokens_per_second"] == "2,000"
-    assert usage_in_words(newest) == "  4,000 tokens/s  MFU 30.0 %  peak 4.00 GB"
-    assert usage_in_words([{"val_loss": 1.0}]) == ""
+    assert format_usage(newest) == "  4,000 tokens/s  MFU 30.0 %  peak 4.00 GB"
+    assert format_usage([{"val_loss": 1.0}]) == ""
 
 
 def test_a_run_that_still_goes_on(tmp_path: Path) -> None:

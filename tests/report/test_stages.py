@@ -28,7 +28,7 @@ def drawn(second: int) -> tuple[Lanes, str, str]:
 def test_pipelines_apart_begin_together() -> None:
     """They do not wait for each other: the second one is drawn from its own begin, and waits for 1 - (3 + 5) / 16."""
     picture, words, svg = drawn(1)
-    assert picture.end == 8.0 and [lane.stretches[0].start for lane in picture.lanes] == [0.0, 1.0] * 2
+    assert picture.end == 8.0 and [lane.segments[0].start for lane in picture.lanes] == [0.0, 1.0] * 2
     assert "waited for 50" in words and "its own 0" in words and "Inner step 7" in words
     assert [lane.label for lane in picture.lanes] == ["0: stage 0", "1: stage 1", "2: stage 0", "3: stage 1"]
     assert svg.count('<text class="mark"') == 6
@@ -36,5 +36,5 @@ def test_pipelines_apart_begin_together() -> None:
 
 def test_pipelines_that_share_a_microbatch_have_one_clock() -> None:
     picture, words, _ = drawn(0)
-    assert picture.end == 18.0 and [lane.stretches[0].start for lane in picture.lanes] == [0.0, 1.0, 10.0, 11.0]
+    assert picture.end == 18.0 and [lane.segments[0].start for lane in picture.lanes] == [0.0, 1.0, 10.0, 11.0]
     assert "its own 0" not in words

@@ -21,7 +21,7 @@ from isles.launch.link import Link
 from isles.launch.nodes import NodeGroup
 from isles.launch.relay import NodeHandle, order
 from isles.running.virtual import train
-from isles.training.records.events import Schema, begun, committed, host_heard
+from isles.training.records.events import Schema, begun, checks_host_messages, committed
 from tests.strangers.callers import ESCAPES
 from tests.strangers.test_frames import JSON
 from tests.training.runs import tiny, write_text
@@ -137,16 +137,16 @@ def test_node_0_is_a_peer_too(schema: Schema, tmp_path: Path) -> None:
     """Its orders and facts are looked at as well: none becomes a path."""
     text = write_text(tmp_path / "text.txt")
     config = tiny(text, "run.steps=8", "world.workers=2")
-    assert committed({"commit": 4, "members": [0, 1]}, config) == (4, [0, 1]) and begun({"resume": 4}, config) == 4
+    assert committed({"commit": 4, "ranks": [0, 1]}, config) == (4, [0, 1]) and begun({"resume": 4}, config) == 4
     for command in (
-        {"commit": EVIL, "members": [0]},
-        {"commit": 4, "members": ["../0"]},
+        {"commit": EVIL, "ranks": [0]},
+        {"commit": 4, "ranks": ["../0"]},
         {"commit": 4},
-        {"members": [0]},
+        {"ranks": [0]},
     ):
-        with pytest.raises(NodeLost, match="node 0 says what isles does not say"), host_heard():
+        with pytest.raises(NodeLost, match="node 0 says what isles does not say"), checks_host_messages():
             committed(command, config)
-    with pytest.raises(NodeLost), host_heard():
+    with pytest.raises(NodeLost), checks_host_messages():
         begun({"resume": EVIL}, config)
     assert order("hold") == "hold" and order(["stop", 3]) == ("stop", 3) and order({"command": 1}) is None
     for command in ("x", ["stop", EVIL], ["stop"], 3, [["hold"]]):

@@ -11,7 +11,7 @@ import pytest
 
 from isles.base.tables import in_tables, keys_of
 from isles.replicas import METHODS, config_of
-from isles.training.config.conflicts import FOLLOW, TOLD, Conflict, conflicts, refuse_conflicts
+from isles.training.config.conflicts import EXTERNAL_SITUATIONS, FOLLOW, Conflict, conflicts, refuse_conflicts
 from isles.training.config.reading import resolve
 from isles.training.config.sections import SECTIONS
 
@@ -99,7 +99,7 @@ def page() -> str:
     """What docs/conflicts.md must be; `python -m tests.training.test_conflicts` writes it."""
     lines = [HEAD]
     for where, rows in groupby(conflicts(), key=lambda row: row.where):
-        told = f" ({TOLD[where[0]]})" if where[0] in TOLD else ""
+        told = f" ({EXTERNAL_SITUATIONS[where[0]]})" if where[0] in EXTERNAL_SITUATIONS else ""
         lines += [
             f"With {' and '.join(one.strip('()') for one in where)}{told}:\n",
             "| not | because | instead |\n|---|---|---|",
@@ -117,12 +117,13 @@ def test_the_table_is_of_what_there_is() -> None:
     keys = {f"{name}.{key}" for name, cls in SECTIONS.items() for key in keys_of(cls)} | {"replicas.method"}
     keys |= {f"replicas.{key}" for name in METHODS for key in keys_of(config_of(name))}
     for row in conflicts():
-        assert {where.strip("()") for where in row.where} <= TOLD.keys() | FOLLOW.keys()
+        assert {where.strip("()") for where in row.where} <= EXTERNAL_SITUATIONS.keys() | FOLLOW.keys()
         assert set(row.keys) <= keys, row
         assert row.because and row.mend
     said = Counter((row.where, key, row.goes, row.never) for row in conflicts() for key in row.keys)
     assert set(said.values()) == {1}
-    assert {where.strip("()") for row in conflicts() for where in row.where} == TOLD.keys() | FOLLOW.keys()
+    known = EXTERNAL_SITUATIONS.keys() | FOLLOW.keys()
+    assert {where.strip("()") for row in conflicts() for where in row.where} == known
 
 
 def refused(row: Conflict, key: str) -> Any:
@@ -143,7 +144,7 @@ ROWS = [
 ]
 
 
-@pytest.mark.parametrize(("row", "key"), ROWS, ids=lambda one: one if isinstance(one, str) else one.told)
+@pytest.mark.parametrize(("row", "key"), ROWS, ids=lambda one: one if isinstance(one, str) else one.situations)
 def test_every_row_speaks(row: Conflict, key: str) -> None:
     settings: dict[str, Any] = {}
     for where in row.where:
@@ -154,10 +155,10 @@ def test_every_row_speaks(row: Conflict, key: str) -> None:
     if row.never[:1] != ("any",):
         settings[key] = refused(row, key)
     with pytest.raises(ValueError) as caught:
-        refuse_conflicts(resolve(in_tables(settings)), *(where for where in row.where if where in TOLD))
+        refuse_conflicts(resolve(in_tables(settings)), *(where for where in row.where if where in EXTERNAL_SITUATIONS))
     message = str(caught.value)
     assert message.startswith(f"{key} = ")
-    assert f" does not go with {row.told}: {row.because}; {row.mend}" in message
+    assert f" does not go with {row.situations}: {row.because}; {row.mend}" in message
 
 
 if __name__ == "__main__":

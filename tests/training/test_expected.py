@@ -42,7 +42,7 @@ def test_a_round_is_what_the_counters_show(text: Path, tmp_path: Path, monkeypat
     nbytes = sent[1] - sent[0]
     assert line == (
         f"a round, every 3 steps: {nbytes / 1e6:.3g} MB from a worker, about {nbytes / 62500:.2g} s at 0.5 Mbit/s (the "
-        "slowest line of worker 0 so far); who gives no sign of life for 60 s counts as lost (world.silence)"
+        "slowest link of worker 0 so far); a worker silent for 60 s counts as lost (world.silence)"
     )
 
 
@@ -52,9 +52,9 @@ def test_what_is_not_known_is_said(text: Path, tmp_path: Path, monkeypatch: pyte
     through(monkeypatch, None, tries_soon=False)
     (line,) = said(text, tmp_path / "ddp", "ddp", "world.silence=40")
     assert line.startswith("a round, every step: ") and " at 10 Mbit/s (world.slowest_link); " in line
-    assert "no sign of life for 40 s, or 80 s while a line is cut counts as lost" in line
+    assert "a worker silent for 40 s, or 80 s while a link is cut counts as lost" in line
     (line,) = said(text, tmp_path / "none", "none", "world.silence=40")
-    assert line.startswith("who gives no sign of life for 40 s")
+    assert line.startswith("a worker silent for 40 s")
 
 
 def test_a_long_round_is_said_in_full(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

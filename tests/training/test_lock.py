@@ -87,9 +87,9 @@ def test_a_lock_that_was_removed_by_hand_is_noticed(tmp_path: Path) -> None:
 def test_a_run_whose_lock_is_removed_says_so(tmp_path: Path) -> None:
     out, notices = tmp_path / "run", list[str]()
 
-    def on_line(line: dict[str, object]) -> None:
+    def on_metrics(line: dict[str, object]) -> None:
         (out / NAME).unlink(missing_ok=True)
 
     (tmp_path / "text.txt").write_text("the quick brown fox\n" * 500)
-    launch(tiny(tmp_path / "text.txt", steps=4), out, on_line, notices.append)
+    launch(tiny(tmp_path / "text.txt", steps=4), out, on_metrics, notices.append)
     assert any("run.lock was removed while this run goes on" in notice for notice in notices)

@@ -11,7 +11,7 @@ import pytest
 from isles.training.records.checkpoint import Checkpoints
 from isles.training.records.replica_spread import Spread
 from isles.training.records.reshard import prepare
-from isles.training.records.writer import cut_metrics
+from isles.training.records.writer import truncate_metrics
 from tests.training.dying import AWAITED
 from tests.training.runs import Told, lines_of, run, run_apart, tiny, write_text
 
@@ -37,7 +37,7 @@ def lost(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_checkpoints_and_spreads_are_of_those_that_are_left(lost: Path) -> None:
     checkpoints = Checkpoints(lost)
     assert checkpoints.steps() == list(SAVED)
-    assert [checkpoints.seats(step) for step in SAVED] == [[0, 1, 2], [1, 2], [1, 2]]
+    assert [checkpoints.ranks(step) for step in SAVED] == [[0, 1, 2], [1, 2], [1, 2]]
     spreads = [line["step"] for line in lines_of(lost / "metrics.jsonl") if "replica_std" in line]
     assert spreads == list(range(2, STEPS + 1, 2))
 
@@ -50,7 +50,7 @@ def test_it_goes_on_with_two_and_with_three(lost: Path, tmp_path: Path, workers:
     ready, checkpoints, told = prepare(out, workers), Checkpoints(out), Told()
     who = "the 2 workers that were left" if workers == 2 else "3 workers instead of 2"
     assert ready.notes[0] == f"going on with {who} after step 15"
-    assert ready.step == 15 and checkpoints.seats(15) == list(range(workers))
+    assert ready.step == 15 and checkpoints.ranks(15) == list(range(workers))
     outer = [checkpoints.read_shard(15, worker)["optimizer"]["outer"] for worker in range(workers)]
     assert all(state["roster"] == {} for state in outer)
     summary = run(ready.config, out, told, ready.step)
@@ -86,5 +86,5 @@ def test_metrics_beyond_the_checkpoint_are_cut(tmp_path: Path) -> None:
     """And a last line that was cut off in writing."""
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"st')
-    cut_metrics(path, 2)
+    truncate_metrics(path, 2)
     assert path.read_text() == '{"step": 1}\n{"step": 2}\n'

@@ -19,7 +19,7 @@ from torch import Tensor
 
 import isles
 from isles.comm.virtual.transport import VirtualTransport
-from isles.memory.costs import ACTIVATIONS, PLACES, Placement
+from isles.memory.costs import ACTIVATIONS, TIERS, Placement
 from isles.memory.engines.base import Inline
 from isles.memory.engines.paced import Paced
 from isles.memory.optimizer import Managed
@@ -37,8 +37,8 @@ PLANS = {
     "optimizer": (Placement("optimizer", "keep"),) * UNITS,
     "device": (Placement("device", "swap"),) * UNITS,
     "mixed": tuple(
-        Placement(place, one)
-        for place, one in (("device", "swap"), ("optimizer", "swap"), ("host", "recompute"), ("host", "keep"))
+        Placement(tier, one)
+        for tier, one in (("device", "swap"), ("optimizer", "swap"), ("host", "recompute"), ("host", "keep"))
     ),
 }
 SHORT = {"sync_every": 3, "bucket_megabytes": 0.1}
@@ -271,7 +271,7 @@ def test_a_run_with_blocks_on_disk_keeps_its_bits(tmp_path: Path) -> None:
 
 def test_places_and_activations_are_all_tried() -> None:
     tried = {one for plan in PLANS.values() for one in plan}
-    assert {one.place for one in tried} == set(PLACES) - {"disk", "file"}
+    assert {one.tier for one in tried} == set(TIERS) - {"disk", "file"}
     assert {one.activations for one in tried} == set(ACTIVATIONS)
 
 

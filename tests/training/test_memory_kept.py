@@ -26,7 +26,7 @@ from tests.gloo import run_gloo
 from tests.memory.loops import DECODER, SHAPE, UNITS, adamw, plan_of, profiled
 
 PLANS = {"keep": "KKKK", "recompute": "RRRR", "mixed": "KRRK"}
-LETTERS = {"K": Placement("device", "keep"), "R": Placement("device", "recompute")}
+CODES = {"K": Placement("device", "keep"), "R": Placement("device", "recompute")}
 
 
 @contextmanager
@@ -63,7 +63,7 @@ def _worker(world: Any, made: Profile, plan: str | None, accumulation: int, keep
     model = isles.shard(Decoder(SHAPE), world.outer, reshard_after_forward=not keeps)
     inner, remade = adamw(model), None
     if plan is not None:
-        placements = tuple(LETTERS[one] for one in PLANS[plan])
+        placements = tuple(CODES[one] for one in PLANS[plan])
         planned = least_peak(sharded, placements, accumulation)
         remade = Remade(plan_of(sharded, placements), model)
     optimizer = isles.FSDP(model, inner, world.outer, max_norm=1.0, reshard_after_forward=not keeps)
@@ -112,7 +112,7 @@ def test_a_scaler_may_skip_steps(plan: str) -> None:
     def trained(remade: bool) -> tuple[list[float], list[Tensor], float]:
         model = Decoder(SHAPE)
         optimizer, scaler = adamw(model), torch.amp.GradScaler("cpu", init_scale=2.0**22, growth_interval=2)
-        under = Remade(plan_of(profiled(DECODER, "none"), tuple(LETTERS[one] for one in PLANS[plan])), model)
+        under = Remade(plan_of(profiled(DECODER, "none"), tuple(CODES[one] for one in PLANS[plan])), model)
         if not remade:
             under.close()
         losses = []

@@ -16,12 +16,12 @@ from isles.training.memory import in_use
 from isles.training.memory import plans as planning
 from tests.memory.loops import plan_of
 
-PLACES = ("host", "optimizer", "device")
+TIERS = ("host", "optimizer", "device")
 PLANS = {
     "host": lambda index: Placement("host", "recompute"),
     "optimizer": lambda index: Placement("optimizer", "keep"),
     "swap": lambda index: Placement("device", "swap"),
-    "mixed": lambda index: Placement(PLACES[index % 3], ACTIVATIONS[(index + 1) % 3]),  # type: ignore[arg-type]
+    "mixed": lambda index: Placement(TIERS[index % 3], ACTIVATIONS[(index + 1) % 3]),  # type: ignore[arg-type]
 }
 
 
@@ -71,14 +71,14 @@ def test_stages_keep_their_bits(
     planning._PREPARED.clear()
     wanted = _left(_config(stages, routing), tmp_path / "plain")
     peaks: list[tuple[int, int]] = []
-    real = in_use.PlannedMemory.told
+    real = in_use.PlannedMemory.record
 
     def told(self: in_use.PlannedMemory, seconds: float) -> Any:
         assert self.managed is not None
         peaks.append((self._measured_peak(), self.managed.plan.peak))
         return real(self, seconds)
 
-    monkeypatch.setattr(in_use.PlannedMemory, "told", told)
+    monkeypatch.setattr(in_use.PlannedMemory, "record", told)
     got = _left(_config(stages, routing, "memory.method=auto", "memory.machine=RTX 3060"), tmp_path / "planned")
     assert got[2] == wanted[2]
     assert got[0] == wanted[0]
@@ -101,7 +101,7 @@ def test_stages_keep_their_bits_between_processes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "record"),
     [
         (
             ["pipeline.recompute=true"],

@@ -230,15 +230,15 @@ def test_what_does_not_fit_is_said_with_what_would_make_it_fit(text: Path, tmp_p
     config = of_case(text, "diloco", workers=2, steps=6)
     memory = plan_run(config).fullest.memory
     large = fit(1e9)
-    assert large.fits and large.activations and not large.mends
+    assert large.fits and large.activations and not large.suggestions
     assert large.device_bytes == memory.computing + large.activations
     assert large.host_bytes == memory.peak - memory.computing
     states = memory.weights + memory.gradients + memory.inner
     assert states == pytest.approx(16 * 6_320, rel=0.01)
     small = fit(large.device_bytes - states // 4)
-    assert not small.fits and 'model.dtype = "bfloat16"' in small.mends
-    assert "pipeline.stages = 2" in small.mends
-    assert 'model.dtype = "bfloat16"' not in fit(states // 4).mends
+    assert not small.fits and 'model.dtype = "bfloat16"' in small.suggestions
+    assert "pipeline.stages = 2" in small.suggestions
+    assert 'model.dtype = "bfloat16"' not in fit(states // 4).suggestions
 
 
 def test_the_first_stage_keeps_most_and_recomputing_keeps_one_pass(tmp_path: Path) -> None:
@@ -260,7 +260,7 @@ def test_the_first_stage_keeps_most_and_recomputing_keeps_one_pass(tmp_path: Pat
     assert again.activations == one.activations + 2 * 2 * 4 * context * width < three.activations
     (tmp_path / "small.toml").write_text(f'base = "H100"\ndevice_bytes = {again.device_bytes}\n')
     small = fit(3, False, str(tmp_path / "small.toml"))
-    assert not small.fits and "pipeline.recompute = true" in small.mends
+    assert not small.fits and "pipeline.recompute = true" in small.suggestions
     assert fit(3, True, str(tmp_path / "small.toml")).fits
 
 
@@ -313,10 +313,10 @@ def needs_numbers() -> Bigram:
     return model
 
 
-@pytest.mark.parametrize("place", ["tests.training.own_models:build", "tests.training.test_plan:needs_numbers"])
-def test_a_sketch_of_a_users_model_keeps_what_is_tied_and_frozen(place: str) -> None:
-    planned = sketch(ModelConfig(factory=place, context=4, dtype="bfloat16"))
-    real = build(ModelConfig(factory=place, context=4, dtype="bfloat16"), seed=0)
+@pytest.mark.parametrize("factory", ["tests.training.own_models:build", "tests.training.test_plan:needs_numbers"])
+def test_a_sketch_of_a_users_model_keeps_what_is_tied_and_frozen(factory: str) -> None:
+    planned = sketch(ModelConfig(factory=factory, context=4, dtype="bfloat16"))
+    real = build(ModelConfig(factory=factory, context=4, dtype="bfloat16"), seed=0)
     assert all(tensor.is_meta for tensor in planned.state_dict().values())
     for (name, one), (there, other) in zip(planned.named_parameters(), real.named_parameters(), strict=True):
         assert (name, one.shape, one.dtype, one.requires_grad) == (there, other.shape, other.dtype, other.requires_grad)

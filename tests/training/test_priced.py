@@ -13,7 +13,7 @@ from isles.cli import app
 from isles.models.config import ModelConfig
 from isles.models.sizes import SIZES, parameters
 from isles.plan.methods import plan_methods
-from isles.plan.priced import named, priced
+from isles.plan.prices import named, priced
 from isles.plan.question import PlanQuestion, candidates
 from isles.training.config.reading import read_config
 from isles.training.simulated_churn import trace_of

@@ -140,7 +140,7 @@ def test_spot_instances(answer: Say) -> None:
     check(row, step=step, own=0, round_bytes=sent, wait=wait, run=[20e9 / 2e6, 256, 1.2, 0])
     deaths = 0.05 / HOUR * (500 * step + wait)  # of a worker, a round
     costs = row["churn"]
-    assert (costs["lost"], costs["gifts"]) == (about(deaths / 2, 0.05), about(0.05 * 256 * 2 * 5 * 4e9))
+    assert (costs["lost"], costs["state_bytes"]) == (about(deaths / 2, 0.05), about(0.05 * 256 * 2 * 5 * 4e9))
     gone = 1 - math.exp(-3 * deaths)  # by the third round, which nobody waits for in the first two of the run
     assert 0.8 * gone < costs["waiting"] < 1.03 * gone
     assert costs["goodput"] == about(500 * step / (500 * step + wait) * (1 - deaths / 2) * (1 - gone))

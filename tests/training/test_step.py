@@ -94,7 +94,7 @@ class Elsewhere:
             parameter.grad = torch.ones_like(parameter)
         return torch.tensor(1.5)
 
-    def judge(self, batches: Iterable[Tensor]) -> None:
+    def evaluate(self, batches: Iterable[Tensor]) -> None:
         assert not list(batches)
 
     def whole(self, optimizer: isles.ReplicaSync) -> None:

@@ -54,7 +54,7 @@ def test_steps_in_a_row_are_one_stretch() -> None:
 
 
 def test_the_first_and_the_last_spans_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timeline, "KEPT", 5)
+    monkeypatch.setattr(timeline, "MAX_SPANS", 5)
     record = Timeline(0)
     told = []
     for step in range(1, 21):

@@ -55,7 +55,7 @@ def join(
     from isles.training.elastic.connect import as_arguments
 
     end_in_order()
-    parsed = token_option(token)
+    parsed = read_token(token)
     if workers < 1:
         raise ValueError(f"--workers {workers}: choose 1 or more")
     refuse_too_many(workers, "--workers", "start fewer")
@@ -73,15 +73,15 @@ def join(
 def own(data: str | None, device: str | None, assignments: list[str] | None) -> Tables:
     """What --data, --device and --set say of this machine. ValueError where it is not its to say, or no such GPU."""
     from isles.models import ModelConfig, choose_device
-    from isles.training.config.reading import words
+    from isles.training.config.reading import merged_tables
     from isles.training.elastic.connect import with_own
 
-    said = with_own({}, words(None, {"data.path": data, "model.device": device}, assignments or []))
+    said = with_own({}, merged_tables(None, {"data.path": data, "model.device": device}, assignments or []))
     choose_device(ModelConfig(device=said.get("model", {}).get("device", "auto")))
     return said
 
 
-def token_option(token: str | None) -> Token:
+def read_token(token: str | None) -> Token:
     """What --token says, or ISLES_TOKEN. ValueError where there is none."""
     from isles.comm.credentials import parse_token
 

@@ -103,7 +103,7 @@ def _keep(config: Config, run: Path, stand: Stand) -> None:
                 if not keeper.stopping.is_set():
                     started.append(_start(config, kind.joins_with, address, run, number))
 
-        kind = kind_of(config.pipeline).keeper
+        kind = kind_of(config.pipeline).lighthouse_server
         keeper = kind(config, run, written(stand.host, stand.port), told, progress.line, progress.notice)
         progress.members = keeper.members
         stack.callback(lambda: _end(started, at_once=keeper.stopping.is_set()))

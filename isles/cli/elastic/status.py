@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from isles.cli.elastic.join import RunToken, token_option
+from isles.cli.elastic.join import RunToken, read_token
 from isles.cli.terminal import end_in_order
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ def status(
     from isles.report.panels import Table
 
     end_in_order()
-    now = run_status(address, token_option(token))
+    now = run_status(address, read_token(token))
     heads, rows, names = _replicas(now) if isinstance(now, RunStatus) else _swarm(now)
     print_table(Table(heads=heads, rows=rows, names=names))
     if now.paths:

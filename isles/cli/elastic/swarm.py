@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from isles.cli.elastic.join import OwnData, OwnRelay, OwnSettings, RunToken, notify, own, place, places, token_option
+from isles.cli.elastic.join import OwnData, OwnRelay, OwnSettings, RunToken, own, place, places, read_token, tell
 from isles.cli.terminal import OwnDevice, end_in_order
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def peer(
     step under way.
     """
     end_in_order()
-    parsed = token_option(token)
+    parsed = read_token(token)
     described = None if node is None else _described(node)
     there = places(listen, 1, relay)[0]
     if stage is not None and stage < 0:

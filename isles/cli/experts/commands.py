@@ -63,8 +63,8 @@ def _system(system: str, what: str) -> None:
                 results = opened_system.evaluate(progress) if done else None
         except KeyboardInterrupt:
             again = ["isles", "experts", system, *([config] if config else []), *(["--quick"] if quick else [])]
-            again += [part for word in set_ or [] for part in ("--set", word)]
-            again += [part for word in job or [] for part in ("--job", word)]
+            again += [part for text in set_ or [] for part in ("--set", text)]
+            again += [part for text in job or [] for part in ("--job", text)]
             again += ["--at-once", str(at_once)] if at_once > 1 else []
             print(f"isles: stopped; go on with: {shlex.join([*again, '--out', str(out)])}", file=sys.stderr)
             raise typer.Exit(130) from None
@@ -105,15 +105,15 @@ def evaluate(
     from isles.cli.experts.show import print_forest, print_results
     from isles.experts.ensemble import Joining
     from isles.experts.planning import SYSTEMS, opened
-    from isles.experts.reading import kept
+    from isles.experts.reading import read_saved
 
     joining = Joining(prior=prior, top=top_experts, prefix=prefix, route=route)  # type: ignore[arg-type]
     if trust:
-        _take_word(path)
+        _trust(path)
     if path.is_dir():
         if data is not None or joining != Joining():
             raise ValueError(f"options judge one forest: name a file of {path}/seed-N/forests, or leave them out")
-        system = opened(kept(path, {name: own for name, (own, _) in SYSTEMS.items()}), path)
+        system = opened(read_saved(path, {name: own for name, (own, _) in SYSTEMS.items()}), path)
         undone = [name for name, (_, state) in system.jobs().items() if state != "done"]
         if undone:
             raise ValueError(
@@ -151,7 +151,7 @@ def generate(
 
     joining = Joining(prior=prior, top=top_experts, prefix=prefix, route=route)  # type: ignore[arg-type]
     if trust:
-        _take_word(forest)
+        _trust(forest)
     speaker = Speaker(forest, joining, data)
     for text in prompt:
         voice = speaker.voice(text)
@@ -172,7 +172,7 @@ def forest(
     from isles.experts.forest import Served, forest_of
 
     if trust:
-        _take_word(*runs)
+        _trust(*runs)
     made = forest_of(runs)
     Served.load(made.experts)  # one tokenizer, and models that can be read
     if out.exists():
@@ -194,13 +194,13 @@ def average(
 
     from isles.experts.averages import shares_on, write_average
     from isles.experts.forest import Forest, Served
-    from isles.experts.routing.routing import given
+    from isles.experts.routing.routing import parse_prior
 
     if trust:
-        _take_word(forest)
+        _trust(forest)
     served = Served.load(Forest.load(forest).experts)
     if shares is not None and data is None:
-        found = given(shares, len(served)).exp().tolist()
+        found = parse_prior(shares, len(served)).exp().tolist()
     elif data is not None and shares is None:
         found = shares_on(served, replace(served.runs[0].config.data, path=data))
     else:
@@ -248,13 +248,13 @@ def _progress() -> Any:
     return Shown()
 
 
-def _take_word(*paths: Path) -> None:
+def _trust(*paths: Path) -> None:
     """What the runs of a forest, of a directory of experts, or these runs themselves name is imported from now on."""
     from isles.experts.forest import Forest
-    from isles.training.config.trust import take_word
+    from isles.training.config.trust import trust_runs
 
     for path in paths:
         if path.is_dir():
-            take_word(config.parent for config in path.rglob("config.toml"))
+            trust_runs(config.parent for config in path.rglob("config.toml"))
         else:
-            take_word(member.run for member in Forest.load(path).experts)
+            trust_runs(member.run for member in Forest.load(path).experts)

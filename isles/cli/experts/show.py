@@ -51,13 +51,13 @@ class Shown(JobProgress):
             self.bars.stop()
         elif self.bars.console.is_terminal:  # the display holds those that are under way
             self.bars.remove_task(run.task)
-            self._say(f"{name}  done")
+            self._print(f"{name}  done")
 
     @override
     def notice(self, text: str) -> None:
-        self._say(f"note: {text}")
+        self._print(f"note: {text}")
 
-    def _say(self, text: str) -> None:
+    def _print(self, text: str) -> None:
         self.bars.console.print(text, highlight=False, markup=False, emoji=False, soft_wrap=True)
 
 

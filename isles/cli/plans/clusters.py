@@ -140,8 +140,8 @@ def _show(nodes: Sequence[ClusterNode], load: ModelLoad, made: Sequence[NodeClus
     heads = ["node", "rank", "cluster", "stage", "blocks from", "a microbatch", "memory"]
     rows = []
     for row in _rows(nodes, made):
-        places = [str(row[key]) for key in ("rank", "cluster", "stage", "first_block")]
-        rows.append([row["node"], *places, format_seconds(row["seconds"]), f"{100 * row['memory']:.3g} %"])
+        cells_before = [str(row[key]) for key in ("rank", "cluster", "stage", "first_block")]
+        rows.append([row["node"], *cells_before, format_seconds(row["seconds"]), f"{100 * row['memory']:.3g} %"])
     print_table(Table(heads=heads, rows=rows, names=1))
     slowest, fastest = max(one.seconds for one in made), min(one.seconds for one in made)
     if not any(cluster.split.cuts for cluster in made):

@@ -20,8 +20,8 @@ def check(
     from isles.network.routing.problem import lower_bounds
     from isles.network.routing.speeds import fingerprint
 
-    read, said = read_unchecked(plan)
-    wrong = complaints(read, said)
+    read, stated = read_unchecked(plan)
+    wrong = complaints(read, stated)
     for line in wrong[:-1]:
         print(f"isles: {plan}: {line}", file=sys.stderr)
     if wrong:
@@ -31,7 +31,7 @@ def check(
         network.check(read.problem.nodes)
         read.refuse(links=fingerprint(network, read.problem.nodes))
     bound = max(lower_bounds(read.problem).values())
-    print(f"{plan}: legal; a step takes {said:.6g} s, no plan for it less than {bound:.6g} s")
+    print(f"{plan}: legal; a step takes {stated:.6g} s, no plan for it less than {bound:.6g} s")
 
 
 def replan(

@@ -64,28 +64,28 @@ def plan_memory(
     if method is None and tables.get("memory", {}).get("method", "none") == "none":
         flags["memory.method"] = "auto"
     tables = gather(config, flags | _cut(tables, stages), set_ or [])
-    asked = resolve(tables)
-    refusals(asked)
-    if asked.pipeline.stages > 1:
+    question = resolve(tables)
+    refusals(question)
+    if question.pipeline.stages > 1:
         if compare or trace is not None:
             raise ValueError(
                 f"{'--compare' if compare else '--trace'} is of a whole model's plan, and this one is cut into "
-                f"{asked.pipeline.stages} stages: leave it out, or pipeline.stages"
+                f"{question.pipeline.stages} stages: leave it out, or pipeline.stages"
             )
-        _print_stages(asked, as_json=as_json)
+        _print_stages(question, as_json=as_json)
         return
     with _quiet():
-        here = machine_of(asked)
-        made = profile_of(asked)
-        found = planned(asked, made, here)
-        others = _others(asked, made, here) if compare else {}
+        here = machine_of(question)
+        made = profile_of(question)
+        found = planned(question, made, here)
+        others = _others(question, made, here) if compare else {}
     if trace is not None:
         _write_trace(trace, found, made, here)
     if as_json:
         print(found.to_json())
         return
     print("\n".join(_head(found, made, here)))
-    if sharded_over(asked) is not None:
+    if sharded_over(question) is not None:
         print("note     a step takes longer by what fsdp's messages take, which no plan of memory knows")
     print()
     _table(found, made)
@@ -111,7 +111,7 @@ def _cut(tables: dict[str, dict[str, Any]], stages: int | None) -> dict[str, Any
     return {"pipeline.stages": stages, "pipeline.loss_at": loss_at, "world.workers": -(-workers // stages) * stages}
 
 
-def _print_stages(asked: Config, *, as_json: bool) -> None:
+def _print_stages(question: Config, *, as_json: bool) -> None:
     """A row a stage: whether the machine can host it, and by which plan."""
     from isles.cli.terminal import print_table
     from isles.memory.plan import InfeasibleBudget
@@ -119,13 +119,13 @@ def _print_stages(asked: Config, *, as_json: bool) -> None:
     from isles.report.units import format_bytes, format_count, format_seconds
     from isles.training.memory.plans import machine_of, planned, profile_of
 
-    here, rows, plans, hosted = machine_of(asked), [], [], []
-    for stage in range(asked.pipeline.stages):
+    here, rows, plans, hosted = machine_of(question), [], [], []
+    for stage in range(question.pipeline.stages):
         with _quiet():
-            made = profile_of(asked, stage)
+            made = profile_of(question, stage)
             found: MemoryPlan | InfeasibleBudget
             try:
-                found = planned(asked, made, here)
+                found = planned(question, made, here)
             except InfeasibleBudget as error:
                 found = error
         size = f"{len(made.units)} blocks, {format_count(made.params)}"
@@ -141,7 +141,7 @@ def _print_stages(asked: Config, *, as_json: bool) -> None:
         print(json.dumps(plans))
         return
     print(
-        f"{made.model.partition(',')[0]} in {asked.pipeline.stages} stages, {asked.pipeline.microbatches} microbatches"
+        f"{made.model.partition(',')[0]} in {question.pipeline.stages} stages, {question.pipeline.microbatches} microbatches"
     )
     which = ", ".join(map(str, hosted)) if hosted else "none"
     print(f"a worker like {here.name} ({format_bytes(here.device_bytes)}) can host stages: {which}", end="\n\n")
@@ -153,16 +153,16 @@ def _print_stages(asked: Config, *, as_json: bool) -> None:
 def _quiet() -> Iterator[None]:
     """HiGHS prints lines of its own to the process's output: to stderr with them, so that JSON stays JSON."""
     sys.stdout.flush()
-    kept = os.dup(1)
+    stdout_copy = os.dup(1)
     os.dup2(2, 1)
     try:
         yield
     finally:
-        os.dup2(kept, 1)
-        os.close(kept)
+        os.dup2(stdout_copy, 1)
+        os.close(stdout_copy)
 
 
-def _others(asked: Any, made: Profile, here: Machine) -> dict[str, MemoryPlan | None]:
+def _others(question: Any, made: Profile, here: Machine) -> dict[str, MemoryPlan | None]:
     from isles.memory.config import MemoryConfig
     from isles.memory.plan import InfeasibleBudget
     from isles.memory.search import METHODS
@@ -170,9 +170,9 @@ def _others(asked: Any, made: Profile, here: Machine) -> dict[str, MemoryPlan | 
 
     found: dict[str, MemoryPlan | None] = {}
     for name in METHODS:
-        memory = replace(asked.memory, method=name, plan="")
+        memory = replace(question.memory, method=name, plan="")
         usual = {key: getattr(MemoryConfig, key) for key in idle_keys(memory)}
-        other = replace(asked, memory=replace(memory, **usual))
+        other = replace(question, memory=replace(memory, **usual))
         try:
             refusals(other)
         except ValueError:
@@ -206,7 +206,7 @@ def _table(plan: MemoryPlan, made: Profile) -> None:
     from isles.report.panels import Table
     from isles.report.units import format_bytes
 
-    columns = {"device": "stays", "kept": "activations", "up": "up a step", "down": "down a step", "host": "host"}
+    columns = {"device": "stays", "saved": "activations", "up": "up a step", "down": "down a step", "host": "host"}
     if plan.disk_bytes:
         columns |= {"read": "read a step", "written": "written", "disk": "disk"}
     rows: list[tuple[str, ...]] = []
@@ -214,7 +214,7 @@ def _table(plan: MemoryPlan, made: Profile) -> None:
         row, *others = alike
         name = f"{row['unit']} .. {others[-1]['unit'].rpartition('.')[2]}" if others else row["unit"]
         sizes = (format_bytes(row[key]) for key in columns)
-        rows.append((name, f"{row['place']}{row['activations']}", row["why"], *sizes))
+        rows.append((name, f"{row['tier']}{row['activations']}", row["why"], *sizes))
     heads = ("unit", "plan", "what", *columns.values())
     print_table(Table(heads=heads, rows=rows, names=3))
 

@@ -85,7 +85,7 @@ def config_of(plan: MethodPlan, network: str) -> str:
 
     from isles.models.sizes import parameters
 
-    config, question = plan.config, plan.asked
+    config, question = plan.config, plan.question
     decoder = question.model.shape()
     settings = {key: value for key, value in plan.candidate.replicas.items() if key != "method"}
     settings |= {"sync_every": plan.every} if hasattr(config.replicas, "sync_every") else {}

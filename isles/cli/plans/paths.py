@@ -58,19 +58,19 @@ def plan_paths(
 
     check_out(out)
     seconds = search_seconds(budget)
-    held, waves = _product("--microbatches", microbatches)
+    in_memory, waves = _product("--microbatches", microbatches)
     messages, overhead = message_sizes(message, boundary, boundary_codec)
     network, multiples = named(links), _costs(costs)
-    sizes, given = _stages(stages)
+    sizes, named = _stages(stages)
     times = forward_seconds(sum(sizes), task)
     delays = delays_of(network, len(times), messages.forward, overhead)
-    members = given or assign(sizes, delays, times, seed=seed, seconds=0.3 * seconds)
+    nodes_by_stage = named or assign(sizes, delays, times, seed=seed, seconds=0.3 * seconds)
     problem = Problem(
-        stages=members,
+        stages=nodes_by_stage,
         delays=delays,
         forward=times,
-        path_length=_length(path_length, stages=len(members)),
-        memory=held,
+        path_length=_length(path_length, stages=len(nodes_by_stage)),
+        memory=in_memory,
         waves=waves,
         costs=multiples,
     )
@@ -156,18 +156,18 @@ def _costs(text: str) -> Costs:
 
 
 def _product(option: str, text: str) -> tuple[int, int]:
-    held, _, waves = text.partition("x")
-    if not (held.strip().isdigit() and waves.strip().isdigit() and int(held) and int(waves)):
+    in_memory, _, waves = text.partition("x")
+    if not (in_memory.strip().isdigit() and waves.strip().isdigit() and int(in_memory) and int(waves)):
         raise ValueError(f"{option} {text}: write how many a node holds x waves of them, such as 3x2")
-    return int(held), int(waves)
+    return int(in_memory), int(waves)
 
 
-def _stages(words: str) -> tuple[list[int], Stages | None]:
+def _stages(parts: str) -> tuple[list[int], Stages | None]:
     """(nodes of each stage, which they are where that is said)."""
-    if "/" not in words:
-        return _numbers("--stages", words, 1), None
-    given = tuple(tuple(_numbers("--stages", part, 0)) for part in words.split("/"))
-    return [len(part) for part in given], given
+    if "/" not in parts:
+        return _numbers("--stages", parts, 1), None
+    named = tuple(tuple(_numbers("--stages", part, 0)) for part in parts.split("/"))
+    return [len(part) for part in named], named
 
 
 def _length(text: str | None, *, stages: int) -> int:
@@ -195,7 +195,7 @@ def _cuts(text: str, stages: int) -> tuple[int, ...]:
 
 def _numbers(option: str, text: str, least: int) -> list[int]:
     try:
-        numbers = [int(word) for word in text.split(",")]
+        numbers = [int(part) for part in text.split(",")]
     except ValueError:
         numbers = []
     if not numbers or min(numbers) < least:

@@ -102,7 +102,7 @@ def question_of(
         here = with_gpu(name)
         seconds = step_seconds(here, share, known.parameters, each_step / count)
     assert seconds is not None
-    network, words = _network(links)
+    network, parts = _network(links)
     near = PlanQuestion.near
     if inner_bandwidth is not None:
         near = f"{parse_rate('--inner-bandwidth', inner_bandwidth) / 1e6:.9g}Mbit/s, 0ms"
@@ -119,7 +119,7 @@ def question_of(
         price_gb=price_gb,
         price_hour=price_hour,
     )
-    return question, words
+    return question, parts
 
 
 def _as_fast(model: ModelConfig, here: Machine | None) -> ModelConfig:
@@ -149,10 +149,10 @@ def _known(text: str) -> _Known:
         made = ModelConfig(size=text)
         return _Known(model=made, parameters=parameters(made.shape()))
     wanted = parse_count("MODEL", count.strip())
-    words = layers.split()
-    if comma and not (words and words[0].isdigit() and words[1:] in ([], ["layers"], ["layer"])):
+    parts = layers.split()
+    if comma and not (parts and parts[0].isdigit() and parts[1:] in ([], ["layers"], ["layer"])):
         raise ValueError(f"MODEL {text}: write a number of layers behind the comma, such as '1.3B, 24 layers'")
-    deep = int(words[0]) if words else max(1, round((wanted / _SHAPE) ** (1 / 3)))
+    deep = int(parts[0]) if parts else max(1, round((wanted / _SHAPE) ** (1 / 3)))
     return _Known(model=decoder_of(wanted, deep), parameters=wanted)
 
 
@@ -211,7 +211,7 @@ def _network(links: str) -> tuple[str, str]:
     """As `world.virtual.links` takes it, and in words."""
     if not links.startswith(_PROBE):
         return links, links
-    from isles.cli.doctor import rates_in_words
+    from isles.cli.doctor import format_rates
     from isles.comm.sockets.addresses import parse_address
     from isles.comm.sockets.connection import LinkLost
     from isles.launch import probe
@@ -223,5 +223,5 @@ def _network(links: str) -> tuple[str, str]:
     except LinkLost as error:
         raise LinkLost(f"--links {links}: {error}") from error
     rate, latency = min(found.rate_out, found.rate_back), found.round_trip / 2
-    words = f"measured to {host}: {rates_in_words(found)}, {format_seconds(latency)} one way"
-    return f"{rate / 1e6:.9g}Mbit/s, {1e3 * latency:.9g}ms", words
+    parts = f"measured to {host}: {format_rates(found)}, {format_seconds(latency)} one way"
+    return f"{rate / 1e6:.9g}Mbit/s, {1e3 * latency:.9g}ms", parts

@@ -52,7 +52,7 @@ def plan_splits(
     name, between = keys("--method", "method", method)
     kind, crosses = keys("--boundary", "kind", boundary)
     numbers = stages.split(",")
-    if stages != "auto" and not all(word.strip().isdigit() and int(word) for word in numbers):
+    if stages != "auto" and not all(part.strip().isdigit() and int(part) for part in numbers):
         raise ValueError(f'--stages {stages}: write "auto", or numbers with commas between, such as 2,4,8')
     question, network = questions.question_of(model, gpu, workers, links, tokens, step_tokens)
     asked = splits.SplitsQuestion(
@@ -65,7 +65,7 @@ def plan_splits(
         boundary=({} if kind is None else {"kind": kind}) | crosses,
     )
     found = splits.splits(
-        question.workers, question.model.shape().layers, None if stages == "auto" else [int(word) for word in numbers]
+        question.workers, question.model.shape().layers, None if stages == "auto" else [int(part) for part in numbers]
     )
     with alone():
         show(splits_sheet(asked, splits.plan_splits(asked, found), network), json, out)
@@ -77,7 +77,7 @@ def keys(option: str, first: str, text: str) -> tuple[str | None, dict[str, Any]
 
     name, found = None, {}
     for number, part in enumerate(text.split(",")):
-        key, equals, value = (word.strip() for word in part.partition("="))
+        key, equals, value = (text.strip() for text in part.partition("="))
         if equals:
             found[key] = parse_value(value)
         elif number:

@@ -60,7 +60,7 @@ def quick() -> dict[str, Any]:
     """--quick, under the other options: a model of no use, in seconds."""
     from isles.base.tables import parse_value
 
-    return {key: parse_value(value) for key, value in (word.split("=") for word in _QUICK.split())}
+    return {key: parse_value(value) for key, value in (part.split("=") for part in _QUICK.split())}
 
 
 def names(text: str, option: str) -> list[str]:
@@ -73,11 +73,11 @@ def names(text: str, option: str) -> list[str]:
 
 def rows_of(methods: str) -> list[ComparisonRow]:
     """The rows that --methods names."""
-    words = [word.split("@") for word in names(methods, "--methods")]
-    return [ComparisonRow(name, tuple(settings)) for name, *settings in words]
+    parts = [part.split("@") for part in names(methods, "--methods")]
+    return [ComparisonRow(name, tuple(settings)) for name, *settings in parts]
 
 
-class ForAllRows(NamedTuple):
+class SharedSettings(NamedTuple):
     """What a user says of every row: CONFIG.toml, the settings of options, and --set."""
 
     config: str | None
@@ -85,33 +85,35 @@ class ForAllRows(NamedTuple):
     assignments: Sequence[str]
 
 
-def read_all(said: ForAllRows, rows: Sequence[ComparisonRow], seeds: Sequence[int], tuned: Tuned = None) -> Configs:
+def read_all(
+    shared: SharedSettings, rows: Sequence[ComparisonRow], seeds: Sequence[int], tuned: Tuned = None
+) -> Configs:
     """All configurations, before the first is run: a slip in the last should not cost the hours of the others; over
     what was `tuned`, for as many tokens.
     """
     from isles.training.config.reading import read_config
 
-    config, flags, assignments = said
+    config, flags, assignments = shared
     outside = [row.name for row in rows if ":" in row.name]
 
     def read(row: ComparisonRow, seed: int) -> Config:
-        own, words = {**flags, "replicas.method": row.name, "run.seed": seed}, [*assignments, *row.settings]
-        base = read_config(config, own, words, shared=True, beside=outside)
+        own, settings = {**flags, "replicas.method": row.name, "run.seed": seed}, [*assignments, *row.settings]
+        base = read_config(config, own, settings, shared=True, beside=outside)
         if tuned is None or row.name not in tuned:
             return base
         below = [f"{key}={value}" for key, value in tuned[row.name].items()]
-        return at_equal("tokens", read_config(config, own, [*below, *words], shared=True, beside=outside), base)
+        return at_equal("tokens", read_config(config, own, [*below, *settings], shared=True, beside=outside), base)
 
     return {(row.label, seed): read(row, seed) for row in rows for seed in seeds}
 
 
-def swept(said: ForAllRows, rows: Sequence[ComparisonRow], sweep: str) -> list[ComparisonRow]:
+def swept(shared: SharedSettings, rows: Sequence[ComparisonRow], sweep: str) -> list[ComparisonRow]:
     """Each row once for every value of --sweep KEY=A,B,C; one whose method does not have the key stays as it is."""
     key, equals, text = sweep.partition("=")
     if not equals or "." not in key:
         raise ValueError(f"--sweep {sweep}: write --sweep section.key=A,B,C")
     values, found, name = names(text, f"--sweep {key}"), list[ComparisonRow](), key.partition(".")[2]
-    read = read_all(said, rows, [0])
+    read = read_all(shared, rows, [0])
     for row in rows:
         one = read[row.label, 0]
         has = not key.startswith("replicas.") or hasattr(one.replicas, name)
@@ -124,18 +126,21 @@ def swept(said: ForAllRows, rows: Sequence[ComparisonRow], sweep: str) -> list[C
     return found
 
 
-def read_beside(said: ForAllRows, rows: Sequence[ComparisonRow], seeds: Sequence[int], tuned: Tuned = None) -> Configs:
+def read_beside(
+    shared: SharedSettings, rows: Sequence[ComparisonRow], seeds: Sequence[int], tuned: Tuned = None
+) -> Configs:
     """`read_all`, and beside them the rows that all are held against; a note where one cannot be."""
     from isles.base.tables import changed
 
-    configs = read_all(said, rows, seeds, tuned)
-    calm = said._replace(assignments=[*said.assignments, "world.drop_outer=0"])  # nothing is exchanged to be dropped
+    configs = read_all(shared, rows, seeds, tuned)
+    # Where nothing is exchanged nothing can be dropped.
+    calm = shared._replace(assignments=[*shared.assignments, "world.drop_outer=0"])
     try:
         never = read_all(calm, [ComparisonRow(NEVER)], seeds)
         alone = {(ALONE, seed): one_worker(one) for (_, seed), one in never.items()}
         if tuned is not None:
             never = read_all(calm, [ComparisonRow(NEVER)], seeds, tuned)
-            alone = {place: at_equal("tokens", changed(one, tuned.get(ALONE, {})), one) for place, one in alone.items()}
+            alone = {key: at_equal("tokens", changed(one, tuned.get(ALONE, {})), one) for key, one in alone.items()}
         return {**configs, **never, **alone}
     except ValueError as error:
         print(f"note: no rows of workers that never talk, and of one worker: {error}", file=sys.stderr)
@@ -159,7 +164,7 @@ def of_runs(folders: Sequence[Path], out: Path, as_: str | None, over: Sequence[
     """Finished runs by label, as compare.json in `out` holds them: runs that differ in the seed alone are one row. A
     note where they are not at equal terms. as_: what they are priced as, over their own links or each of these.
     """
-    from isles.plan.priced import priced
+    from isles.plan.prices import priced
     from isles.report.rundir import read_run
     from isles.training.config.reading import read_config
 
@@ -175,8 +180,8 @@ def of_runs(folders: Sequence[Path], out: Path, as_: str | None, over: Sequence[
             raise ValueError(f"{folder}: workers come and go in it, so it hangs on time, which --as does not price")
         for links in over or [terms.get("world.virtual.links")]:
             price = {} if as_ is None else priced(read_config(str(folder / "config.toml"), {}, []), as_, links)
-            place = {**terms, "world.virtual.links": links}
-            rows.setdefault(repr(sorted(place.items())), []).append(({**summary, **price}, place))
+            setting = {**terms, "world.virtual.links": links}
+            rows.setdefault(repr(sorted(setting.items())), []).append(({**summary, **price}, setting))
     found: dict[str, list[dict[str, Any]]] = {}
     for group in rows.values():
         summaries, terms = [summary for summary, _ in group], group[0][1]
@@ -246,12 +251,12 @@ def tuned_in(folder: Path, rows: Mapping[str, Config]) -> dict[str, Mapping[str,
     """
     found: dict[str, Mapping[str, Any]] = {}
     for name, config in rows.items():
-        place = folder / name.replace(":", ".")
-        study = read_tuning(place) if (place / TUNED).is_file() else {"trials": []}
+        path = folder / name.replace(":", ".")
+        study = read_tuning(path) if (path / TUNED).is_file() else {"trials": []}
         if best := complete(study):
             found[name] = best[0]["settings"]
             if parse_toml(study["config"]).get("model") != parse_toml(to_toml(config))["model"]:
-                print(f"note: {place} was tuned on another model", file=sys.stderr)
+                print(f"note: {path} was tuned on another model", file=sys.stderr)
     if not found:
         raise ValueError(f"--tuned {folder}: holds no finished search in {', '.join(rows)}; make one with isles tune")
     if missing := [name for name in rows if name not in found]:

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from isles.training.config.sections import Config
     from isles.training.records.summary import SummaryTable
 
-OnLine, OnNotice = Callable[[dict[str, Any]], None], Callable[[str], None]
-Start = Callable[["Config", Path, OnLine, OnNotice], "SummaryTable"]
+OnMetrics, OnNotice = Callable[[dict[str, Any]], None], Callable[[str], None]
+Start = Callable[["Config", Path, OnMetrics, OnNotice], "SummaryTable"]
 """As `isles.running.run.launch`."""
 
 
@@ -34,9 +34,9 @@ def run_all(
     start: in the place of `launch`.
     """
     from isles.cli.progress import Progress
-    from isles.cli.train import tell_device
+    from isles.cli.train import report_device
     from isles.launch.workers import refuse_too_many
-    from isles.plan.priced import priced
+    from isles.plan.prices import priced
     from isles.plan.run_plan import refuse
     from isles.report import write_report
     from isles.report.comparison import run_folder
@@ -55,7 +55,7 @@ def run_all(
             priced(one, one.run.priced_as)  # refuses, too
     begin = start or launch
     out = new_folder(out, verb)
-    tell_device(next(iter(configs.values())))  # as all others
+    report_device(next(iter(configs.values())))  # as all others
     summaries: dict[str, list[dict[str, Any]]] = {name: [] for name, _ in configs}
     labels, folder, begun = list(summaries), out, time.monotonic()
     work = {place: one.run.steps * one.world.workers for place, one in configs.items()}  # about as long each
@@ -112,7 +112,7 @@ def show(out: Path, summaries: dict[str, list[dict[str, Any]]]) -> None:
 def seeds_of(text: str) -> list[int]:
     """The numbers of --seeds."""
     found = names(text, "--seeds")
-    for word in found:
-        if not word.isdigit():
-            raise ValueError(f"--seeds: {word!r} is no seed; write whole numbers such as 0,1,2")
-    return [int(word) for word in found]
+    for part in found:
+        if not part.isdigit():
+            raise ValueError(f"--seeds: {part!r} is no seed; write whole numbers such as 0,1,2")
+    return [int(part) for part in found]

@@ -27,7 +27,7 @@ from isles.base.tables import changed
 from isles.cli.several.rows import at_equal
 from isles.network.noise import hash64
 from isles.replicas.search_space import Dimension, settings_of
-from isles.report.comparison import judged
+from isles.report.comparison import validation_loss_of
 from isles.report.tuning import TUNED, complete, read_tuning
 from isles.training.config.reading import to_toml
 from isles.training.config.sections import Config
@@ -110,12 +110,12 @@ class Study:
         for key, value in self._terms.items():
             if before.get(key, value) != value:
                 raise ValueError(f"--out {out}: holds a search with another {key}; name another directory")
-        with self._turn():
+        with self._exclusive():
             storage = JournalStorage(JournalFileBackend(str(out / "study.log")))
             self.study = optuna.create_study(storage=storage, study_name="isles", load_if_exists=True)
 
     @contextlib.contextmanager
-    def _turn(self) -> Iterator[None]:
+    def _exclusive(self) -> Iterator[None]:
         with (self.out / "owners" / "turn").open("a") as handle:
             fcntl.flock(handle, fcntl.LOCK_EX)
             yield
@@ -133,7 +133,7 @@ class Study:
 
     def _ask(self, owner: str) -> optuna.Trial | None:
         """The next trial; None where all are there."""
-        with self._turn():
+        with self._exclusive():
             for trial in self.study.trials:
                 if not trial.state.is_finished() and not self._lives(trial.user_attrs.get("owner", "")):
                     self.study.tell(trial.number, state=self._states.FAIL)
@@ -158,7 +158,7 @@ class Study:
     def _settings(self, trial: optuna.Trial, index: int) -> dict[str, Any]:
         if index < self.terms.first:
             return settings_of({one.name: _suggested(trial, one) for one in self.terms.inner})
-        before = [one for one in complete(self.told()) if one["index"] < self.terms.first]
+        before = [one for one in complete(self.record()) if one["index"] < self.terms.first]
         inner = before[0]["settings"] if before else settings_of({one.name: one.start for one in self.terms.inner})
         near = Dimension.around("inner.lr / best", 1.0, _NEAR)  # a method's own rates move the best inner one
         own = settings_of({one.name: _suggested(trial, one) for one in self.terms.own})
@@ -198,7 +198,7 @@ class Study:
             config = self.terms.run(trial.user_attrs["settings"])
             trial.set_user_attr("of", config.run.steps)
             shutil.rmtree(folder, ignore_errors=True)
-            final = judged(train(index, config, folder, look))
+            final = validation_loss_of(train(index, config, folder, look))
             steps = config.run.steps
             if final is None:
                 raise ValueError("data.validation_fraction = 0: there is no validation loss to tune by")
@@ -213,7 +213,7 @@ class Study:
             self.study.tell(trial, final)
         else:
             self.study.tell(trial, state=self._states.PRUNED)
-        with self._turn():
+        with self._exclusive():
             self._write()
 
     def _is_behind(self, loss: float, rung: int) -> bool:
@@ -226,7 +226,7 @@ class Study:
         best = losses[: len(losses) // _FACTOR] or losses[:1]
         return loss > (max(best[-1], losses[:2][-1]) if rung == _RUNGS[0] else max(best[-1], _TIE * losses[0]))
 
-    def told(self) -> dict[str, Any]:
+    def record(self) -> dict[str, Any]:
         """Terms and trials as tune.json has them."""
         trials = [
             {"steps": 0, "of": 0, "settings": {}, **one.user_attrs, "loss": one.value, "params": one.params}
@@ -248,9 +248,9 @@ class Study:
         return found
 
     def _write(self) -> None:
-        told = self.told()
-        write_text(self.out / TUNED, as_json(told, indent=1) + "\n")
-        if best := complete(told):
+        record = self.record()
+        write_text(self.out / TUNED, as_json(record, indent=1) + "\n")
+        if best := complete(record):
             run, base = self.terms.run(best[0]["settings"]), self.terms.config.run
             run = replace(run, run=replace(base, steps=run.run.steps, tokens=0))
             head = f"# The best of isles tune --method {run.method} --at {self.terms.at}: trial {best[0]['index']}\n"

@@ -65,7 +65,7 @@ def own_address(host: str, option: str) -> str:
     return str(address)
 
 
-def listening_address(text: str) -> tuple[str, int]:
+def listen_address(text: str) -> tuple[str, int]:
     """What --listen names: PORT, at the address under which this machine speaks to others, or HOST:PORT."""
     if ":" in text:
         return parse_address(text, "--listen")

@@ -109,7 +109,7 @@ class HdeeConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cell:
+class RunGroup:
     """One variant. ffn, steps: by difficulty. ratio: its training FLOPs over three medium experts'."""
 
     variant: str
@@ -118,7 +118,7 @@ class Cell:
     ratio: float
 
 
-def cell(own: HdeeConfig, base: Config, variant: str) -> Cell:
+def run_group(own: HdeeConfig, base: Config, variant: str) -> RunGroup:
     """The sizes and steps of a variant. ValueError where its budget does not balance, or [model] says another size."""
     if base.model.ffn not in (None, own.ffn[1]):
         raise ValueError(
@@ -135,7 +135,7 @@ def cell(own: HdeeConfig, base: Config, variant: str) -> Cell:
         steps = (few, steps[1], max(1, round(left / costs[2] * steps[2])))
     shares: dict[str, Share] = {d: Share(_shape(base, f), t) for d, f, t in zip(TRAINED, ffn, steps, strict=True)}
     ratio = check_budget(variant, shares, Share(_shape(base, own.ffn[1]), own.steps[1]), own.tolerance)
-    return Cell(variant=variant, ffn=ffn, steps=steps, ratio=ratio)
+    return RunGroup(variant=variant, ffn=ffn, steps=steps, ratio=ratio)
 
 
 def traffic(own: HdeeConfig, base: Config) -> ExpertTraffic:
@@ -168,7 +168,7 @@ def plan(own: HdeeConfig, base: Config, domains: list[Domain], seed: int, folder
     """The runs of one seed below `folder`; shared runs come once. ValueError: a budget that does not balance, or too
     few domains of a difficulty.
     """
-    cells = [cell(own, base, variant) for variant in own.variants]
+    groups = [run_group(own, base, variant) for variant in own.variants]
     lessons = {difficulty: of_difficulty(domains, difficulty) for difficulty in TRAINED}
     for difficulty, found in lessons.items():
         if len(found) < own.iterations:
@@ -177,8 +177,8 @@ def plan(own: HdeeConfig, base: Config, domains: list[Domain], seed: int, folder
                 f"{len(found)}: add some as [domains.NAME], or lower it"
             )
     planner = _Planner(own, base, seed, folder)
-    seeds = {ffn: planner.seed(ffn) for ffn in dict.fromkeys([own.ffn[1], *(ffn for one in cells for ffn in one.ffn)])}
-    forests = {one.variant: planner.forests(one, lessons) for one in cells}
+    seeds = {ffn: planner.seed(ffn) for ffn in dict.fromkeys([own.ffn[1], *(ffn for one in groups for ffn in one.ffn)])}
+    forests = {one.variant: planner.forests(one, lessons) for one in groups}
     steps = own.steps[1] * own.iterations
     random = [planner.baseline("random", f"splits/{place}", steps, f"-{place}") for place in range(len(TRAINED))]
     dense = planner.baseline("dense", MIXTURE, steps * len(TRAINED))
@@ -200,7 +200,7 @@ class _Planner:
         config = configured(self.base, steps=self.own.seed_steps, path=path, model={"ffn": ffn}, run=self.run)
         return self._add(ExpertJob(name=f"seed-f{ffn}", config=config, role="seed"))
 
-    def forests(self, one: Cell, lessons: Mapping[Difficulty, list[Domain]]) -> list[tuple[str, ...]]:
+    def forests(self, one: RunGroup, lessons: Mapping[Difficulty, list[Domain]]) -> list[tuple[str, ...]]:
         """The experts of a variant: their names after each iteration, in the order of their difficulty."""
         made: list[tuple[str, ...]] = []
         before = tuple(f"seed-f{ffn}" for ffn in one.ffn)

@@ -34,7 +34,7 @@ from isles.data.corpus import rows_corpus
 from isles.experts import mixture
 from isles.experts.averages import averaged
 from isles.experts.domains import TRAINED, DomainPart, DomainText, of_difficulty, pooled, read_domains, store_rows
-from isles.experts.evaluation import WAYS, judge
+from isles.experts.evaluation import JOININGS, evaluate
 from isles.experts.forest import Forest, ForestMember, Served, score
 from isles.experts.hdee import hdee
 from isles.experts.hdee.hdee import HdeeConfig, HdeePlan
@@ -85,7 +85,7 @@ class Hdee(System[HdeeConfig]):
     def check(self) -> None:
         if self.own.prefix > self.context:
             raise ValueError(f"hdee.prefix = {self.own.prefix} is longer than model.context = {self.context}: lower it")
-        self.cells = {variant: hdee.cell(self.own, self.base, variant) for variant in self.own.variants}
+        self.groups = {variant: hdee.run_group(self.own, self.base, variant) for variant in self.own.variants}
         if self.asked.domains:  # the default ones are known to be enough, and may have to be written
             domains = read_domains(self.asked.domains, self.out / "domains", self.own.characters)
             hdee.plan(self.own, self.base, domains, 0, self.out)
@@ -115,26 +115,26 @@ class Hdee(System[HdeeConfig]):
 
     def prepare(self, folder: str, progress: JobProgress) -> None:
         """The mixture that the seeds and the dense baseline train on, and its random thirds."""
-        place = self.out / folder
-        seed = next(seed for seed in self.own.seeds if self.folder(seed) == place)
-        pool = pooled(self.trained, place / hdee.MIXTURE, seed, judged=self.own.sequences)
+        path = self.out / folder
+        seed = next(seed for seed in self.own.seeds if self.folder(seed) == path)
+        pool = pooled(self.trained, path / hdee.MIXTURE, seed, validation=self.own.sequences)
         for third in range(len(TRAINED)) if "random" in self.own.baselines else ():
             rows = pool.rows[third :: len(TRAINED)]  # they are in a random order already
-            corpus = rows_corpus(f"random third {third}", pool.corpus.tokenizer, rows, pool.held)
-            store_rows(corpus, place / "splits" / str(third))
+            corpus = rows_corpus(f"random third {third}", pool.corpus.tokenizer, rows, pool.validation)
+            store_rows(corpus, path / "splits" / str(third))
 
     def evaluate(self, progress: JobProgress) -> dict[str, Any]:
         """Judge every forest on every domain and write the forests and OUT/results.json."""
         records = []
         for seed in self.own.seeds:
-            progress.notice(f"judging the experts of seed {seed}")
-            records.append(self._judge_seed(seed))
+            progress.notice(f"evaluating the experts of seed {seed}")
+            records.append(self._evaluate_seed(seed))
         return self.write_results(
             records,
-            cells={name: vars(cell) for name, cell in self.cells.items()},
+            groups={name: vars(group) for name, group in self.groups.items()},
             flops=self._flops(),
             bytes=asdict(hdee.traffic(self.own, self.base)),
-            ways=WAYS,
+            ways=JOININGS,
             posterior_over_text=self._posterior_over_text(),
             sequences={name: len(text.held_rows("test", self.own.sequences)) for name, text in self.texts.items()},
         )
@@ -149,7 +149,7 @@ class Hdee(System[HdeeConfig]):
         ]
         return Forest(system="hdee", experts=tuple(members))
 
-    def _judge_seed(self, seed: int) -> dict[str, Any]:
+    def _evaluate_seed(self, seed: int) -> dict[str, Any]:
         folder, plan = self.folder(seed), self.plan(seed)
         scored = _SeedScores(folder, self.texts, self.own.sequences)
         seed_name = plan.seeds[self.own.ffn[1]]
@@ -158,19 +158,19 @@ class Hdee(System[HdeeConfig]):
         if plan.dense:
             record["dense"] = self._alone(scored, plan.dense)
         if plan.random:
-            record["random"] = {domain: scored.judged(plan.random, domain) for domain in self.texts}
+            record["random"] = {domain: scored.evaluated(plan.random, domain) for domain in self.texts}
         for variant in self.own.variants:
             record[variant] = {}
             for iteration in range(1, self.own.iterations + 1):
                 forest = self.forest(variant, seed, iteration)
                 forest.save(folder / "forests" / f"{variant}-r{iteration}.json")
                 names = tuple(member.name for member in forest.experts)
-                told = record[variant][f"r{iteration}"] = {
-                    domain: scored.judged(names, domain) for domain in self.texts
+                domains = record[variant][f"r{iteration}"] = {
+                    domain: scored.evaluated(names, domain) for domain in self.texts
                 }
-                for domain, found in told.items():
+                for domain, found in domains.items():
                     found["perplexity"]["ridge"] = self._by_ridge(gate, scored.of(names, domain, "test"), domain)
-                    found["with_seed"] = scored.judged((*names, seed_name), domain)["perplexity"]["posterior"]
+                    found["with_seed"] = scored.evaluated((*names, seed_name), domain)["perplexity"]["posterior"]
                     if variant.startswith("m-ho"):
                         found["parameter_average"] = self._by_average(scored, names, domain)
         return record
@@ -194,16 +194,16 @@ class Hdee(System[HdeeConfig]):
         """How the posterior of the first forest moves over one test sequence of each trained domain."""
         forest = self.forest(self.own.variants[0], self.own.seeds[0])
         served = Served.load(forest.experts)
-        told = {}
+        record = {}
         for text in self.trained:
             sequence = text.sequences("test", 1)
             believed = mixture.posterior(served.scores(sequence), mixture.uniform(len(served))).exp()
-            told[text.domain.name] = {
+            record[text.domain.name] = {
                 "experts": list(TRAINED),
                 "values": believed[:, 0].tolist(),
                 "text": served.tokenizer.decode(sequence[0].numpy()),
             }
-        return told
+        return record
 
     def _ridge(self, seed: SavedRun) -> RidgeGate:
         """A gate over the difficulties, by the embeddings of the seed model and the text that is trained on."""
@@ -246,6 +246,6 @@ class _SeedScores:
         """(E, N, T) of several."""
         return torch.stack([self.one(name, domain, part) for name in names])
 
-    def judged(self, names: Sequence[str], domain: str) -> dict[str, Any]:
+    def evaluated(self, names: Sequence[str], domain: str) -> dict[str, Any]:
         """Several as a forest, in all ways of joining them."""
-        return judge(self.of(names, domain, "test"), self.of(names, domain, "prior"))
+        return evaluate(self.of(names, domain, "test"), self.of(names, domain, "prior"))

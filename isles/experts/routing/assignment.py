@@ -60,10 +60,10 @@ def assign(scores_NE: np.ndarray, rule: AssignmentRule = "greedy") -> np.ndarray
 def _optimal(scores_NE: np.ndarray, room: np.ndarray) -> np.ndarray:
     from scipy.optimize import linear_sum_assignment
 
-    seats = np.repeat(np.arange(len(room)), room)
-    rows, columns = linear_sum_assignment(scores_NE[:, seats], maximize=True)
+    slots = np.repeat(np.arange(len(room)), room)
+    rows, columns = linear_sum_assignment(scores_NE[:, slots], maximize=True)
     chosen = np.empty(len(scores_NE), dtype=np.int64)
-    chosen[rows] = seats[columns]
+    chosen[rows] = slots[columns]
     return chosen
 
 

@@ -73,11 +73,11 @@ def clustered(texts: Sequence[str], experts: int, seed: int) -> Clusters:
     weight_F = np.log((1 + len(texts)) / (1 + (counts_NF > 0).sum(0).A1)) + 1
     weighted_NF = counts_NF.multiply(weight_F).tocsr()
     weighted_NF = diags(1 / np.maximum(norm(weighted_NF, axis=1), 1e-12)) @ weighted_NF
-    kept = min(DIMENSIONS, len(texts) - 1)
+    dimensions = min(DIMENSIONS, len(texts) - 1)
     start = np.linspace(1.0, 2.0, min(weighted_NF.shape))  # a fixed one: the default is drawn
-    _, _, right_DF = svds(weighted_NF, k=kept, v0=start)
+    _, _, right_DF = svds(weighted_NF, k=dimensions, v0=start)
     first = epoch_order(len(texts), seed=seed, epoch=0, share=3)[:experts].astype(np.int64)
-    made = Clusters(weight_F, np.ascontiguousarray(right_DF.T), np.zeros((experts, kept)))
+    made = Clusters(weight_F, np.ascontiguousarray(right_DF.T), np.zeros((experts, dimensions)))
     embedded_ND = made.embed(texts)
     centre_ED = embedded_ND[first]
     chosen = np.full(len(texts), -1)

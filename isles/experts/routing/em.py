@@ -103,11 +103,11 @@ class TextRouter:
     def drawn(self, round: int) -> np.ndarray:
         """The pool's indices of a round's sequences: the pool in a random order, then in another one."""
         positions = round * self.size + np.arange(self.size)
-        epochs, places = np.divmod(positions, len(self.rows))
+        epochs, offsets = np.divmod(positions, len(self.rows))
         found = np.empty(self.size, dtype=np.int64)
         for epoch in np.unique(epochs).tolist():
             order = epoch_order(len(self.rows), seed=self.task.config.run.seed, epoch=epoch, share=2)
-            found[epochs == epoch] = order[places[epochs == epoch]]
+            found[epochs == epoch] = order[offsets[epochs == epoch]]
         return found
 
     def round(self, number: int) -> dict[str, Any]:

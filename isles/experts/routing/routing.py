@@ -168,7 +168,7 @@ def updating(scores_ENT: Tensor, *, decay: float = DECAY, statistic: Statistic =
     return running(scores_ENT, decay=decay, statistic=statistic)[:, :-1]
 
 
-def given(shares: str, experts: int) -> Tensor:
+def parse_prior(shares: str, experts: int) -> Tensor:
     """log P(j) (E,) from shares as a person writes them, "0.2,0.3,0.5". ValueError unless there are `experts` of them,
     each at least 0, that sum to 1.
     """

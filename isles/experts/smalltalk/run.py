@@ -62,7 +62,7 @@ from isles.training.records.rundir import clear_logs
 from isles.training.records.writer import write_config
 
 ROUTED, ROUNDS, CLUSTERS = "routers.json", "rounds.jsonl", "clusters.safetensors"
-ASSIGNMENT, HELD = "assignment.npy", "held.npy"
+ASSIGNMENT, VALIDATION = "assignment.npy", "held.npy"
 
 
 class SmalltalkSeed:
@@ -78,7 +78,7 @@ class SmalltalkSeed:
 
     def pool(self, trained: Sequence[DomainText]) -> Pool:
         """The sequences that are parted among the experts."""
-        return pooled(trained, self.folder / "pool", self.base.run.seed, judged=self.own.sequences)
+        return pooled(trained, self.folder / "pool", self.base.run.seed, validation=self.own.sequences)
 
     def forest(self) -> Forest:
         """Experts, and what chooses among them."""
@@ -118,7 +118,7 @@ class SmalltalkSeed:
     def prepare(self, trained: Sequence[DomainText], progress: JobProgress) -> None:
         """Routers, assignment and segments, those that are not there yet. KeyboardInterrupt with a checkpoint."""
         pool = self.pool(trained)
-        paths = [self.folder / name for name in (HELD, ASSIGNMENT)]
+        paths = [self.folder / name for name in (VALIDATION, ASSIGNMENT)]
         if not all(path.exists() for path in paths):
             if self.own.gate == "clusters":
                 self._cluster(pool, progress)
@@ -127,14 +127,14 @@ class SmalltalkSeed:
             progress.notice(f"parting {len(pool.rows):,} sequences among {self.own.experts} experts")
             gate = self.gate()
             # No balance among those that are held out: they are what each expert would be asked in use.
-            held = route(gate, torch.from_numpy(pool.held.astype(np.int64)), self.own.prefix).numpy()
-            Assignment(held, self.own.experts).save(paths[0])
+            validation = route(gate, torch.from_numpy(pool.validation.astype(np.int64)), self.own.prefix).numpy()
+            Assignment(validation, self.own.experts).save(paths[0])
             self._partition(gate, pool).save(paths[1])
-        held, assignment = map(Assignment.load, paths)
-        if (len(held.expert_of), len(assignment.expert_of)) != (len(pool.held), len(pool.rows)):
+        validation, assignment = map(Assignment.load, paths)
+        if (len(validation.expert_of), len(assignment.expert_of)) != (len(pool.validation), len(pool.rows)):
             raise ValueError(f"{paths[1]}: is of another pool; remove it, or copy it again")
         for expert in range(self.own.experts):
-            rows = pool.rows[assignment.rows(expert)], pool.held[held.rows(expert)]
+            rows = pool.rows[assignment.rows(expert)], pool.validation[validation.rows(expert)]
             corpus = rows_corpus(f"segment {expert}", pool.corpus.tokenizer, *rows)
             store_rows(corpus, self.folder / "segments" / str(expert))
 
@@ -215,7 +215,7 @@ the gate says: "routed" and "prefix-P" (N,), "chances" (E, N) in logs, and the "
 """
 
 
-def judge_seed(seed: SmalltalkSeed, texts: Mapping[str, DomainText]) -> dict[str, Any]:
+def evaluate_seed(seed: SmalltalkSeed, texts: Mapping[str, DomainText]) -> dict[str, Any]:
     """Perplexities on all trained domains together and on each one, and how the gate divided them."""
     own, forest = seed.own, seed.forest()
     forest.check()
@@ -232,9 +232,9 @@ def judge_seed(seed: SmalltalkSeed, texts: Mapping[str, DomainText]) -> dict[str
     assignment = seed.assignment()
     pool = seed.pool([texts[name] for name in trained])
     return {
-        "trained": _judged(seed, seen),
+        "trained": _evaluated(seed, seen),
         "by_domain": {
-            name: {**_judged(seed, scored), "alone": [mixture.perplexity(s) for s in scored["experts"]]}
+            name: {**_evaluated(seed, scored), "alone": [mixture.perplexity(s) for s in scored["experts"]]}
             for name, scored in by_domain.items()
         },
         "routing": {
@@ -267,7 +267,7 @@ def _axis(key: str) -> int:
     return 1 if key in ("experts", "chances", "growing") else 0
 
 
-def _judged(seed: SmalltalkSeed, scored: DomainScores) -> dict[str, Any]:
+def _evaluated(seed: SmalltalkSeed, scored: DomainScores) -> dict[str, Any]:
     """Perplexities on all tokens, and on those after the prefix (None where there are none)."""
     experts_ENT = scored["experts"]
     count, length = experts_ENT.shape[1:]
@@ -275,20 +275,22 @@ def _judged(seed: SmalltalkSeed, scored: DomainScores) -> dict[str, Any]:
     def by(expert_of: Tensor) -> Tensor:
         return experts_ENT[expert_of, torch.arange(count, dtype=torch.int64, device="cpu")]
 
-    ways: DomainScores = {form: scored[form] for form in seed.own.dense}
-    ways["mixture"] = by(scored["routed"])
-    ways |= {key: by(chosen) for key, chosen in scored.items() if key.startswith("prefix-")}
+    by_method: DomainScores = {form: scored[form] for form in seed.own.dense}
+    by_method["mixture"] = by(scored["routed"])
+    by_method |= {key: by(chosen) for key, chosen in scored.items() if key.startswith("prefix-")}
     # All experts by the gate's chances: E times the cost at inference.
-    ways["weighted"] = mixture.mix(experts_ENT, mixture.constant(experts_ENT, scored["chances"]))
-    ways["growing"] = mixture.mix(experts_ENT, scored["growing"])
-    for kept in range(1, min(3, len(experts_ENT))):
-        ways[f"growing-{kept}"] = mixture.mix(experts_ENT, mixture.top_k(scored["growing"], kept))
-    ways["oracle"] = by(experts_ENT.sum(-1).argmax(0))
+    by_method["weighted"] = mixture.mix(experts_ENT, mixture.constant(experts_ENT, scored["chances"]))
+    by_method["growing"] = mixture.mix(experts_ENT, scored["growing"])
+    for k in range(1, min(3, len(experts_ENT))):
+        by_method[f"growing-{k}"] = mixture.mix(experts_ENT, mixture.top_k(scored["growing"], k))
+    by_method["oracle"] = by(experts_ENT.sum(-1).argmax(0))
     # Another one of the E with equal chances, whatever the text: the mean over all choices.
-    ways["random"] = experts_ENT.mean(0)
+    by_method["random"] = experts_ENT.mean(0)
     behind = seed.own.prefix - 1
-    after = {way: mixture.perplexity(scores[:, behind:]) for way, scores in ways.items()} if behind < length else None
-    return {"all": {way: mixture.perplexity(scores) for way, scores in ways.items()}, "after_prefix": after}
+    after = (
+        {way: mixture.perplexity(scores[:, behind:]) for way, scores in by_method.items()} if behind < length else None
+    )
+    return {"all": {way: mixture.perplexity(scores) for way, scores in by_method.items()}, "after_prefix": after}
 
 
 class Smalltalk(System[SmalltalkConfig]):
@@ -319,7 +321,7 @@ class Smalltalk(System[SmalltalkConfig]):
         records = []
         for folder, seed in self.seeds.items():
             progress.notice(f"judging the experts of {folder}")
-            records.append(judge_seed(seed, self.texts))
+            records.append(evaluate_seed(seed, self.texts))
         first = next(iter(self.seeds.values()))
         pool = first.pool(self.trained)
         return self.write_results(

@@ -28,26 +28,26 @@ class DiskFailed(LaneFailed, OSError):
 class LaneEvent:
     """Something that happens once; `then` runs at that moment, on the thread that makes it happen, or at once."""
 
-    __slots__ = ("_engine", "_waiting", "happened")
+    __slots__ = ("_callbacks", "_engine", "happened")
 
     def __init__(self, engine: Engine, happened: bool = False) -> None:
         self._engine, self.happened = engine, happened
-        self._waiting: list[Callable[[], None]] = []
+        self._callbacks: list[Callable[[], None]] = []
 
     def then(self, run: Callable[[], None]) -> None:
         """Run it once this has happened."""
         with self._engine.changed:
             if not self.happened:
-                self._waiting.append(run)
+                self._callbacks.append(run)
                 return
         run()
 
     def fire(self) -> None:
         with self._engine.changed:
             self.happened = True
-            waiting, self._waiting = self._waiting, []
+            callbacks, self._callbacks = self._callbacks, []
             self._engine.changed.notify_all()
-        for run in waiting:
+        for run in callbacks:
             run()
 
     def wait(self, what: str) -> None:
@@ -78,7 +78,7 @@ class Moves:
         """Copies on the device."""
         return [tensor.to(device, copy=True) for tensor in tensors]
 
-    def place(self, hosted: Container[int], model: nn.Module) -> None:
+    def offload(self, hosted: Container[int], model: nn.Module) -> None:
         """The model's parameters with these ids are the host's; the rest, and its buffers, are the device's."""
 
 

@@ -44,18 +44,18 @@ class PinnedRing:
     def __init__(self) -> None:
         self._pieces = [torch.empty(_CHUNK, dtype=torch.uint8, pin_memory=True, device="cpu") for _ in range(2)]
         self._copied = [torch.cuda.Event() for _ in range(2)]
-        self._turn = 0
+        self._index = 0
 
     def take(self, count: int, dtype: torch.dtype) -> Tensor:
         """Room for `count` numbers, once the copy that used it is over."""
-        self._turn ^= 1
-        self._copied[self._turn].synchronize()  # of an event that was never recorded: at once
-        return self._pieces[self._turn].view(dtype)[:count]
+        self._index ^= 1
+        self._copied[self._index].synchronize()  # of an event that was never recorded: at once
+        return self._pieces[self._index].view(dtype)[:count]
 
     def used(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
         """A copy with the piece last taken has been called on `stream`. The event of its end."""
-        self._copied[self._turn].record(stream)
-        return self._copied[self._turn]
+        self._copied[self._index].record(stream)
+        return self._copied[self._index]
 
 
 class CudaMoves(Moves):
@@ -125,19 +125,19 @@ class CudaMoves(Moves):
         self._wait()
         return made
 
-    def place(self, hosted: Container[int], model: nn.Module) -> None:
+    def offload(self, hosted: Container[int], model: nn.Module) -> None:
         """The host's in pinned memory, many in a block. Gradients go, for they would be where their parameter was."""
-        kept = list[nn.Parameter]()
+        block = list[nn.Parameter]()
         for parameter in model.parameters():
             parameter.grad = None
             if id(parameter) not in hosted:
                 parameter.data = parameter.detach().to(self.device)
                 continue
-            if sum(one.nbytes for one in kept) + parameter.nbytes > _PINNED:
-                _pin(kept)
-                kept = []
-            kept.append(parameter)
-        _pin(kept)
+            if sum(one.nbytes for one in block) + parameter.nbytes > _PINNED:
+                _pin(block)
+                block = []
+            block.append(parameter)
+        _pin(block)
         for module in model.modules():
             for name, buffer in module._buffers.items():
                 if buffer is not None:

@@ -80,8 +80,8 @@ def profile_of(
     passes = Passes(
         saved=saved,
         casts=0,
-        kept=Transient(boundary + gathered, 4 * boundary + 2 * gathered),
-        recomputed=Transient(boundary + gathered, saved - boundary + 4 * boundary + 2 * gathered),
+        keep=Transient(boundary + gathered, 4 * boundary + 2 * gathered),
+        recompute=Transient(boundary + gathered, saved - boundary + 4 * boundary + 2 * gathered),
     )
     block = UnitProfile(
         name="",

@@ -107,9 +107,9 @@ def _family(units: int) -> Iterator[tuple[Placement, ...]]:
     few = sorted({0, units // 24, units // 12, units // 6, units // 3, units})
     for device in some:
         for moved in some:
-            for kept in few:
+            for saved in few:
                 for swapped in few:
-                    counts = Counts(device, moved, 0, 0, kept, swapped, 0)
+                    counts = Counts(device, moved, 0, 0, saved, swapped, 0)
                     if possible(units, counts):
                         yield expand(units, counts)
 

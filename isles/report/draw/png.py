@@ -58,10 +58,10 @@ def picture(heading: str, below: str, shown: Sequence[Panel], table: Table | Non
     heights = [0.28 * (len(table.rows) + 2)] if table else []
     heights += [_ROW] * ((len(narrow) + 1) // 2)
     heights += [1.2 + 0.4 * len(panel.picture.lanes) for panel in wide if isinstance(panel.picture, Lanes)]
-    said = [heading, *textwrap.wrap(below, _LETTERS)]
+    caption_lines = [heading, *textwrap.wrap(below, _LETTERS)]
 
     def draw(figure: Any) -> None:
-        figure.suptitle("\n".join(said), fontsize=12.0, color=LIGHT["text"])
+        figure.suptitle("\n".join(caption_lines), fontsize=12.0, color=LIGHT["text"])
         grid = figure.add_gridspec(max(len(heights), 1), 2, height_ratios=heights or [1.0])
         row = 0
         if table:
@@ -74,7 +74,7 @@ def picture(heading: str, below: str, shown: Sequence[Panel], table: Table | Non
         for index, panel in enumerate(wide):
             _draw(figure.add_subplot(grid[row + index, :]), panel)
 
-    return drawn(_WIDTH, sum(heights) + 0.6 + 0.2 * len(said), draw)
+    return drawn(_WIDTH, sum(heights) + 0.6 + 0.2 * len(caption_lines), draw)
 
 
 def drawn(width: float, height: float, draw: Callable[[Any], None]) -> bytes:
@@ -121,14 +121,14 @@ def scaled(
     axes: Any, x: ChartAxis, y: ChartAxis, x_format: Callable[[float], str], y_format: Callable[[float], str]
 ) -> None:
     """Lay the two axes under a plot, with horizontal lines at the ticks of `y`."""
-    for place, axis, form, scale, limit in (
+    for axis_side, axis, form, scale, limit in (
         (axes.xaxis, x, x_format, axes.set_xscale, axes.set_xlim),
         (axes.yaxis, y, y_format, axes.set_yscale, axes.set_ylim),
     ):
         if axis.log:
             scale("log")
-        place.set_ticks(axis.ticks, [form(tick) for tick in axis.ticks])
-        place.set_ticks([], minor=True)
+        axis_side.set_ticks(axis.ticks, [form(tick) for tick in axis.ticks])
+        axis_side.set_ticks([], minor=True)
         limit(axis.low, axis.high)
     axes.grid(axis="y", color=LIGHT["grid"], linewidth=0.8)
     axes.set_axisbelow(True)
@@ -153,9 +153,9 @@ def _chart(axes: Any, chart: Chart) -> None:
             markersize=3,
         )
         if line.label and points:
-            words, (offset, upright) = line.label.replace("\n", ", "), _beside(axes, points[-1])
+            label, (offset, upright) = line.label.replace("\n", ", "), _beside(axes, points[-1])
             look = {"ha": "right", "va": upright, "fontsize": 8, "color": LIGHT["text"]}
-            axes.annotate(words, points[-1], xytext=offset, textcoords="offset points", **look)
+            axes.annotate(label, points[-1], xytext=offset, textcoords="offset points", **look)
     dots = chart.usable(chart.dots)
     axes.scatter([x for x, _ in dots], [y for _, y in dots], s=16, color=LIGHT["dot"], zorder=3, clip_on=False)
 
@@ -194,12 +194,12 @@ def _lanes(axes: Any, picture: Lanes) -> None:
             for row, (offset, thick) in enumerate(rows):
                 pieces = [
                     (max(s.start, picture.start), max(s.end - max(s.start, picture.start), least))
-                    for s in lane.stretches
+                    for s in lane.segments
                     if s.css == css and s.row == row
                 ]
                 if pieces:
                     axes.broken_barh(pieces, (index + offset, thick), facecolors=LIGHT[css])
-        for s in lane.stretches:
+        for s in lane.segments:
             if s.mark and s.end - s.start > 20 * least * len(s.mark):
                 middle, height = (s.start + s.end) / 2, index + rows[s.row][0] + rows[s.row][1] / 2
                 axes.text(middle, height, s.mark, color="white", fontsize=7, ha="center", va="center_baseline")

@@ -59,7 +59,7 @@ def lanes(picture: Lanes) -> str:
     out.append(f'<text class="tick mid" x="{middle:.0f}" y="{height + 38}">{escape(picture.x_label)}</text>')
     for index, lane in enumerate(picture.lanes):
         out.append(_label(lane.label, index * _LANE + 4 + _ROWS[0][1] / 2))
-        for piece in lane.stretches:
+        for piece in lane.segments:
             left, right = x_at(max(piece.start, picture.start)), x_at(min(piece.end, picture.end))
             offset, thick = _ROWS[piece.row]
             # Half a pixel is the least that can be seen; what took less is drawn wider than it was.

@@ -29,7 +29,7 @@ def with_churn(sheet: Sheet, job: PlanQuestion, plans: Sequence[MethodPlan], chu
             )
     rows = sheet.data["rows"]
     assert isinstance(rows, list)
-    told = [
+    records = [
         {**row, "churn": asdict(found[id(one)])} if id(one) in found else row
         for row, one in zip(rows, plans, strict=True)
     ]
@@ -37,7 +37,7 @@ def with_churn(sheet: Sheet, job: PlanQuestion, plans: Sequence[MethodPlan], chu
     head = f"Workers come and go, {share} of them an hour (of methods that go on without the lost ones):"
     return replace(
         sheet,
-        data={**sheet.data, "rows": told},
+        data={**sheet.data, "rows": records},
         notes=[head, *(f"{name}: {_words(costs)}" for name, costs in named.items()), *sheet.notes],
     )
 
@@ -59,7 +59,7 @@ def _words(costs: ChurnCosts) -> str:
     return (
         f"{format_percent(costs.alone)} of the rounds alone, {format_percent(costs.lost)} of the work lost, "
         f"joiners wait {format_percent(costs.waiting)} of the workers' time, Goodput {format_percent(costs.goodput)}; "
-        f"{format_bytes(costs.gifts)} of states an hour to joiners; where the lighthouse relays, "
+        f"{format_bytes(costs.state_bytes)} of states an hour to joiners; where the lighthouse relays, "
         f"{costs.relayed / 1e6:.3g} Mbit/s through it"
     )
 
@@ -83,7 +83,7 @@ def plan_sheet(job: PlanQuestion, table: MethodTable, network: str, *, target: f
     heads += ["hours", "sent GB", *(["money"] if prices else [])] if job.tokens else []
     return Sheet(
         name="plan",
-        title=f"{format_short(job.parameters)} parameters, {workers_in_words(job)}, {network}",
+        title=f"{format_short(job.parameters)} parameters, {format_workers(job)}, {network}",
         subtitle=f"{job.step_seconds:.4g} s of computing a step; the slowest worker has {pace}",
         what=f"First what reaches {percent} % {reached}: nearest to data parallel first, then the smaller H.",
         table=Table(heads=heads, rows=[_row(job, one, slowest) for one in plans], names=3),
@@ -119,14 +119,14 @@ def _enough(plans: Sequence[MethodPlan], percent: str) -> list[str]:
     return [f"For {percent} % at these rates: {'; '.join(f'{name} wants H = {H:,}' for name, H in found.items())}."]
 
 
-def workers_in_words(job: PlanQuestion) -> str:
+def format_workers(job: PlanQuestion) -> str:
     """How many, and where."""
     return f"{job.workers} workers" if job.devices == 1 else f"{job.sites} sites of {job.devices} devices"
 
 
 def _row(job: PlanQuestion, one: MethodPlan, slowest: float) -> list[str]:
     cells = ["*" if one.is_best else "", one.candidate.method, one.candidate.settings]
-    cells += [one.asked.inside] if job.devices > 1 else []
+    cells += [one.question.inside] if job.devices > 1 else []
     cells += [str(one.every), f"{100 * one.utilisation:.1f}", _short(one.waits), _short(one.bytes_a_step / 1e6)]
     cells += [*(_short(factor * slowest / 1e6) for factor in one.timing.wanted), _short(one.memory.peak / 1e9)]
     cells += [on_device(job, one.fit.device_bytes)] if one.fit else []
@@ -157,11 +157,11 @@ def _record(job: PlanQuestion, one: MethodPlan, slowest: float, percent: str) ->
             "held": [held._asdict() for held in memory.held],
         },
     }
-    record |= {"inside": one.asked.inside} if job.devices > 1 else {}
+    record |= {"inside": one.question.inside} if job.devices > 1 else {}
     if one.fit:
         fit = one.fit
         record |= {"device_bytes": fit.device_bytes, "activations": fit.activations, "fits": fit.fits}
-        record |= {"host_bytes": fit.host_bytes, "mends": fit.mends}
+        record |= {"host_bytes": fit.host_bytes, "mends": fit.suggestions}
     if one.hours is not None:
         record |= {"hours": one.hours, "bytes_sent": one.nbytes, "money": one.money}
     return record
@@ -178,8 +178,8 @@ def _inside_notes(job: PlanQuestion, first: MethodPlan) -> list[str]:
     """What the devices of a site wait for each other."""
     if job.devices == 1:
         return []
-    share = format_percent(inside_share(first.asked))
-    return [f"Inside a site, over {job.near}, devices by {first.asked.inside} compute {share} of the time."]
+    share = format_percent(inside_share(first.question))
+    return [f"Inside a site, over {job.near}, devices by {first.question.inside} compute {share} of the time."]
 
 
 def _fit_notes(job: PlanQuestion, plans: Sequence[MethodPlan]) -> list[str]:
@@ -187,23 +187,25 @@ def _fit_notes(job: PlanQuestion, plans: Sequence[MethodPlan]) -> list[str]:
     if job.machine is None:
         return []
     unfit = [one for one in plans if one.is_unfit]
-    batches = sorted({one.asked.batches for one in plans if one.asked.stages == 1})
-    parts = sorted({one.config.pipeline.microbatches for one in plans if one.asked.stages > 1})
+    batches = sorted({one.question.batches for one in plans if one.question.stages == 1})
+    parts = sorted({one.config.pipeline.microbatches for one in plans if one.question.stages > 1})
     about = "GPU GB: weights, gradients, AdamW and activations; what a method keeps is on the host"
     about += f"; stages take {' or '.join(map(str, parts))} microbatches a step" if parts else ""
     if batches and batches[-1] > 1:
         about += f"; gradients of {' or '.join(map(str, batches))} batches a step are accumulated"
     if not unfit:
         return [f"{about}. All fit into {job.machine.name}."]
-    mends: dict[tuple[str, ...], list[str]] = {}
+    suggestions: dict[tuple[str, ...], list[str]] = {}
     for one in unfit:
         assert one.fit is not None
-        mends.setdefault(one.fit.mends, []).append(" ".join((one.candidate.method, one.candidate.settings)).strip())
+        suggestions.setdefault(one.fit.suggestions, []).append(
+            " ".join((one.candidate.method, one.candidate.settings)).strip()
+        )
     return [f"{about}. What does not fit into {job.machine.name} is last."] + [
         f"Each alone makes it fit: {'; '.join(each)} ({', '.join(names)})."
         if each
         else f"Nothing that is known here makes it fit: {', '.join(names)}. A smaller model or more stages would."
-        for each, names in mends.items()
+        for each, names in suggestions.items()
     ]
 
 

@@ -11,7 +11,7 @@ from isles.network.routing.replay import Replay, Sizes
 from isles.network.routing.search import Strategy
 from isles.network.routing.speeds import slips
 from isles.report.charts import TASK_KEYS, TASK_LOOKS
-from isles.report.panels import Grid, Lane, Lanes, Panel, Stretch, Table
+from isles.report.panels import Grid, Lane, Lanes, LaneSegment, Panel, Table
 from isles.report.sheet import Sheet
 
 WHAT = {
@@ -67,8 +67,8 @@ def gantt(problem: Problem, played: Replay) -> Panel:
     lanes = [
         Lane(
             label=f"{node} stage {problem.stage_of[node]}",
-            stretches=[
-                Stretch(
+            segments=[
+                LaneSegment(
                     start=span.start,
                     end=span.end,
                     css=TASK_LOOKS[TASK_KINDS[span.task.kind]],
@@ -90,9 +90,9 @@ def gantt(problem: Problem, played: Replay) -> Panel:
 def way_map(problem: Problem, paths: Paths) -> Panel:
     """Seconds between every two nodes, stage by stage, and the ways that the plan uses."""
     nodes = [node for stage in problem.stages for node in stage]
-    place = {node: number for number, node in enumerate(nodes)}
-    ways = [problem.delays[u][v] for u in nodes for v in nodes if u != v and problem.delays[u][v] > 0]
-    low, high = (math.log(min(ways)), math.log(max(ways))) if ways else (0.0, 0.0)
+    position = {node: number for number, node in enumerate(nodes)}
+    delays_between = [problem.delays[u][v] for u in nodes for v in nodes if u != v and problem.delays[u][v] > 0]
+    low, high = (math.log(min(delays_between)), math.log(max(delays_between))) if delays_between else (0.0, 0.0)
 
     def shade(u: int, v: int) -> float | None:
         if u == v or problem.delays[u][v] <= 0:
@@ -100,7 +100,7 @@ def way_map(problem: Problem, paths: Paths) -> Panel:
         return (math.log(problem.delays[u][v]) - low) / (high - low) if high > low else 0.5
 
     used = {
-        (place[one], place[other])
+        (position[one], position[other])
         for path in paths.values()
         for one, other in zip(path, (*path[1:], path[0]), strict=True)
         if one != other
@@ -132,10 +132,10 @@ def _row(problem: Problem, one: Strategy, whole: Strategy, sizes: Sizes) -> list
 def _share(problem: Problem, full: float, step: float) -> str:
     """How much of what is saved comes from leaving stages out."""
     fewer = problem.path_length / len(problem.stages)
-    said = f"The plan's step is {100 * (1 - step / full):.0f} % shorter than the full pipelines'"
+    sentence = f"The plan's step is {100 * (1 - step / full):.0f} % shorter than the full pipelines'"
     if fewer == 1:
-        return f"{said}; no stage is left out."
-    return f"{said}; {100 * (1 - fewer):.0f} % fewer stages alone would make it {_short(fewer * full)} s."
+        return f"{sentence}; no stage is left out."
+    return f"{sentence}; {100 * (1 - fewer):.0f} % fewer stages alone would make it {_short(fewer * full)} s."
 
 
 def _crowded(step: float, alone: float) -> list[str]:

@@ -13,9 +13,9 @@ from isles.report.sheets.methods import on_device
 from isles.report.units import format_percent, format_short
 
 
-def splits_sheet(asked: SplitsQuestion, plans: Sequence[SplitPlan], network: str) -> Sheet:
+def splits_sheet(splits: SplitsQuestion, plans: Sequence[SplitPlan], network: str) -> Sheet:
     """`plans`, the best first. network: its name in words."""
-    job, first = asked.question, plans[0]
+    job, first = splits.question, plans[0]
     hours = "" if job.steps is None else f", {job.steps * first.step / 3600:,.0f} hours in all"
     heads = ["replicas x stages x inside", "step s", "computing %", "bubble %", "waits s/step"]
     heads += ["MB/step to stages", "MB/step to replicas", "memory GB"]
@@ -24,15 +24,15 @@ def splits_sheet(asked: SplitsQuestion, plans: Sequence[SplitPlan], network: str
         name="plan-stages",
         title=f"{format_short(job.parameters)} parameters, {job.workers} workers, {network}",
         subtitle=f"As {_named(first)} {first.step:.4g} s a step, {first.computing:.4g} s of it computing{hours}",
-        what=f"Replicas by {asked.method}, H = {asked.every}; {asked.microbatches} microbatches, {asked.routing} ways; "
-        f"between stages {boundary_in_words(asked.boundary)}.",
+        what=f"Replicas by {splits.method}, H = {splits.every}; {splits.microbatches} microbatches, "
+        f"between stages {format_boundary(splits.boundary)}.",
         table=Table(heads=heads, rows=[_row(job, one) for one in plans]),
         data={"network": network, "rows": [_record(job, one) for one in plans]},
         panels=[],
         notes=[
             f"First is {_named(first)}: it computes {format_percent(first.computing / first.step)} of the time.",
             "Each is replayed in the long run: tasks of the stages and exchanges, message by message, over the same "
-            "lines. All take the same text a step of all workers.",
+            "links. All take the same text a step of all workers.",
             "Bubble: waiting for other stages. Waits: for other replicas, and inside a stage. Memory: of the fullest "
             "worker, AdamW in float32 and the method's vectors, without activations.",
             *device_notes(job, plans),
@@ -58,18 +58,22 @@ def device_notes(job: PlanQuestion, plans: Sequence[SplitPlan]) -> list[str]:
     ]
 
 
-def boundary_in_words(keys: Mapping[str, Any]) -> str:
+def format_boundary(keys: Mapping[str, Any]) -> str:
     """What crosses between stages. keys: of [pipeline.boundary]."""
-    name, codec, turns = keys.get("kind", "none"), keys.get("codec", "none"), keys.get("update_every", 0)
+    name, codec, update_every = keys.get("kind", "none"), keys.get("codec", "none"), keys.get("update_every", 0)
     what = "the whole stream" if name == "none" else name
-    return what + ("" if codec == "none" else f" in {codec}") + (f", turned every {turns} steps" if turns else "")
+    return (
+        what
+        + ("" if codec == "none" else f" in {codec}")
+        + (f", turned every {update_every} steps" if update_every else "")
+    )
 
 
 def _row(job: PlanQuestion, one: SplitPlan) -> list[str]:
     shares = [f"{100 * part / one.step:.1f}" for part in (one.computing, one.bubble)]
     sent = [_short(nbytes / 1e6) for nbytes in (one.stage_bytes, one.outer_bytes)]
-    held = [_short(one.memory / 1e9), *([on_device(job, one.on_device)] if job.machine else [])]
-    return [_named(one), _short(one.step), *shares, _short(one.waiting), *sent, *held]
+    memory = [_short(one.memory / 1e9), *([on_device(job, one.on_device)] if job.machine else [])]
+    return [_named(one), _short(one.step), *shares, _short(one.waiting), *sent, *memory]
 
 
 def _record(job: PlanQuestion, one: SplitPlan) -> dict[str, object]:

@@ -98,21 +98,21 @@ class ClusterWorker(TrainingLoop):
     def meet(self, present: Sequence[int]) -> None:
         """All who begin together ask for what concerns all of them."""
         text = None if self.server is None else self.server.text
-        own = [0, 0] if text is None else [int(text.judges), text.sequences]
+        own = [0, 0] if text is None else [int(text.validates), text.sequences]
         said = torch.stack(self.world.world.among(present).all_gather(numbers(*own), channel="control"))
-        judges, sequences = said.amax(0).tolist()
-        self._know(judges=judges, most=sequences // self.reading.batch)
+        validates, sequences = said.amax(0).tolist()
+        self._know(validates=validates, most=sequences // self.reading.batch)
 
-    def _know(self, *, judges: int, most: int) -> None:
+    def _know(self, *, validates: int, most: int) -> None:
         """most: clusters that the text is enough for."""
-        self.judges, self.agreement.most = bool(judges), most
+        self.validates, self.agreement.most = bool(validates), most
 
     def come(self, welcome: ClusterWelcome) -> None:
         """Take part in a run that is at work, as was told."""
         facts, last = welcome.facts, self.config.run.steps
         step, since = (integer(facts, key, 0, last) for key in ("step", "since"))
-        before, most, judges = (integer(facts, key, 0, 1 << 53) for key in ("before", "most", "judges"))
-        self._know(judges=judges, most=most)
+        before, most, validates = (integer(facts, key, 0, 1 << 53) for key in ("before", "most", "judges"))
+        self._know(validates=validates, most=most)
         self.steps = self.averaged = step
         self.reading = replace(self.reading, since=since, before=before)
         self._has_come = True  # and goes on where the others are, right after an average
@@ -151,7 +151,7 @@ class ClusterWorker(TrainingLoop):
         """With who is left. Tokens are those of this worker's updates."""
         server, assignment, totals = self.server if self.trains else None, self.agreement.assignment, self.totals()
         is_first = server is not None and self.world.rank in assignment.clusters[assignment.whole[0]]
-        loss = server.judge() if server is not None and self.judges else None
+        loss = server.evaluate() if server is not None and self.validates else None
         if server is not None and is_first:
             server.write_whole(out)
         text = None if server is None else server.text
@@ -205,7 +205,7 @@ class ClusterWorker(TrainingLoop):
     def _settles(self, step: int) -> bool:
         """Whether all agree on who is left there, though they do not average: who judges must know of losses."""
         every = self.config.run.validate_every
-        return bool(self._every) and self.judges and every > 0 and step % every == 0
+        return bool(self._every) and self.validates and every > 0 and step % every == 0
 
     @override
     def step(self) -> None:
@@ -250,7 +250,7 @@ class ClusterWorker(TrainingLoop):
         if self.server is None or not self.trains:
             return None
         try:
-            loss = self.server.judge()
+            loss = self.server.evaluate()
             return loss if self.server.text is not None else None
         except PeerLost as error:
             self._broken_by(error)
@@ -282,7 +282,7 @@ class ClusterWorker(TrainingLoop):
         """Those who came, unless all is done."""
         if not self._is_open or self.steps == self.config.run.steps:
             return
-        facts = {"step": self.steps, "judges": int(self.judges), "most": self.agreement.most}
+        facts = {"step": self.steps, "judges": int(self.validates), "most": self.agreement.most}
         facts |= {"since": self.reading.since, "before": self.reading.before}
         for comer in let_in(self.agreement, facts):
             if self.world.rank == self.agreement.assignment.living[0]:  # who says what all know
@@ -381,7 +381,7 @@ def train_clustered(
         return found(config, world, corpus, range(world.size)).run(out)
     assert out is not None
     checkpoints = Checkpoints(out)
-    saved, absent = checkpoints.seats(resume), checkpoints.absent(resume)
+    saved, absent = checkpoints.ranks(resume), checkpoints.absent(resume)
     here = world.rank if world.rank in saved else next((worker for worker in saved if worker not in absent), saved[0])
     state = checkpoints.read_shard(resume, here)
     assignment = ClusterAssignment.of_plain(state["assignment"], world.size)

@@ -146,7 +146,7 @@ class StageServer:
             for _ in range(updates):
                 yield from self.text.batch().split(self.node.form.sequences)
 
-    def judge(self) -> float:
+    def evaluate(self) -> float:
         """The mean loss over the root's validation text. All of the cluster ask together."""
         batches = () if self.text is None else self.text.validation_batches()
         return mean_loss(self.node.compute, self.world.stage, batches)

@@ -1,9 +1,9 @@
 """Which settings of a run go together: the table conflicts.toml, read by configurations and by `isles methods --legal`.
 
-A rule speaks where all its situations hold. Those of `FOLLOW` follow from the configuration; those of `TOLD` are known
-to whoever asks. Loads no torch, but for methods where a rule asks for their kind.
+A rule applies where all its situations hold. Those of `FOLLOW` follow from the configuration; those of
+`EXTERNAL_SITUATIONS` are known to whoever asks. Loads no torch, but for methods where a rule asks for their kind.
 
-`pipeline.routing = "skippipe"`: whether the rest of a configuration can be run by its plan. Loads no torch.
+`check` and `plan_of`: for `pipeline.routing = "skippipe"`, its plan, and whether the configuration can run by it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from isles.replicas.loop.config import OuterConfig
 from isles.training.config.sections import Config
 from isles.training.kinds import kind_of
 
-TOLD = {
+EXTERNAL_SITUATIONS = {
     "workers that come and go": "isles lighthouse and join, isles simulate --churn",
     "a lighthouse": "isles lighthouse and join",
     "peers that come and go": "isles lighthouse and swarm peer",
@@ -45,7 +45,7 @@ def has_rounds(config: Config) -> bool:
     return bool(method(config.method).follows_roster)
 
 
-def _kept_alike(config: Config) -> bool:
+def _has_equal_replicas(config: Config) -> bool:
     """Whether workers, or those of an island, have the same weights after every step."""
     from isles.replicas.gradient.bucketed import BucketedSync
 
@@ -66,8 +66,8 @@ FOLLOW: dict[str, Callable[[Config], bool]] = {
     "a method with rounds": lambda config: config.method != "none",
     "a method of every step": lambda config: not has_rounds(config),
     "a method that is an optimizer": lambda config: method(config.method).level == "optimizer",
-    "replicas that are kept alike": _kept_alike,
-    "replicas with weights of their own": lambda config: not _kept_alike(config),
+    "replicas that are kept alike": _has_equal_replicas,
+    "replicas with weights of their own": lambda config: not _has_equal_replicas(config),
     "fsdp": lambda config: (config.world.inside if config.world.inner > 1 else config.method) == "fsdp",
     "inner.max_norm": lambda config: config.inner.max_norm > 0,
     "islands": lambda config: config.world.inner > 1,
@@ -94,7 +94,7 @@ class Conflict(NamedTuple):
     mend: str
 
     @property
-    def told(self) -> str:
+    def situations(self) -> str:
         """The situations, but for those in brackets, which say more of what does not go."""
         return " and ".join(where for where in self.where if not where.startswith("("))
 
@@ -136,24 +136,26 @@ def wanted(*where: str) -> dict[str, object]:
     return {key: rule.goes[0] for rule in ones for key in rule.keys}
 
 
-def refuse_conflicts(config: Config, *told: str) -> None:
+def refuse_conflicts(config: Config, *situations: str) -> None:
     """Refuse what does not go together.
 
     Args:
         config: of the run.
-        told: situations of `TOLD` that hold: only rules with one of them are asked. Without any: only rules of none.
+        situations: of `EXTERNAL_SITUATIONS`, those that hold: only rules with one of them apply. Without any: only
+            rules of none.
 
     Raises:
-        ValueError: "KEY = VALUE does not go with SITUATIONS: why; mend", of the first rule that speaks.
+        ValueError: "KEY = VALUE does not go with SITUATIONS: why; mend", of the first rule that applies.
     """
     changed = dict(non_defaults(config))
     for rule in conflicts():
-        asked = TOLD.keys() & set(rule.where)
-        if bool(asked) != bool(told) or not asked <= set(told):
+        needed = EXTERNAL_SITUATIONS.keys() & set(rule.where)
+        if bool(needed) != bool(situations) or not needed <= set(situations):
             continue
-        refused, others = rule.refused(config, changed), [where for where in rule.where if where not in TOLD]
+        others = [where for where in rule.where if where not in EXTERNAL_SITUATIONS]
+        refused = rule.refused(config, changed)
         if refused and all(FOLLOW[where.strip("()")](config) for where in others):
-            raise ValueError(f"{refused} does not go with {rule.told}: {rule.because}; {rule.mend}")
+            raise ValueError(f"{refused} does not go with {rule.situations}: {rule.because}; {rule.mend}")
 
 
 def _value(config: Config, key: str) -> Any:

@@ -34,7 +34,7 @@ from isles.models.model_limits import limits
 from isles.replicas import METHODS, config_of, method
 from isles.training.config.conflicts import wanted
 from isles.training.config.sections import ORDER, SECTIONS, Config
-from isles.training.config.trust import beside, check, kept_names
+from isles.training.config.trust import beside, check, referenced_names
 from isles.training.config.world import WorldConfig
 
 
@@ -98,23 +98,23 @@ def _own(tables: Tables, beside: Sequence[str]) -> Tables:
     """Without the settings of other methods."""
     known = {field.name for field in fields(config_of(_method_of(tables)))}
     others = {field.name for other in (*METHODS, *beside) for field in fields(config_of(other))} - known
-    kept = {key: value for key, value in tables.get("replicas", {}).items() if key not in others}
-    return {**tables, "replicas": kept}
+    own = {key: value for key, value in tables.get("replicas", {}).items() if key not in others}
+    return {**tables, "replicas": own}
 
 
 def gather(
     path: str | None, flags: Mapping[str, Any], assignments: Sequence[str], *, trust: bool = False, machines: int = 1
 ) -> Tables:
-    """The user's tables, over the embedded ones where no file is given; all but [replicas] is checked. Arguments as in
+    """The user's tables, over the embedded ones where there is no file; all but [replicas] is checked. Arguments as in
     `read_config`. trust: what a run's file names is imported, whoever made that run. machines: that train together.
     """
-    given = words(path, flags, assignments)
+    raw = merged_tables(path, flags, assignments)
     if path is not None:
-        check(Path(path), given, trust=trust)
-    for name in given:
+        check(Path(path), raw, trust=trust)
+    for name in raw:
         if name not in ORDER:
             raise ValueError(unknown_name("section", name, ORDER))
-    tables = given if path is not None else over(_embedded(_method_of(given)), given)
+    tables = raw if path is not None else over(_embedded(_method_of(raw)), raw)
     tables = over(tables, {"world": _numbered(tables, machines)})
     sections(tables)
     return tables
@@ -140,31 +140,31 @@ def gpus_here() -> int:
     return torch.cuda.device_count()
 
 
-def words(path: str | None, flags: Mapping[str, Any], assignments: Sequence[str]) -> Tables:
-    """What a user said, section by section, unchecked: for commands with sections of their own. Arguments as in
+def merged_tables(path: str | None, flags: Mapping[str, Any], assignments: Sequence[str]) -> Tables:
+    """A user's settings, section by section, unchecked: for commands with sections of their own. Arguments as in
     `read_config`.
     """
-    given = _parse_file(path) if path is not None else {}
-    rows = given.pop("methods", {})
-    name = flags.get("replicas.method") or given.get("replicas", {}).get("method", DEFAULT_METHOD)
+    raw = _parse_file(path) if path is not None else {}
+    rows = raw.pop("methods", {})
+    name = flags.get("replicas.method") or raw.get("replicas", {}).get("method", DEFAULT_METHOD)
     if rows and name in _checked(rows):
-        given, flags = over(given, _sectioned(name, rows[name])), {**flags, "replicas.method": None}
+        raw, flags = over(raw, _sectioned(name, rows[name])), {**flags, "replicas.method": None}
     if path is not None:
-        beside(given, Path(path).parent)
+        beside(raw, Path(path).parent)
     for key, value in flags.items():
         if value is not None:
-            given = _assigned(given, key, value)
+            raw = _assigned(raw, key, value)
     for assignment in assignments:
         key, equals, text = assignment.partition("=")
         if not equals:
             raise ValueError(f"--set {assignment}: write --set section.key=value")
-        given = _assigned(given, key.strip(), parse_value(text.strip()))
-    said = [key for key, value in flags.items() if value is not None]
-    said += [assignment.partition("=")[0].strip() for assignment in assignments]
-    tokens = given.get("run", {}).get("tokens")
-    if "run.steps" in said and tokens:
+        raw = _assigned(raw, key.strip(), parse_value(text.strip()))
+    named_keys = [key for key, value in flags.items() if value is not None]
+    named_keys += [assignment.partition("=")[0].strip() for assignment in assignments]
+    tokens = raw.get("run", {}).get("tokens")
+    if "run.steps" in named_keys and tokens:
         raise ValueError(f"run.tokens = {tokens} and run.steps both say when the run ends: leave one out")
-    return given
+    return raw
 
 
 def method_tables(path: str | None) -> list[str]:
@@ -243,7 +243,7 @@ def to_toml(config: Config, named: Mapping[str, str] | None = None) -> str:
 
 def run_name(config: Config) -> str:
     """16 hex digits that tell a run from those of any other configuration, wherever it lies and whatever it runs on."""
-    return hashlib.sha256(to_toml(config, {**kept_names(config), "model.device": ""}).encode()).hexdigest()[:16]
+    return hashlib.sha256(to_toml(config, {**referenced_names(config), "model.device": ""}).encode()).hexdigest()[:16]
 
 
 def _table(name: str, config: Any, named: Mapping[str, str], first: Mapping[str, Any]) -> str:
@@ -322,12 +322,12 @@ def template(name: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def commented(section: str, cls: type, given: Mapping[str, Any] | None = None) -> list[str]:
-    """A section's lines: its head, the keys of `given`, then those of the config class with their defaults and
+def commented(section: str, cls: type, raw: Mapping[str, Any] | None = None) -> list[str]:
+    """A section's lines: its head, the keys of `raw`, then those of the config class with their defaults and
     docstrings.
     """
     tables = tables_of(cls)
-    lines = [f"[{section}]", *(f"{key} = {_toml(value)}" for key, value in (given or {}).items())]
+    lines = [f"[{section}]", *(f"{key} = {_toml(value)}" for key, value in (raw or {}).items())]
     for key, text in field_docs(cls).items():
         lines += [] if key in tables else _entry(cls, key, text)
     for key, table in tables.items():

@@ -101,8 +101,8 @@ class Config:
             self._check_pipeline()
         if self.world.is_simulated and self.island == 1:
             mend = "acts within islands only: set world.inner, or stages that are together, or leave it out"
-            refuse(self, mend, "world.virtual.inner_links", "world.virtual.shares_line")
-        if self.world.virtual.shares_line:
+            refuse(self, mend, "world.virtual.inner_links", "world.virtual.shares_uplink")
+        if self.world.virtual.shares_uplink:
             self.network.check(self.world.workers)
 
     @property
@@ -114,7 +114,7 @@ class Config:
     def network(self) -> Links:
         """Between islands, on the virtual clock."""
         made = links(self.world.virtual.links)
-        return replace(made, devices=self.island) if self.world.virtual.shares_line else made
+        return replace(made, devices=self.island) if self.world.virtual.shares_uplink else made
 
     @property
     def survives(self) -> bool:

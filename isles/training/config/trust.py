@@ -63,15 +63,15 @@ def check(path: Path, tables: Mapping[str, Any], *, trust: bool) -> None:
     if not names or not any((run / name).exists() for name in _OF_A_RUN) or _was_typed(run, names):
         return
     if not trust:
-        told = ", ".join(f"{key} = {value!r}" for key, value in names.items())
+        listed = ", ".join(f"{key} = {value!r}" for key, value in names.items())
         raise ValueError(
-            f"{path}: would import and run {printable(told, 300)}, and this run was not made here: look at it, and if "
-            "you trust it add --trust (of isles eval, generate, export, resume, train, experts)"
+            f"{path}: would import and run {printable(listed, 300)}, and this run was not made here: look at it, and "
+            "if you trust it add --trust (of isles eval, generate, export, resume, train, experts)"
         )
     vouch(run, names)
 
 
-def take_word(runs: Iterable[Path]) -> None:
+def trust_runs(runs: Iterable[Path]) -> None:
     """`--trust` for several runs at once: what their config.toml names is imported from now on."""
     for run in runs:
         path = run / "config.toml"
@@ -97,8 +97,8 @@ def _was_typed(run: Path, names: Mapping[str, Any]) -> bool:
 
 
 def _mac(names: Mapping[str, Any]) -> str:
-    said = json.dumps(names, sort_keys=True).encode()
-    return hmac.new(_key(), b"isles typed\0" + said, hashlib.sha256).hexdigest()
+    payload = json.dumps(names, sort_keys=True).encode()
+    return hmac.new(_key(), b"isles typed\0" + payload, hashlib.sha256).hexdigest()
 
 
 def _key() -> bytes:
@@ -112,10 +112,10 @@ def _key() -> bytes:
 
 _PLAN, _LINKS = "pipeline.skippipe.plan", "world.virtual.links"
 _NAMES = {_PLAN: "plan.json", _LINKS: "links.toml"}
-KEPT = tuple(_NAMES.values())
+SAVED_WITH_RUN = tuple(_NAMES.values())
 
 
-def kept_files(config: Config) -> dict[str, Path]:
+def referenced_files(config: Config) -> dict[str, Path]:
     """Those of a run, by the setting that names them."""
     if not config.pipeline.skippipe.plan:
         return {}
@@ -125,9 +125,9 @@ def kept_files(config: Config) -> dict[str, Path]:
     return files
 
 
-def kept_names(config: Config) -> dict[str, str]:
+def referenced_names(config: Config) -> dict[str, str]:
     """What the run's own config.toml says for these settings."""
-    return {key: _NAMES[key] for key in kept_files(config)}
+    return {key: _NAMES[key] for key in referenced_files(config)}
 
 
 @contextmanager
@@ -136,7 +136,7 @@ def settled(config: Config, out: Path) -> Iterator[Config]:
     what happens to them afterwards is no matter. A run that ends before it has written anything leaves no copies.
     """
     copied, values = [], {}
-    for key, file in kept_files(config).items():
+    for key, file in referenced_files(config).items():
         copy = out / _NAMES[key]
         if not (copy.exists() and copy.samefile(file)):
             write_text(copy, file.read_text(encoding="utf-8"))

@@ -15,7 +15,7 @@ from isles.network.pauses import Pauses
 
 _MOST_JITTER = 3.0  # beyond it one step in a thousand takes longer than all others together
 _LEAST_SILENCE = 30.0  # seconds
-_SIMULATED = ("inner_links", "shares_line", "step_factors", "step_jitter", "pause_every")
+_SIMULATED = ("inner_links", "shares_uplink", "step_factors", "step_jitter", "pause_every")
 JoinState = Literal["full", "anchors"]
 LEASE, _LEAST_LEASE, _MOST_LEASE = 3.0, 0.5, 60.0  # seconds
 
@@ -30,7 +30,7 @@ class VirtualConfig:
     """
     inner_links: str = "lan"
     """The same inside islands."""
-    shares_line: bool = False
+    shares_uplink: bool = False
     """An island is a site with one line: its workers share that; a file of links then says of each site what it says of
     each worker else.
     """
@@ -169,7 +169,7 @@ class WorldConfig:
             keys = (f"virtual.{key}" for key in _SIMULATED)
             refuse(self, f'{why}world.backend = "virtual"', *keys)
             return
-        if not self.virtual.shares_line:
+        if not self.virtual.shares_uplink:
             links(self.virtual.links).check(self.workers)
         links(self.virtual.inner_links).check(self.workers)
 

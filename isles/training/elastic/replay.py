@@ -38,7 +38,7 @@ from isles.training.elastic.states import ANCHORS, MODEL, STATE
 from isles.training.elastic.support import in_rounds, lands_together, last_round, sync_every
 from isles.training.elastic.worker import Decisions, ElasticWorker
 from isles.training.lighthouse.mean import consolidate
-from isles.training.records.rundir import held
+from isles.training.records.rundir import lock_run
 
 _LOST = "PeerLost"
 
@@ -152,7 +152,7 @@ def repeat(config: Config, run: Path, out: Path, on_notice: Callable[[str], None
     def open_all(scheduler: Scheduler, wire: Any, transports: Sequence[VirtualTransport]) -> None:
         store.changed = [SimulatedCondition(scheduler, worker) for worker in scheduler.workers]
 
-    with held(run), tempfile.TemporaryDirectory(prefix="isles-") as folder:
+    with lock_run(run), tempfile.TemporaryDirectory(prefix="isles-") as folder:
 
         def work(transport: VirtualTransport) -> None:
             own = Path(folder) / str(transport.rank)

@@ -189,7 +189,7 @@ class SwarmLighthouseServer(LighthouseServer):
         self._offer_states(step)
         self.lighthouse.act(lambda now: self.coordinator.keep(step))
         for old in self._states.steps()[:-_KEPT]:
-            for stage in self._states.seats(old):
+            for stage in self._states.ranks(old):
                 self.state_server.unpublish(state_of(stage, old))
         self._states.thin(_KEPT)
 

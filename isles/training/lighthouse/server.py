@@ -38,7 +38,7 @@ from isles.training.elastic.states import BESIDE, COPIES
 from isles.training.elastic.support import rules
 from isles.training.lighthouse.rejections import RejectionLog
 from isles.training.records.events import Schema
-from isles.training.records.rundir import CONFIG, METRICS, SUMMARY, as_json, held, keep_config
+from isles.training.records.rundir import CONFIG, METRICS, SUMMARY, as_json, lock_run, save_config
 from isles.training.records.summary import SummaryTable
 from isles.training.records.tokens import CREDENTIALS, forget, host_credentials
 
@@ -66,12 +66,12 @@ class LighthouseServer(ABC):
         out: Path,
         address: str,
         told: Callable[[str], None],
-        on_line: Callable[[dict[str, Any]], None],
+        on_metrics: Callable[[dict[str, Any]], None],
         on_notice: Callable[[str], None],
     ) -> None:
         self.config, self.out, self.address = config, out, address
         self.rules, self.text = rules(config), to_toml(config)  # what workers who join get
-        self.told, self.on_line, self.on_notice = told, on_line, on_notice
+        self.told, self.on_metrics, self.on_notice = told, on_metrics, on_notice
         self.stopping = threading.Event()
         self.results: dict[int, dict[str, Any]] = {}
         self.carried: dict[int, dict[str, int]] = {}
@@ -96,7 +96,7 @@ class LighthouseServer(ABC):
                 self.out.rmdir()  # where it never was a run, nothing is in it
 
     def _run(self) -> SummaryTable | None:
-        with held(self.out), contextlib.ExitStack() as stack:
+        with lock_run(self.out), contextlib.ExitStack() as stack:
             if (self.out / SUMMARY).exists() and (self.out / NAME).exists():
                 raise ValueError(f"{self.out}: this run is complete; name another directory with --out")
             if (self.out / SUMMARY).exists() or ((self.out / METRICS).exists() and not (self.out / NAME).exists()):
@@ -113,7 +113,7 @@ class LighthouseServer(ABC):
             journal = Journal(self.out)
             stack.callback(journal.close)
             if not (self.out / CONFIG).exists():
-                keep_config(self.text, self.out)
+                save_config(self.text, self.out)
             self._lines = stack.enter_context((self.out / METRICS).open("a", encoding="utf-8"))
             self.keys = MemberKeys(self.out / CREDENTIALS)
             self.state_server = StateServer(self.session, LIGHTHOUSE, self.on_notice, comes=lambda what: False)
@@ -207,7 +207,7 @@ class LighthouseServer(ABC):
                 return
             self._lines.write(as_json({key: value for key, value in line.items() if value is not None}) + "\n")
             self._lines.flush()
-            self.on_line(line)
+            self.on_metrics(line)
         except Unfit as error:
             raise ValueError(str(error)) from None
 

@@ -18,13 +18,13 @@ from isles.memory.engines.cuda import CudaMoves, usual_engine
 from isles.memory.engines.paced import Paced
 from isles.memory.meter import MemoryMeter
 from isles.memory.optimizer import Managed
-from isles.memory.passes import PassWay
+from isles.memory.passes import PassKind
 from isles.network.routing.routes import Task
 from isles.training.config.sections import Config
 from isles.training.memory.plans import prepared, sharded_over
 from isles.training.memory.trial import try_out
 
-_WAYS: dict[str, PassWay] = {"F": "forward", "B": "backward"}
+_PASS_KINDS: dict[str, PassKind] = {"F": "forward", "B": "backward"}
 _METERED = 3  # steps whose bytes are counted: the first makes the states, the others are like all that follow
 
 
@@ -95,7 +95,7 @@ class PlannedMemory:
     def announce(self, tasks: Sequence[Task]) -> None:
         """The order of a stage's tasks in the step that begins."""
         if isinstance(self.managed, Managed):
-            self.managed.announce([(_WAYS[task.kind], task[1:]) for task in tasks if task.kind in _WAYS])
+            self.managed.announce([(_PASS_KINDS[task.kind], task[1:]) for task in tasks if task.kind in _PASS_KINDS])
 
     def device(self, model: nn.Module) -> torch.device:
         """Where the model computes; its parameters may lie elsewhere."""
@@ -138,7 +138,7 @@ class PlannedMemory:
         else:
             self.close()
 
-    def told(self, seconds: float) -> dict[str, Any] | None:
+    def record(self, seconds: float) -> dict[str, Any] | None:
         """For the summary. seconds: of a step, as it was."""
         if self.managed is None:
             return None

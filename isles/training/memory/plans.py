@@ -61,9 +61,9 @@ def sharded_over(config: Config) -> tuple[int, bool] | None:
 
 def idle_keys(memory: MemoryConfig) -> list[str]:
     """Settings that a plan by this method would ignore."""
-    places, _ = METHODS[memory.method]
-    moves = any(place != "device" for place in places)
-    files = any(place in ("disk", "file") for place in places)
+    tiers, _ = METHODS[memory.method]
+    moves = any(tier != "device" for tier in tiers)
+    files = any(tier in ("disk", "file") for tier in tiers)
     return [
         key
         for key, acts in (
@@ -288,16 +288,16 @@ def _disk(folder: str, here: Machine) -> float:
 
 
 def _budget(key: str, memory: MemoryConfig, most: float, here: Machine) -> float:
-    given = getattr(memory, key)
-    if not given:
+    text = getattr(memory, key)
+    if not text:
         return most
-    asked = parse_bytes(key, given)
-    if asked > most:
+    wanted = parse_bytes(key, text)
+    if wanted > most:
         raise ValueError(
-            f"memory.{key} = {given!r} is more than the {most / 2**30:.3g}GiB of {here.name}: choose less, or another "
+            f"memory.{key} = {text!r} is more than the {most / 2**30:.3g}GiB of {here.name}: choose less, or another "
             "memory.machine"
         )
-    return asked
+    return wanted
 
 
 def _read(memory: MemoryConfig, made: Profile, here: Machine) -> MemoryPlan:
@@ -310,9 +310,9 @@ def _read(memory: MemoryConfig, made: Profile, here: Machine) -> MemoryPlan:
     plan.check(made, here)
     if plan.disk_bytes and not memory.disk:
         raise ValueError(f"memory.plan = {path!r} puts units on disk: set memory.disk to a folder")
-    places, activations = METHODS["auto" if memory.method == "none" else memory.method]
+    tiers, activations = METHODS["auto" if memory.method == "none" else memory.method]
     for one in plan.placements:
-        if one.place not in places or one.activations not in activations:
+        if one.tier not in tiers or one.activations not in activations:
             raise ValueError(
                 f'memory.plan = {path!r} chooses {one.short}, which memory.method = "{memory.method}" leaves out: set '
                 f'it to "{plan.method}", or plan again'
@@ -400,7 +400,7 @@ class SketchedShares(Wrapping):
     def __init__(self, config: Config, model: nn.Module, inner: Optimizer) -> None:
         super().__init__(inner, [parameter for parameter in model.parameters() if parameter.requires_grad])
         units = zip(units_of(model), prepared(config)[2].placements, strict=True)
-        self._hosted = [unit.parameters for unit, one in units if one.place != "device"]
+        self._hosted = [unit.parameters for unit, one in units if one.tier != "device"]
 
     def portions(self, size: int) -> list[list[int]]:
         """As `Managed`'s."""

@@ -42,37 +42,37 @@ class Checkpoints:
         with replacing(path) as partial:
             write_state(partial, state, {"run": run, "worker": str(worker), "step": str(step)})
 
-    def take_in(self, seats: Sequence[int], fetch: Callable[[int, Path], int]) -> int | None:
-        """Have `fetch` put the shard of each of `seats` at a path, and say of which step it is; commit them where that
+    def take_in(self, ranks: Sequence[int], fetch: Callable[[int, Path], int]) -> int | None:
+        """Have `fetch` put the shard of each of `ranks` at a path, and say of which step it is; commit them where that
         is one step, which is returned. Errors of `fetch`: then nothing of them stays.
         """
-        coming = {seat: self.folder / "coming" / f"worker-{seat}.safetensors" for seat in seats}
+        coming = {rank: self.folder / "coming" / f"worker-{rank}.safetensors" for rank in ranks}
         shutil.rmtree(self.folder / "coming", ignore_errors=True)  # of an attempt that was cut off
         (self.folder / "coming").mkdir(parents=True)
         try:
-            steps = {fetch(seat, path) for seat, path in coming.items()}
+            steps = {fetch(rank, path) for rank, path in coming.items()}
             if len(steps) > 1:
                 return None
             (step,) = steps
             self._at(step).mkdir(exist_ok=True)
-            for seat, path in coming.items():
-                settle(path, self.shard(step, seat))
-            self.commit(step, seats, {}, keep=0)
+            for rank, path in coming.items():
+                settle(path, self.shard(step, rank))
+            self.commit(step, ranks, {}, keep=0)
             return step
         finally:
             shutil.rmtree(self.folder / "coming", ignore_errors=True)
 
     def commit(
-        self, step: int, seats: Sequence[int], facts: Mapping[str, Any], keep: int, own: Iterable[int] | None = None
+        self, step: int, ranks: Sequence[int], facts: Mapping[str, Any], keep: int, own: Iterable[int] | None = None
     ) -> None:
         """Make the checkpoint of `step` exist; drop all but the newest `keep` (0: all). seats: the workers whose state
         it is, all that were left of the run. facts: for the manifest.
 
         own: the workers of this machine; None: all. The others' shards lie on other machines.
         """
-        here = seats if own is None else [worker for worker in own if worker in seats]
+        here = ranks if own is None else [worker for worker in own if worker in ranks]
         files = {path.name: path.stat().st_size for path in (self.shard(step, worker) for worker in here)}
-        manifest = {"step": step, "workers": len(seats), "seats": list(seats), **facts, "files": files}
+        manifest = {"step": step, "workers": len(ranks), "ranks": list(ranks), **facts, "files": files}
         write_checked(self._at(step) / "manifest.json", manifest, indent=2)
         sync_folder(self.folder)
         self.thin(keep)
@@ -103,13 +103,13 @@ class Checkpoints:
         """What was committed for `step`."""
         return read_checked(self._at(step) / "manifest.json")
 
-    def seats(self, step: int) -> list[int]:
+    def ranks(self, step: int) -> list[int]:
         """The workers whose state the checkpoint of `step` is, ascending."""
-        return self.manifest(step)["seats"]
+        return self.manifest(step)["ranks"]
 
     def absent(self, step: int) -> list[int]:
-        """Those of `seats` whose shards do not lie here, but on other machines."""
-        return [worker for worker in self.seats(step) if not self.shard(step, worker).exists()]
+        """Those of `ranks` whose shards do not lie here, but on other machines."""
+        return [worker for worker in self.ranks(step) if not self.shard(step, worker).exists()]
 
     def read_shard(self, step: int, worker: int) -> State:
         """One worker's state, exactly as written; tensors on the CPU. ValueError where a file is damaged."""
@@ -130,7 +130,7 @@ class Checkpoints:
                 )
         return state
 
-    def newest_sound(self, tell: Callable[[str], None]) -> int | None:
+    def newest_sound(self, notify: Callable[[str], None]) -> int | None:
         """The newest step of which no shard is damaged; None where there are none at all. tell: called with a line for
         each that is newer. ValueError where all are: who begins anew in their stead loses what the run has learned.
         """
@@ -140,11 +140,11 @@ class Checkpoints:
         if damaged and not steps:
             raise ValueError(f"{self.folder}: no state there is whole: restore one, or start a new run")
         for path in damaged:
-            tell(f"{path}: is damaged, so the run goes on from round {steps[-1]}")
+            notify(f"{path}: is damaged, so the run goes on from round {steps[-1]}")
         return steps[-1] if steps else None
 
     def shards(self, step: int) -> list[Path]:
-        return [self.shard(step, worker) for worker in self.seats(step)]
+        return [self.shard(step, worker) for worker in self.ranks(step)]
 
     def replace(self, step: int, shards: Iterable[State], facts: Mapping[str, Any]) -> None:
         """Put other shards, made one at a time, in the place of those of `step`. What was there stays whole until all
@@ -174,23 +174,25 @@ class Checkpoints:
 
     def _whole(self, manifest: Path) -> bool:
         try:
-            told = read_checked(manifest)
-            files = told["files"]
-            named = f"step-{told['step']}" == manifest.parent.name and 0 < told["workers"] == len(told["seats"])
+            manifest_table = read_checked(manifest)
+            files = manifest_table["files"]
+            named = f"step-{manifest_table['step']}" == manifest.parent.name and 0 < manifest_table["workers"] == len(
+                manifest_table["ranks"]
+            )
             return named and all((manifest.parent / name).stat().st_size == size for name, size in files.items())
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return False
 
 
-def seat_of(checkpoints: Checkpoints, step: int, rank: int) -> int:
+def rank_to_load(checkpoints: Checkpoints, step: int, rank: int) -> int:
     """The worker whose state of `step` worker `rank` of a swarm goes on from: its own; where it was lost before, that
     of a peer of the stage that it served. ValueError where nobody of that stage has saved.
     """
-    seats = checkpoints.seats(step)
-    if rank in seats:
+    ranks = checkpoints.ranks(step)
+    if rank in ranks:
         return rank
     stages = _stages(checkpoints, step)
-    alike = [seat for seat in seats if stages[seat] == stages[rank]]
+    alike = [other for other in ranks if stages[other] == stages[rank]]
     if not alike:
         raise ValueError(
             f"after step {step} nobody of stage {stages[rank]} has saved: name an earlier step with --step"
@@ -202,11 +204,11 @@ def newest_whole(checkpoints: Checkpoints) -> int | None:
     """The newest step after which somebody of every stage has saved; None: there is none."""
     for step in sorted(checkpoints.steps(), reverse=True):
         stages = _stages(checkpoints, step)
-        if {stages[seat] for seat in checkpoints.seats(step)} == set(stages):
+        if {stages[rank] for rank in checkpoints.ranks(step)} == set(stages):
             return step
     return None
 
 
 def _stages(checkpoints: Checkpoints, step: int) -> list[int]:
     """By worker, the stage that it served."""
-    return checkpoints.read_shard(step, checkpoints.seats(step)[0])["step"]["stages"]
+    return checkpoints.read_shard(step, checkpoints.ranks(step)[0])["step"]["stages"]

@@ -23,7 +23,7 @@ from isles.base.schema import TASK_KINDS, USAGE, Metrics
 from isles.comm.errors import NodeLost
 from isles.training.config.sections import Config
 from isles.training.records.replica_spread import WEIGHTS
-from isles.training.records.timeline import KEPT
+from isles.training.records.timeline import MAX_SPANS
 
 _COUNT = 1 << 63
 
@@ -42,12 +42,12 @@ def _weights(text: str) -> str:
     return text
 
 
-_Figure = Annotated[Any, AfterValidator(_number)]
+_Number = Annotated[Any, AfterValidator(_number)]
 _Sample = Annotated[str, Field(strict=True, max_length=6 * WEIGHTS), AfterValidator(_weights)]
 _Notice = Annotated[str, UTF8, Field(strict=True, max_length=4000), AfterValidator(printable)]
-_WORDS = re.compile(r"[A-Za-z_][A-Za-z0-9_.]{0,63}")
+_NAMES = re.compile(r"[A-Za-z_][A-Za-z0-9_.]{0,63}")
 _Digest = Annotated[str, Field(strict=True, pattern="^[0-9a-f]{64}$")]
-_LINE = tuple(field.name for field in fields(Metrics))
+_METRICS = tuple(field.name for field in fields(Metrics))
 _OPTIONAL = ("val_loss", *USAGE)
 _KINDS = ("compute", "away", "blocked", "transfer", *TASK_KINDS.values())
 _CHANNELS = ("", "control", "inner", "outer", "pipeline", "eval")
@@ -88,26 +88,26 @@ class Schema:
             return {"corpus": value_of(event, "corpus", _Digest), "rank": _rank(event, "rank", ranks)}
         if keys == {"sample", "weights", "step", "worker"}:
             weights = integer(event, "weights", 1, _COUNT)
-            return {"sample": value_of(event, "sample", _Sample), "weights": weights, **self._place(event, ranks)}
+            return {"sample": value_of(event, "sample", _Sample), "weights": weights, **self._origin(event, ranks)}
         if keys == {"spans"}:
             spans = event["spans"]
-            if not isinstance(spans, list) or len(spans) > 2 * KEPT:
+            if not isinstance(spans, list) or len(spans) > 2 * MAX_SPANS:
                 raise Unfit("spans are too many")
             return {"spans": [self._span(table(span, "a span"), ranks) for span in spans]}
-        return self._line(event, ranks)
+        return self._metrics(event, ranks)
 
-    def _line(self, event: Mapping[str, Any], ranks: Container[int]) -> dict[str, Any]:
-        gauges = [key for key in event if key not in _LINE]
-        if len(gauges) > _GAUGES or not all(_WORDS.fullmatch(key) for key in gauges) or {"lost", "left"} & set(gauges):
+    def _metrics(self, event: Mapping[str, Any], ranks: Container[int]) -> dict[str, Any]:
+        gauges = [key for key in event if key not in _METRICS]
+        if len(gauges) > _GAUGES or not all(_NAMES.fullmatch(key) for key in gauges) or {"lost", "left"} & set(gauges):
             raise Unfit("an event of no kind that isles has")
-        kept = self._place(event, ranks)
+        fields = self._origin(event, ranks)
         for key in ("tokens", "bytes_sent", "bytes_received"):
-            kept[key] = integer(event, key, 0, _COUNT)
+            fields[key] = integer(event, key, 0, _COUNT)
         for key in ("blocked_seconds", "compute_seconds", "clock_seconds"):
-            kept[key] = value_of(event, key, Float)
+            fields[key] = value_of(event, key, Float)
         for key in ("loss", "lr", *(key for key in _OPTIONAL if key in event), *gauges):
-            kept[key] = value_of(event, key, _Figure)
-        return {key: kept[key] for key in event}
+            fields[key] = value_of(event, key, _Number)
+        return {key: fields[key] for key in event}
 
     def _span(self, span: Mapping[str, Any], ranks: Container[int]) -> dict[str, Any]:
         kind, channel = span.get("kind"), span.get("channel")
@@ -115,9 +115,9 @@ class Schema:
             raise Unfit("a span of no kind that isles has")
         times = {key: value_of(span, key, Float) for key in ("start", "end")}
         task = {"microbatch": integer(span, "microbatch", 0, _COUNT)} if kind in TASK_KINDS.values() else {}
-        return {**self._place(span, ranks), "kind": kind, "channel": channel, **times, **task}
+        return {**self._origin(span, ranks), "kind": kind, "channel": channel, **times, **task}
 
-    def _place(self, event: Mapping[str, Any], ranks: Container[int]) -> dict[str, Any]:
+    def _origin(self, event: Mapping[str, Any], ranks: Container[int]) -> dict[str, Any]:
         return {"step": self._step(event, "step"), "worker": _rank(event, "worker", ranks)}
 
     def _step(self, event: Mapping[str, Any], key: str) -> int:
@@ -125,7 +125,7 @@ class Schema:
 
 
 @contextlib.contextmanager
-def host_heard() -> Iterator[None]:
+def checks_host_messages() -> Iterator[None]:
     """While what node 0 says is looked at: what is unfit is the loss of node 0."""
     try:
         yield
@@ -135,10 +135,10 @@ def host_heard() -> Iterator[None]:
 
 def committed(command: Mapping[str, Any], config: Config) -> tuple[int, list[int]]:
     """Step and workers of node 0's word that a checkpoint is whole. Unfit where it is none."""
-    seats = command.get("seats")
-    if not isinstance(seats, list) or len(seats) > config.world.workers:
-        raise Unfit("seats are no workers of this run")
-    known = [integer({"seat": seat}, "seat", 0, config.world.workers - 1) for seat in seats]
+    ranks = command.get("ranks")
+    if not isinstance(ranks, list) or len(ranks) > config.world.workers:
+        raise Unfit("ranks are no workers of this run")
+    known = [integer({"rank": rank}, "rank", 0, config.world.workers - 1) for rank in ranks]
     return integer(command, "commit", 0, config.run.steps), known
 
 
@@ -152,22 +152,22 @@ def _result(result: dict[str, Any]) -> dict[str, Any]:
     known = {*_RESULTS, "val_loss", "val_loss_replica", "corpus_sha256", "memory", "channels"}
     if set(result) != known:
         raise Unfit("a result of another kind than isles'")
-    kept: dict[str, Any] = {key: value_of(result, key, _Figure) for key in _RESULTS}
-    if not all(value is not None and 0 <= value < math.inf for value in kept.values()):
+    fields: dict[str, Any] = {key: value_of(result, key, _Number) for key in _RESULTS}
+    if not all(value is not None and 0 <= value < math.inf for value in fields.values()):
         raise Unfit("a result with a figure missing, or one that cannot be")
-    kept |= {key: value_of(result, key, _Figure) for key in ("val_loss", "val_loss_replica")}
+    fields |= {key: value_of(result, key, _Number) for key in ("val_loss", "val_loss_replica")}
     digest, memory = result["corpus_sha256"], result["memory"]
-    kept["corpus_sha256"] = "" if digest == "" else value_of(result, "corpus_sha256", _Digest)
-    kept["memory"] = None if memory is None else {
-        key: value_of(memory, key, _Notice) if isinstance(memory[key], str) else value_of(memory, key, _Figure)
-        for key in table(memory, "memory") if _WORDS.fullmatch(key)
+    fields["corpus_sha256"] = "" if digest == "" else value_of(result, "corpus_sha256", _Digest)
+    fields["memory"] = None if memory is None else {
+        key: value_of(memory, key, _Notice) if isinstance(memory[key], str) else value_of(memory, key, _Number)
+        for key in table(memory, "memory") if _NAMES.fullmatch(key)
     }  # fmt: skip
-    kept["channels"] = {
-        name: {key: value_of(table(counts, name), key, _Figure) or 0.0 for key in _COUNTED}
+    fields["channels"] = {
+        name: {key: value_of(table(counts, name), key, _Number) or 0.0 for key in _COUNTED}
         for name, counts in table(result["channels"], "channels").items()
         if name in _CHANNELS
     }
-    return kept
+    return fields
 
 
 def _rank(event: Mapping[str, Any], key: str, ranks: Container[int]) -> int:

@@ -1,6 +1,6 @@
 """The lines of metrics.jsonl for tools that draw them live: TensorBoard and Weights & Biases.
 
-    launcher: each line of metrics.jsonl -> `Loggers.line` -> RUN/tensorboard, RUN/wandb
+    launcher: each line of metrics.jsonl -> `Loggers.log` -> RUN/tensorboard, RUN/wandb
               summary.json at the end    -> `Loggers.summary`
 
 One process writes, and nothing is opened before the first line, so a run that is refused leaves nothing behind. A tool
@@ -34,7 +34,7 @@ class TensorBoard:
         self._steps = config.run.steps
         self._writers: dict[str, Any] = {}
 
-    def line(self, record: MetricsRecord) -> None:
+    def log(self, record: MetricsRecord) -> None:
         """Each number under its name, at the line's step."""
         for key, value in record.items():
             if key not in ("step", "worker"):
@@ -91,7 +91,7 @@ class WandB:
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 
-    def line(self, record: MetricsRecord) -> None:
+    def log(self, record: MetricsRecord) -> None:
         prefix = f"worker-{record['worker']}/" if "worker" in record else ""
         numbers = {f"{prefix}{key}": value for key, value in record.items() if key not in ("step", "worker")}
         self._run.log({"step": record["step"], **numbers}, step=self._rows)
@@ -133,12 +133,12 @@ class Loggers:
         self._where = (config, out, resume)
         self._open: list[TensorBoard | WandB] = []
 
-    def line(self, record: MetricsRecord) -> None:
+    def log(self, record: MetricsRecord) -> None:
         config = self._where[0]
         if not self._open:
             self._open = [LOGGERS[name](*self._where) for name in config.run.loggers]
         for logger in self._open:
-            logger.line(record)
+            logger.log(record)
 
     def summary(self, summary: MetricsRecord) -> None:
         for logger in self._open:

@@ -39,11 +39,11 @@ class Sample:
         edges = torch.arange(count + 1, dtype=torch.float64, device="cpu") * sum(sizes) / count
         low, high = edges[:-1].ceil(), edges[1:].ceil()
         shares = torch.rand(count, generator=draw, dtype=torch.float64, device="cpu")
-        places = (low + (shares * (high - low)).floor()).long()
+        indices = (low + (shares * (high - low)).floor()).long()
         self._chosen = []
         start = 0
         for parameter, size in zip(parameters, sizes, strict=True):
-            inside = places[(places >= start) & (places < start + size)] - start
+            inside = indices[(indices >= start) & (indices < start + size)] - start
             if len(inside):
                 self._chosen.append((parameter, inside.to(parameter.device)))
             start += size
@@ -53,7 +53,7 @@ class Sample:
         import torch
 
         with torch.no_grad():
-            parts = [parameter.reshape(-1)[places].float() for parameter, places in self._chosen]
+            parts = [parameter.reshape(-1)[indices].float() for parameter, indices in self._chosen]
             return base64.b64encode(torch.cat(parts).cpu().numpy().tobytes()).decode("ascii")
 
 

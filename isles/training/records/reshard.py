@@ -1,34 +1,28 @@
-"""Going on from a checkpoint: which one it is, and what its states must be made into first.
+"""Making a checkpoint of some workers one of others, in the same directory, before a run goes on from it.
 
-Going on with another number of replicas: a checkpoint of N of them made into one of M, in the same place.
+`prepare` chooses the checkpoint and what its states must be made into:
 
-    every replica, one at a time -> means of weights, inner state, anchors, momenta (bits kept where all were equal)
-                                 -> M replicas: the means, and of its own what each worker counted
-                                 -> an ordinary resume
+    nothing               the same workers and stages: an ordinary resume
+    other replicas        every replica, one at a time -> means of weights, inner state, anchors, momenta (bits
+                          unchanged where all were equal) -> M replicas: the means, and each worker's own counts
+    other stages          states of a replica's stages -> weights, moments and flat vectors by name -> those of other
+                          stages, or of the whole
+    clusters with churn   shards by rank of all who ever came -> shards of the remaining ones, cluster after cluster,
+                          then standby workers; pipeline.ravnest.clusters and world.workers in config.toml follow
 
-Weights in the middle of a round are averaged too: against the anchor they hold the mean of the steps since the last
-exchange, so none of those is lost. What is under way lands when it is due, in the mean. Totals are conserved: those of
-workers that leave are added to those that stay, new workers begin at zero. Clocks go on from the latest.
-
-Where replicas are cut into stages, the stages of each are put together first and cut again last (`stages`). As many
+Other replicas. Weights in the middle of a round are averaged too: against the anchor they hold the mean of the steps
+since the last exchange, so none of those is lost. Exchanges in flight land when they are due, in the mean. Totals are
+conserved: those of workers that leave are added to those that stay, new workers begin at zero. Clocks go on from the
+latest. Where replicas are cut into stages, the stages of each are put together first and cut again last; as many
 replicas as before each go on with their own state.
 
-States of replicas cut into other stages than they were saved in: everything by the parameters' names.
+Other stages. No bit of a weight, a moment, an anchor, a momentum or an exchange in flight changes; only hashes of
+vectors and what concerns a worker (totals, clocks, draws) are made anew. A method's own state is cut where it
+`keeps_flat` vectors.
 
-    states of a replica's stages -> weights, moments and flat vectors by name -> those of other stages, or of the whole
-
-So no bit of a weight, a moment, an anchor, a momentum or an exchange under way is changed; only hashes of vectors and
-what concerns a worker (totals, clocks, draws) are made anew. A method's own state is cut where it `keeps_flat` vectors.
-
-Going on with clusters whose nodes came and went: the checkpoint of those who were left made into one of a world of
-fixed size, in the same place.
-
-    shards by rank of all who ever came -> shards of those who were left, cluster after cluster, then who stands by
-    config.toml                         -> pipeline.ravnest.clusters, world.workers as they were then
-
-Weights, moments, draws and the place in the text keep their bits: where two clusters or more were there and all of
-them whole, the run goes on to the same bits as if nobody had come or gone since. Clusters that were not whole are no
-more: who is left of them stands by, and the others read their text.
+Clusters. Weights, moments, draws and the position in the text keep their bits: where two clusters or more were there
+and all of them whole, the run goes on to the same bits as if nobody had come or left since. A cluster that was not
+whole is dissolved: its remaining workers become standby, and the others read its text.
 """
 
 from __future__ import annotations
@@ -73,7 +67,7 @@ _SHARED = ("lr", "initial_lr", "betas", "eps", "fused")
 """Settings in which groups of an inner optimizer are alike; by the others (weight decay, rows) they differ."""
 
 
-class Holding:
+class StageLayout:
     """What a worker holds of the model, by names: `model` is that part without numbers."""
 
     def __init__(self, config: Config, model: nn.Module) -> None:
@@ -85,7 +79,7 @@ class Holding:
         """Shapes, in the order of its flat vectors."""
         self.sizes = [shape.numel() for shape in self.trained.values()]
         self.stepped = [names[id(own)] for group in inner.param_groups for own in group["params"]]
-        numbers, self.kept = count(), list(model.state_dict())
+        numbers, self.saved_names = count(), list(model.state_dict())
         self.groups = [
             {**group, "params": [next(numbers) for _ in group["params"]]}
             | ({"fused": True} if "fused" in group else {})  # as where there are numbers
@@ -93,12 +87,12 @@ class Holding:
         ]
 
 
-def holdings(config: Config, *, whole: bool = False) -> list[Holding]:
+def stage_layouts(config: Config, *, whole: bool = False) -> list[StageLayout]:
     """Of each stage of a replica, or of the whole model."""
     model = sketch(config.model)
     if whole or config.pipeline.stages == 1:
-        return [Holding(config, model)]
-    return [Holding(config, Stage(model, piece)) for piece in planned_cut(config).pieces]
+        return [StageLayout(config, model)]
+    return [StageLayout(config, Stage(model, piece)) for piece in planned_cut(config).pieces]
 
 
 def first_blocks(config: Config) -> list[Any]:
@@ -154,26 +148,26 @@ def with_boundary(saved: Config, config: Config) -> Config:
     before, after = first_blocks(saved), first_blocks(config)
     if before == after:
         return config
-    told = f'--stages {stages}: pipeline.boundary.kind = "{saved.pipeline.boundary.kind}"'
+    prefix = f'--stages {stages}: pipeline.boundary.kind = "{saved.pipeline.boundary.kind}"'
     if name.has_layers:
-        raise ValueError(f"{told} has trained layers where the stages begin now: blocks {before}; leave out --stages")
+        raise ValueError(f"{prefix} has trained layers where the stages begin now: blocks {before}; leave out --stages")
     if name.kind != "subspace":
         return config
     if stages == 1:
         raise ValueError(
-            f"{told} is of stages, and a whole model has no coordinates; choose 2 or more, or begin a run with "
+            f"{prefix} is of stages, and a whole model has no coordinates; choose 2 or more, or begin a run with "
             "run.start at this one's model"
         )
     if saved.pipeline.boundary.form != "coordinates":
         raise ValueError(
-            f'{told} with form = "{saved.pipeline.boundary.form}": what its optimizers see of gradients hangs on where '
-            "the stages begin; leave out --stages"
+            f'{prefix} with form = "{saved.pipeline.boundary.form}": what its optimizers see of gradients hangs on '
+            "where the stages begin; leave out --stages"
         )
     inside = saved.pipeline.boundary.blocks or before[-1]
     if after[-1] > inside:
         if stages - 1 > inside:
             raise ValueError(
-                f"{told}: only the first {inside} blocks write into the subspace; choose at most {inside + 1} stages"
+                f"{prefix}: only the first {inside} blocks write into the subspace; choose at most {inside + 1} stages"
             )
         costs = planned_cut(config).costs.to_cut(loss_at_origin=False)
         after = [*cut_points(costs[:inside], stages - 1), inside]
@@ -182,7 +176,7 @@ def with_boundary(saved: Config, config: Config) -> Config:
 
 
 def recut(
-    states: Sequence[State], before: Sequence[Holding], after: Sequence[Holding], kind: type[ReplicaSync]
+    states: Sequence[State], before: Sequence[StageLayout], after: Sequence[StageLayout], kind: type[ReplicaSync]
 ) -> Iterator[State]:
     """The states of workers that hold `after` what those of `states` held `before`, of one replica. kind: its method.
     The first of them inherits the replica's totals. ValueError: the method does not say where in its state what lies.
@@ -192,25 +186,25 @@ def recut(
         raise ValueError("some parameters were frozen during the run: resume with as many stages as before")
     weights = {name: tensor for state in states for name, tensor in state["model"].items()}
     moments: dict[str, Any] = {}
-    for holding, optimizer in zip(before, optimizers, strict=True):
-        moments |= {holding.stepped[index]: own for index, own in optimizer["inner"]["state"].items()}
+    for layout, optimizer in zip(before, optimizers, strict=True):
+        moments |= {layout.stepped[index]: own for index, own in optimizer["inner"]["state"].items()}
     outers = _outer_states([optimizer["outer"] for optimizer in optimizers], before, after, kind)
-    for number, (holding, outer) in enumerate(zip(after, outers, strict=True)):
+    for number, (layout, outer) in enumerate(zip(after, outers, strict=True)):
         inner, schedule = first["optimizer"]["inner"], first["schedule"]
         shared = {key: value for key, value in inner["param_groups"][0].items() if key in _SHARED}
         optimizer = {
             **first["optimizer"],
-            "shapes": [list(shape) for shape in holding.trained.values()],
+            "shapes": [list(shape) for shape in layout.trained.values()],
             "inner": {
-                "state": {index: moments[name] for index, name in enumerate(holding.stepped) if name in moments},
-                "param_groups": [group | shared for group in holding.groups],
+                "state": {index: moments[name] for index, name in enumerate(layout.stepped) if name in moments},
+                "param_groups": [group | shared for group in layout.groups],
             },
             "outer": outer,
         }
-        rates = {key: [value[0]] * len(holding.groups) for key, value in schedule.items() if isinstance(value, list)}
+        rates = {key: [value[0]] * len(layout.groups) for key, value in schedule.items() if isinstance(value, list)}
         made = {
             **first,
-            "model": {name: weights[name] for name in holding.kept},
+            "model": {name: weights[name] for name in layout.saved_names},
             "optimizer": optimizer,
             "schedule": schedule | rates,
             "step": states[-1].get("step") if number == len(after) - 1 else first.get("step"),
@@ -220,7 +214,7 @@ def recut(
 
 
 def _outer_states(
-    states: Sequence[State], before: Sequence[Holding], after: Sequence[Holding], kind: type[ReplicaSync]
+    states: Sequence[State], before: Sequence[StageLayout], after: Sequence[StageLayout], kind: type[ReplicaSync]
 ) -> list[State]:
     """What the method keeps (`outer_state`). ValueError where it does not say how, or where it is of several fragments,
     or of bases that belong to places in the model.
@@ -231,26 +225,26 @@ def _outer_states(
         if len(fragments) > 1:
             raise ValueError("fragments are cut from each stage's own blocks: resume with as many stages")
         if any(flight["frozen"] for flight in flights):
-            raise ValueError("some parameters were frozen while a round was under way: resume with as many stages")
+            raise ValueError("some parameters were frozen while a round was in flight: resume with as many stages")
         if any(fragment["averaging"] for fragment in fragments):
             raise ValueError("bases of low-rank factors belong to each stage's matrices: resume with as many stages")
     made = _entries(states, before, after)
-    for state, holding in zip(made, after, strict=True):
+    for state, layout in zip(made, after, strict=True):
         for fragment in state.get("fragments", ()):
             if fragment["digest"]:
                 vector = fragment["anchor"]
-                fragment["digest"] = FlatParameters(vector.split(holding.sizes)).digest(vector)
+                fragment["digest"] = FlatParameters(vector.split(layout.sizes)).digest(vector)
     return made
 
 
-def _entries(values: Sequence[Any], before: Sequence[Holding], after: Sequence[Holding]) -> list[Any]:
+def _entries(values: Sequence[Any], before: Sequence[StageLayout], after: Sequence[StageLayout]) -> list[Any]:
     """One entry of all states: a flat vector, what holds such, or what is equal in all stages."""
     first = values[0]
     if isinstance(first, Tensor) and [value.numel() for value in values] == [sum(one.sizes) for one in before]:
         parts: dict[str, Tensor] = {}
-        for vector, holding in zip(values, before, strict=True):
-            parts |= dict(zip(holding.trained, vector.split(holding.sizes), strict=True))
-        return [torch.cat([parts[name] for name in holding.trained]) for holding in after]
+        for vector, layout in zip(values, before, strict=True):
+            parts |= dict(zip(layout.trained, vector.split(layout.sizes), strict=True))
+        return [torch.cat([parts[name] for name in layout.trained]) for layout in after]
     if isinstance(first, dict):
         made = {
             key: [math.hypot(*(value[key] for value in values))] * len(after)
@@ -324,7 +318,7 @@ def reshard_replicas(run: Path, step: int, saved: Config, config: Config) -> tup
     is gone on from, the step, and what a user should know. ValueError where it cannot be; then nothing is changed.
     """
     checkpoints = Checkpoints(run)
-    before = len(checkpoints.seats(step))
+    before = len(checkpoints.ranks(step))
     config = ending_after(config, before // (saved.pipeline.stages * saved.world.inner), step)
     refuse_conflicts(config, "fixed workers")
     kind_of(config.pipeline).refuse(config)  # what the method or the batch cannot be
@@ -356,19 +350,20 @@ class _Replicas:
     """The replicas of a checkpoint, each as if one worker held all of it."""
 
     def __init__(self, checkpoints: Checkpoints, step: int, saved: Config, config: Config) -> None:
-        self._checkpoints, self._step, self._seats = checkpoints, step, checkpoints.seats(step)
+        self._checkpoints, self._step, self._ranks = checkpoints, step, checkpoints.ranks(step)
         self._kind, self._seed, self._stages = method(config.method), config.run.seed, saved.pipeline.stages
         self.is_cut = max(self._stages, config.pipeline.stages) > 1
         if self.is_cut:
-            self._parts, self._after, self._whole = holdings(saved), holdings(config), holdings(config, whole=True)
+            self._parts, self._after = stage_layouts(saved), stage_layouts(config)
+            self._whole = stage_layouts(config, whole=True)
 
     def __len__(self) -> int:
-        return len(self._seats) // self._stages
+        return len(self._ranks) // self._stages
 
     def read(self, number: int) -> State:
         """One of them."""
-        seats = self._seats[number * self._stages : (number + 1) * self._stages]
-        states = [self._checkpoints.read_shard(self._step, seat) for seat in seats]
+        ranks = self._ranks[number * self._stages : (number + 1) * self._stages]
+        states = [self._checkpoints.read_shard(self._step, rank) for rank in ranks]
         return next(recut(states, self._parts, self._whole, self._kind)) if self.is_cut else states[0]
 
     def divided(self, states: Iterable[State]) -> Iterator[State]:
@@ -415,9 +410,9 @@ def _large(state: State) -> State:
 
 
 def _small(state: State) -> State:
-    kept = ("tokens", "losses", "training_seconds", "clock_seconds", "host_seconds")
+    keys = ("tokens", "losses", "training_seconds", "clock_seconds", "host_seconds")
     counted = {key: state["optimizer"][key] for key in ("traffic", "transport")}
-    return {key: state[key] for key in kept} | carried_draws(state) | {"optimizer": counted}
+    return {key: state[key] for key in keys} | carried_draws(state) | {"optimizer": counted}
 
 
 def _replica(common: State, every: Sequence[State], number: int, config: Config) -> State:
@@ -430,12 +425,12 @@ def _replica(common: State, every: Sequence[State], number: int, config: Config)
 
 
 def _notes(equal: dict[str, bool], replicas: int, before: int, after: int, step: int) -> list[str]:
-    kept, mixed = ([part for part, is_equal in equal.items() if is_equal == wanted] for wanted in (True, False))
+    equal_parts, mixed = ([part for part, is_equal in equal.items() if is_equal == wanted] for wanted in (True, False))
     who = f"{after} workers instead of {before}" if after != before else f"the {after} workers that were left"
     always = ["the step", "the learning rate's schedule", "the place in the data", "totals of tokens and bytes"]
     notes = [
         f"going on with {who} after step {step}",
-        f"kept: {', '.join([*always, *(f'{part} (equal on all)' for part in kept)])}",
+        f"kept: {', '.join([*always, *(f'{part} (equal on all)' for part in equal_parts)])}",
     ]
     if mixed:
         whose = "workers" if before == replicas else "replicas"
@@ -454,48 +449,50 @@ def reshard_clusters(run: Path, step: int, config: Config, workers: int | None) 
     then nothing is changed.
     """
     checkpoints = Checkpoints(run)
-    manifest, saved = checkpoints.manifest(step), checkpoints.seats(step)
+    manifest, saved = checkpoints.manifest(step), checkpoints.ranks(step)
     plain = checkpoints.read_shard(step, saved[0])["assignment"]
-    told = ClusterAssignment.of_plain(plain, int(manifest[POSITIONS]))
-    seats = told.without(set(told.living) - set(saved))
-    if not seats.whole:
+    saved_then = ClusterAssignment.of_plain(plain, int(manifest[POSITIONS]))
+    assignment = saved_then.without(set(saved_then.living) - set(saved))
+    if not assignment.whole:
         raise ValueError(f"{run}: after step {step} no cluster was whole; name an earlier step with --step")
-    nodes = [position for number in seats.whole for position in seats.clusters[number]]
-    aside = [position for position in seats.living if position not in nodes]
-    dropped = aside if len(seats.whole) == 1 else []  # one cluster alone has nobody to load from
-    kept = nodes + [position for position in aside if position not in dropped]
-    if workers not in (None, len(kept)):
-        raise ValueError(f"--workers {workers}: after step {step} {len(kept)} were left; leave it out")
-    now = seats.without(dropped).renumbered(kept)
-    after = _config(config, now, kept)
+    nodes = [position for number in assignment.whole for position in assignment.clusters[number]]
+    aside = [position for position in assignment.living if position not in nodes]
+    dropped = aside if len(assignment.whole) == 1 else []  # one cluster alone has nobody to load from
+    remaining = nodes + [position for position in aside if position not in dropped]
+    if workers not in (None, len(remaining)):
+        raise ValueError(f"--workers {workers}: after step {step} {len(remaining)} were left; leave it out")
+    now = assignment.without(dropped).renumbered(remaining)
+    after = _config(config, now, remaining)
     with RunLock(run):
-        states = (_state(checkpoints.read_shard(step, position), number, now) for number, position in enumerate(kept))
+        states = (
+            _state(checkpoints.read_shard(step, position), number, now) for number, position in enumerate(remaining)
+        )
         checkpoints.replace(step, states, run_facts(after))
         write_text(run / "config.toml", to_toml(after))
     clusters = f"{len(now.clusters)} cluster{'s' * (len(now.clusters) > 1)}"
     notes = [
-        f"going on with the {len(kept)} workers that were left after step {step}, in {clusters}; from here on nobody "
-        "comes or leaves",
-        f"workers {', '.join(map(str, kept))} are 0 to {len(kept) - 1} now",
+        f"going on with the {len(remaining)} workers that were left after step {step}, in {clusters}; from here on "
+        "nobody comes or leaves",
+        f"workers {', '.join(map(str, remaining))} are 0 to {len(remaining) - 1} now",
     ]
     if dropped:
         notes.append(f"workers {', '.join(map(str, dropped))} stood by: there is no second cluster to load from")
     return after, step, notes
 
 
-def _config(config: Config, seats: ClusterAssignment, kept: Sequence[int]) -> Config:
+def _config(config: Config, assignment: ClusterAssignment, remaining: Sequence[int]) -> Config:
     """Of a world of those alone."""
-    given = config.world.virtual.step_factors
-    factors = list(islice(cycle(given or (1.0,)), max(kept) + 1))
-    now = {"world.workers": len(kept), "pipeline.stages": 1, "pipeline.cut": ()}
-    now |= {"world.virtual.step_factors": tuple(factors[position] for position in kept) if given else ()}
-    now |= {"pipeline.ravnest.clusters": seats.cuts, "pipeline.ravnest.spares": 0}
+    own = config.world.virtual.step_factors
+    factors = list(islice(cycle(own or (1.0,)), max(remaining) + 1))
+    now = {"world.workers": len(remaining), "pipeline.stages": 1, "pipeline.cut": ()}
+    now |= {"world.virtual.step_factors": tuple(factors[position] for position in remaining) if own else ()}
+    now |= {"pipeline.ravnest.clusters": assignment.cuts, "pipeline.ravnest.spares": 0}
     return changed(config, now | {"pipeline.together": PipelineConfig.together})
 
 
-def _state(state: State, number: int, seats: ClusterAssignment) -> State:
+def _state(state: State, number: int, assignment: ClusterAssignment) -> State:
     """That of worker `number` of now."""
-    place, serving = seats.coordinates_of(number), state["server"]
+    place, serving = assignment.coordinates_of(number), state["server"]
     if place is not None and serving is None:
         raise ValueError("the checkpoint was written while a worker was lost: name an earlier one with --step")
     transport: dict[str, Any] = state["transport"]
@@ -503,12 +500,12 @@ def _state(state: State, number: int, seats: ClusterAssignment) -> State:
         transport = {**transport, "messages": {}, "latest": []}  # to others than now
     loader = None if serving is None else serving["loader"]
     if loader is not None:
-        shared = resharded(loader, workers=len(seats.clusters), batch_size=loader["batch_size"])
+        shared = resharded(loader, workers=len(assignment.clusters), batch_size=loader["batch_size"])
         serving = {**serving, "loader": {**shared, "consumed": state["read"]}}
     return {
         **state,
         "server": serving if place is not None else None,
-        "assignment": seats.to_plain(),
+        "assignment": assignment.to_plain(),
         "transport": transport,
     }
 
@@ -560,7 +557,7 @@ def prepare(
         notes = []
         if manifest["run"] != run_name(config):
             notes = [f"note: {path} was changed since this checkpoint was written: what follows is another run's"]
-        if checkpoints.seats(step) == list(range(config.world.workers)):
+        if checkpoints.ranks(step) == list(range(config.world.workers)):
             return Resumption(config, step, notes)
         as_they_are = kind.lost(run, step, config, newest=newest) if config.world.workers == own.world.workers else None
         if as_they_are is not None:
@@ -571,10 +568,10 @@ def prepare(
 
 def _refuse_reshard(run: Path, checkpoints: Checkpoints, step: int, config: Config) -> None:
     """ValueError where the states after `step` cannot be made those of other workers or stages."""
-    seats = checkpoints.seats(step)
+    ranks = checkpoints.ranks(step)
     if kind_of(config.pipeline).has_peers:
         raise ValueError(
-            f"{run}: after step {step} workers {', '.join(map(str, seats))} saved; clusters and swarms resume with "
+            f"{run}: after step {step} workers {', '.join(map(str, ranks))} saved; clusters and swarms resume with "
             "all workers of before, clusters from a checkpoint that all wrote (--step names an earlier one)"
         )
     if elsewhere := checkpoints.absent(step):
@@ -585,7 +582,7 @@ def _refuse_reshard(run: Path, checkpoints: Checkpoints, step: int, config: Conf
     by_plan = bool(config.pipeline.skippipe.plan)
     if by_plan or config.world.inner > 1:
         why = "a plan is for its nodes" if by_plan else "the workers of an island have parts of their own"
-        raise ValueError(f"{why}: resume with {len(seats)} workers, as before")
+        raise ValueError(f"{why}: resume with {len(ranks)} workers, as before")
 
 
 def _refuse_other_cut(config: Config, manifest: dict[str, Any]) -> None:

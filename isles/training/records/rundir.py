@@ -101,7 +101,7 @@ CONFIG, METRICS, TIMELINE, SUMMARY, LOGS = "config.toml", "metrics.jsonl", "time
 
 
 @contextlib.contextmanager
-def held(out: Path) -> Iterator[RunLock]:
+def lock_run(out: Path) -> Iterator[RunLock]:
     """`out`, made where it is missing, as this run's alone. ValueError where it is another's or cannot be made."""
     with contextlib.ExitStack() as stack:
         try:
@@ -112,7 +112,7 @@ def held(out: Path) -> Iterator[RunLock]:
         yield lock
 
 
-def keep_config(text: str, out: Path) -> None:
+def save_config(text: str, out: Path) -> None:
     """RUN/config.toml, with a record that what it names was typed here."""
     write_text(out / CONFIG, text)
     vouch(out, names_in(parse_toml(text)))
@@ -127,16 +127,16 @@ def as_json(record: dict[str, Any], indent: int | None = None) -> str:
 @contextlib.contextmanager
 def run_directory(out: Path, resume: int | None, node_spec: NodeSpec) -> Iterator[RunLock]:
     """`out` as this run's alone until it ends: claimed where the run is new; where it fails, with a word about what is
-    left; else without empty logs. ValueError as `held` and `claim`; OSError, with the mend, for a full disk.
+    left; else without empty logs. ValueError as `lock_run` and `claim`; OSError, with the mend, for a full disk.
     """
     try:
-        with held(out) as lock:
+        with lock_run(out) as lock:
             if resume is None:
                 claim(out)
             try:
                 yield lock
             except BaseException as error:  # Ctrl-C too
-                say_what_is_left(error, out, node_spec)
+                clean_up_failed(error, out, node_spec)
                 raise
             clear_logs(out)
     except BaseException as error:
@@ -156,7 +156,7 @@ def claim(out: Path) -> None:
     (out / METRICS).touch()
 
 
-def say_what_is_left(error: BaseException, out: Path, node_spec: NodeSpec) -> None:
+def clean_up_failed(error: BaseException, out: Path, node_spec: NodeSpec) -> None:
     """After a run that failed: remove what is of no use, and note on the error how to go on."""
     steps = Checkpoints(out).steps()
     clear_logs(out, all_of_them=isinstance(error, ValueError))

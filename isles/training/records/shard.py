@@ -63,8 +63,8 @@ def _bytes(tensor: Tensor) -> memoryview:
 def copy_to_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Copies of them, in one piece of the host's memory, which goes when the last of them does."""
     order = _aligned(tensors)
-    held = torch.empty(sum(tensors[name].nbytes for name in order), dtype=torch.uint8, device="cpu")
-    parts = held.split([tensors[name].nbytes for name in order])
+    buffer = torch.empty(sum(tensors[name].nbytes for name in order), dtype=torch.uint8, device="cpu")
+    parts = buffer.split([tensors[name].nbytes for name in order])
     copies = {}
     for name, part in zip(order, parts, strict=True):
         tensor = tensors[name]
@@ -85,16 +85,16 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], notes: Mapping[str,
 
 def save_model(model: nn.Module, path: Path) -> None:
     """Write the weights as safetensors, one after the other, all or nothing; tied tensors once, by the first name."""
-    kept, tied = dict[str, Tensor](), dict[str, str]()
+    distinct, tied = dict[str, Tensor](), dict[str, str]()
     names = dict[tuple[Any, ...], str]()
     for name, tensor in sorted(model.state_dict().items()):
         key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()) if tensor.numel() else (name,)
         if names.setdefault(key, name) == name:
-            kept[name] = tensor
+            distinct[name] = tensor
         else:
             tied[name] = names[key]
     with replacing(path) as partial:
-        write_tensors(partial, kept, tied)
+        write_tensors(partial, distinct, tied)
 
 
 def write_into(file: BinaryIO, tensors: Mapping[str, Tensor], notes: Mapping[str, str]) -> None:

@@ -21,7 +21,7 @@ VARIABLE = "ISLES_TOKEN"
 _TOKEN = "token"
 
 
-def given_token(text: str | None, nodes: int) -> Token | None:
+def read_token(text: str | None, nodes: int) -> Token | None:
     """What --token says, or where it is not given ISLES_TOKEN; None where neither is. ValueError where --token is of no
     use, or no token.
     """
@@ -47,38 +47,38 @@ def make_token() -> Token:
     return token
 
 
-def host_credentials(run: Path, given: Token | None) -> tuple[Credentials, bool]:
+def host_credentials(run: Path, typed: Token | None) -> tuple[Credentials, bool]:
     """Those of node 0 of the run in the directory `run`, and whether they were made now, so that nobody has heard of
     the token. ValueError where the key of the token that was given is not on this machine, or its certificate has
     expired.
     """
-    kept = run / CREDENTIALS
-    if given is not None and not (kept.exists() and credentials.read(kept).token == given):
-        made = _tokens() / given.fingerprint
-        if not made.exists() or credentials.read(made).token != given:
+    folder = run / CREDENTIALS
+    if typed is not None and not (folder.exists() and credentials.read(folder).token == typed):
+        made = _tokens() / typed.fingerprint
+        if not made.exists() or credentials.read(made).token != typed:
             raise ValueError(
                 "--token: was not made on this machine, which is node 0 and must have its key; make one here with "
                 "`isles token`, or leave --token out here and copy the one that is shown"
             )
-        shutil.rmtree(kept, ignore_errors=True)
-        shutil.copytree(made, kept)
-    fresh = not kept.exists()
-    mine = credentials.found(kept) if fresh else credentials.read(kept)
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(made, folder)
+    fresh = not folder.exists()
+    mine = credentials.found(folder) if fresh else credentials.read(folder)
     if credentials.stale(mine):
         raise ValueError("--token: its certificate has expired; make another one with `isles token`")
     return mine, fresh
 
 
-def node_token(run: Path, given: Token | None) -> Token:
+def node_token(run: Path, typed: Token | None) -> Token:
     """The token of another node of the run in the directory `run`, kept there. ValueError where there is none."""
-    kept = run / CREDENTIALS / _TOKEN
-    if given is None:
-        if not kept.exists():
+    folder = run / CREDENTIALS / _TOKEN
+    if typed is None:
+        if not folder.exists():
             raise ValueError(f"--token is missing: give the one that node 0 shows, or {VARIABLE}, or --token @FILE")
-        return parse_token(f"@{kept}")
-    kept.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    credentials.write_private(kept, str(given).encode("ascii"))
-    return given
+        return parse_token(f"@{folder}")
+    folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    credentials.write_private(folder, str(typed).encode("ascii"))
+    return typed
 
 
 def forget(run: Path) -> None:

@@ -14,13 +14,13 @@ from isles.base.schema import SpreadMetrics
 from isles.launch.nodes import NodeGroup
 from isles.training.config.reading import to_toml
 from isles.training.config.sections import Config
-from isles.training.config.trust import kept_files, kept_names
+from isles.training.config.trust import referenced_files, referenced_names
 from isles.training.kinds import kind_of, layout_of
 from isles.training.records.checkpoint import Checkpoints
 from isles.training.records.loggers import Loggers
 from isles.training.records.replica_spread import Spread
 from isles.training.records.reshard import run_facts
-from isles.training.records.rundir import CONFIG, METRICS, TIMELINE, RunLock, as_json, keep_config
+from isles.training.records.rundir import CONFIG, METRICS, TIMELINE, RunLock, as_json, save_config
 
 
 class Records:
@@ -32,14 +32,14 @@ class Records:
         self,
         config: Config,
         out: Path,
-        on_line: Callable[[dict[str, Any]], None],
+        on_metrics: Callable[[dict[str, Any]], None],
         on_notice: Callable[[str], None],
         node_group: NodeGroup,
         loggers: Loggers,
         resume: int | None,
         lock: RunLock,
     ) -> None:
-        self.config, self.out, self.on_line, self.on_notice = config, out, on_line, on_notice
+        self.config, self.out, self.on_metrics, self.on_notice = config, out, on_metrics, on_notice
         self.node_group, self.loggers, self.resume, self.lock = node_group, loggers, resume, lock
         self.file: TextIO | None = None
         self.left = set(range(config.world.workers))
@@ -56,9 +56,9 @@ class Records:
 
     def take(self, event: dict[str, Any]) -> None:
         """One event of one worker, or of the launcher about one that is lost."""
-        for gone in ("lost", "left"):
-            if gone in event:
-                self._lose(event[gone])
+        for key in ("lost", "left"):
+            if key in event:
+                self._lose(event[key])
         if "notice" in event:
             self.on_notice(event["notice"])
         elif "checkpoint" in event:
@@ -73,27 +73,27 @@ class Records:
                 file.writelines(as_json(span) + "\n" for span in event["spans"])
         else:
             write_config(self.config, self.out)
-            self._line({key: value for key, value in event.items() if value is not None})
-            self.on_line(event)
+            self._log({key: value for key, value in event.items() if value is not None})
+            self.on_metrics(event)
 
-    def _line(self, record: dict[str, Any]) -> None:
+    def _log(self, record: dict[str, Any]) -> None:
         self.lock.keep(self.on_notice)
         if self.file is None:  # not before: a resume that is refused has cut nothing
             for name in (METRICS, TIMELINE) if self.resume is not None else ():
-                cut_metrics(self.out / name, self.resume or 0)
+                truncate_metrics(self.out / name, self.resume or 0)
             self.file = (self.out / METRICS).open("a", encoding="utf-8")
         self.file.write(as_json(record) + "\n")
         self.file.flush()
-        self.loggers.line(record)
+        self.loggers.log(record)
 
     def _commit(self, step: int) -> None:
         """Once all who are left have written `step`. The shard of one that is lost is not part of it."""
         if self.left and self.shards[step] >= self.left:
             self.lock.keep(self.on_notice)
             del self.shards[step]
-            seats = sorted(self.left)
-            self.node_group.tell({"command": {"commit": step, "seats": seats}})
-            commit(self.config, self.out, step, seats, self.node_group)
+            ranks = sorted(self.left)
+            self.node_group.tell({"command": {"commit": step, "ranks": ranks}})
+            commit(self.config, self.out, step, ranks, self.node_group)
 
     def _lose(self, worker: int) -> None:
         """What waited for `worker` alone waits no more."""
@@ -104,7 +104,7 @@ class Records:
 
     def _spread(self, spreads: dict[int, float]) -> None:
         for step, spread in spreads.items():
-            self._line(asdict(SpreadMetrics(step=step, replica_std=spread)))
+            self._log(asdict(SpreadMetrics(step=step, replica_std=spread)))
 
     def _same_corpus(self, sha256: str, rank: int) -> None:
         self.corpora.setdefault(sha256, rank)
@@ -132,32 +132,32 @@ def write_config(config: Config, out: Path) -> None:
     """RUN/config.toml, once, with the files that it names and a record that what it names was typed here."""
     path = out / CONFIG
     if not path.exists():
-        names = kept_names(config)
-        for place, file in kept_files(config).items():
-            if not (out / names[place]).exists():
-                write_text(out / names[place], file.read_text(encoding="utf-8"))
-        keep_config(to_toml(config, names), out)
+        names = referenced_names(config)
+        for key, file in referenced_files(config).items():
+            if not (out / names[key]).exists():
+                write_text(out / names[key], file.read_text(encoding="utf-8"))
+        save_config(to_toml(config, names), out)
 
 
-def commit(config: Config, out: Path, step: int, seats: Sequence[int], node_group: NodeGroup) -> None:
-    """Make the checkpoint of `step`, which the workers `seats` have all written, exist on this machine."""
+def commit(config: Config, out: Path, step: int, ranks: Sequence[int], node_group: NodeGroup) -> None:
+    """Make the checkpoint of `step`, which the workers `ranks` have all written, exist on this machine."""
     write_config(config, out)
     keep = config.run.keep_checkpoints
     if keep and node_group.nodes > 1:
         keep = max(keep, 2)  # machines commit a moment apart: the one before stays until all have come to the next
     own = None if node_group.spec.shared_directory else node_group.shares(config.world.workers)[node_group.node]
-    Checkpoints(out).commit(step, seats, run_facts(config), keep=keep, own=own)
+    Checkpoints(out).commit(step, ranks, run_facts(config), keep=keep, own=own)
 
 
-def cut_metrics(path: Path, step: int) -> None:
+def truncate_metrics(path: Path, step: int) -> None:
     """Drop the lines of metrics.jsonl (or timeline.jsonl) beyond `step`, and a half-written last one: they will be
     written again.
     """
-    kept = []
+    saved = []
     for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []:
         try:
             if parse_json(line)["step"] <= step:
-                kept.append(line)
+                saved.append(line)
         except (ValueError, KeyError, TypeError):
             continue
-    write_text(path, "".join(kept))
+    write_text(path, "".join(saved))

@@ -89,7 +89,7 @@ class Swarmed:
         inbox = self._inbox(met)
         self._transfers = StageStateServer(inbox, lambda: self._state())
         self.swarm = self._swarm(inbox, present, parts.autocast)
-        self._judge = SwarmEvaluator(self.swarm)
+        self._evaluate = SwarmEvaluator(self.swarm)
         self.step = self.tokens = self.moves = self.rebuilt = 0
         self.block_norm = 0.0
         self.last: SwarmStep | None = None
@@ -234,8 +234,8 @@ class Swarmed:
         self.block_norm = state["norm"]
         self.swarm.load_state_dict(state["swarm"])
 
-    def judge(self, batches: Iterable[Tensor]) -> float | None:
-        loss = self._judge.loss(lambda: () if self.text is None else self.text.validation_batches(), self._between)
+    def evaluate(self, batches: Iterable[Tensor]) -> float | None:
+        loss = self._evaluate.loss(lambda: () if self.text is None else self.text.validation_batches(), self._between)
         return loss if self.swarm.me == self.swarm.peers(0)[0] else None
 
     def whole(self, optimizer: ReplicaSync) -> nn.Module | None:

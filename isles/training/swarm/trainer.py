@@ -46,7 +46,7 @@ from isles.training.deadlines import deadlines
 from isles.training.elastic.states import state_of
 from isles.training.optimizer import rate_schedule, wrapped
 from isles.training.records.shard import StateCopy, state_from_bytes
-from isles.training.stage_runner import build_stage, run_scheme, told_by_first
+from isles.training.stage_runner import broadcast_from_first, build_stage, run_scheme
 from isles.training.step import Left, StepRunner
 from isles.training.swarm.step import NewStage, Swarmed, begin_alike
 from isles.training.text import Text
@@ -77,12 +77,12 @@ class SwarmParts(PartsMaker):
         return wrapped(self.config, model, self._peers, self.world, norm=lambda: cast(Swarmed, self.runner).norm)
 
     @override
-    def _judges(self) -> bool:
+    def _validates(self) -> bool:
         if self.world.rank not in self._present:
-            return self.read().judges
+            return self.read().validates
         places = self.world.layout.coordinates
         everyone = self.world.world.among(sorted(self._present, key=lambda rank: places[rank].stage))  # who reads first
-        return told_by_first(everyone, self.text is not None and self.text.judges)
+        return broadcast_from_first(everyone, self.text is not None and self.text.validates)
 
     @override
     def _stage(self, cut: Cut, scheme: Scheme) -> Stage:
@@ -243,11 +243,11 @@ class SwarmTrainer(Trainer):
         return super()._gauges() | self.model_step.gauges()
 
     @override
-    def _judge(self) -> float | None:
-        if not self.judges:
+    def _evaluate(self) -> float | None:
+        if not self.validates:
             return None
         with self.step_clock.step():  # waits of the swarm count as those of steps
-            return self.model_step.judge(())
+            return self.model_step.evaluate(())
 
     @override
     def conclude(self, out: Path | None) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from isles.cli.resume import resume
 from isles.membership.data_ledger import batches
 from isles.membership.views import View
 from isles.running.run import launch
-from isles.training.config.reading import gather, resolve, words
+from isles.training.config.reading import gather, merged_tables, resolve
 from isles.training.elastic.connect import LocalSettings, _configuration, as_arguments, with_own
 from isles.training.elastic.support import elastic, in_rounds, last_round, rules
 from isles.training.elastic.worker import positions
@@ -151,7 +151,7 @@ def test_a_joiner_takes_nothing_of_its_own_machine_from_a_lighthouse() -> None:
         "pipeline": {"skippipe": {}},
         "run": {"steps": 800},
     }
-    made = with_own({"model": {"factory": "their:model"}}, words(None, {}, ["model.factory=my:model"]))
+    made = with_own({"model": {"factory": "their:model"}}, merged_tables(None, {}, ["model.factory=my:model"]))
     assert made == {"model": {"factory": "my:model"}}
 
 
@@ -162,7 +162,7 @@ def test_what_a_machine_has_for_itself_goes_on_to_its_other_workers() -> None:
         "data": {"path": "a 'b'"},
     }
     typed = as_arguments({**told, "run": {"steps": 3, "start": ""}})
-    assert typed[::2] == ["--set"] * 3 and words(None, {}, typed[1::2]) == told
+    assert typed[::2] == ["--set"] * 3 and merged_tables(None, {}, typed[1::2]) == told
 
 
 def test_cells_are_read_in_passes() -> None:

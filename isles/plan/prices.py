@@ -29,9 +29,9 @@ _USUAL, _MFU = ("", "H100", "131072"), 0.4
 
 def named(text: str) -> tuple[str, float]:
     """Size and seconds of a step."""
-    words = [word.strip() for word in text.split(",")]
+    parts = [part.strip() for part in text.split(",")]
     try:
-        size, hardware, tokens = (*words, *_USUAL[len(words) :])
+        size, hardware, tokens = (*parts, *_USUAL[len(parts) :])
         shape = shape_of(size)
         if hardware[:1].isdigit():
             return size, parse_latency("a step", hardware)
