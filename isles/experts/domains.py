@@ -266,8 +266,8 @@ class DomainText:
         for part, tokens in (("training", self.corpus.train), ("validation", self.corpus.validation)):
             if len(tokens) <= 2 * (context + 1):
                 raise ValueError(
-                    f"domain {domain.name!r} is (nearly) empty: its {part} text has {len(tokens)} tokens, fewer than two "
-                    f"sequences of {context + 1}; give more text, or take the domain out"
+                    f"domain {domain.name!r} is (nearly) empty: its {part} text has {len(tokens)} tokens, fewer than "
+                    f"two sequences of {context + 1}; give more text, or take the domain out"
                     + (f"; data.validation_fraction = {data.validation_fraction}" if part == "validation" else "")
                 )
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from isles.cli.elastic.join import OwnData, OwnRelay, OwnSettings, RunToken, own, place, places, read_token, tell
+from isles.cli.elastic.join import OwnData, OwnRelay, OwnSettings, RunToken, notify, own, place, places, read_token
 from isles.cli.terminal import OwnDevice, end_in_order
 
 if TYPE_CHECKING:

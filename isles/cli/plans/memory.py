@@ -141,7 +141,8 @@ def _print_stages(question: Config, *, as_json: bool) -> None:
         print(json.dumps(plans))
         return
     print(
-        f"{made.model.partition(',')[0]} in {question.pipeline.stages} stages, {question.pipeline.microbatches} microbatches"
+        f"{made.model.partition(',')[0]} in {question.pipeline.stages} stages, "
+        f"{question.pipeline.microbatches} microbatches"
     )
     which = ", ".join(map(str, hosted)) if hosted else "none"
     print(f"a worker like {here.name} ({format_bytes(here.device_bytes)}) can host stages: {which}", end="\n\n")

@@ -84,8 +84,8 @@ def message_lengths(
 
 
 class PeerInbox:
-    """Over `queue`. epoch: number of the agreements that began. answers: what is done with messages of some kinds as soon
-    as this peer looks, whatever it waits for and whichever epoch they are of.
+    """Over `queue`. epoch: number of the agreements that began. answers: what is done with messages of some kinds as
+    soon as this peer looks, whatever it waits for and whichever epoch they are of.
     """
 
     def __init__(self, queue: MessageQueue) -> None:

@@ -80,8 +80,8 @@ class Attempt(Generic[T]):
 
 
 class ClusterAgreement:
-    """Over `world`, in whose positions `assignment` are told, by `inbox` of all of these. growth: how new clusters are made
-    of those who come; None: nobody comes or leaves.
+    """Over `world`, in whose positions `assignment` are told, by `inbox` of all of these. growth: how new clusters are
+    made of those who come; None: nobody comes or leaves.
     """
 
     def __init__(
@@ -160,8 +160,8 @@ class ClusterAgreement:
 
     def together(self, attempt: Callable[[], Attempt[T]]) -> T:
         """The result of `attempt` once all who are left have made it. It may be called again where a node is lost
-        meanwhile: it must leave nothing behind, go by `assignment`, on which all have agreed then, and send by `messages`.
-        DeadlinePassed where somebody is late, PeerLost where no cluster is whole.
+        meanwhile: it must leave nothing behind, go by `assignment`, on which all have agreed then, and send by
+        `messages`. DeadlinePassed where somebody is late, PeerLost where no cluster is whole.
         """
         while True:
             self.settle()

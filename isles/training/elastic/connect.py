@@ -74,8 +74,8 @@ def with_own(theirs: Tables, own: Tables) -> Tables:
         value = table.pop(key, None)
         if name in _NEEDED and value not in (None, "", "bytes") and key not in table_of(own, name)[0]:
             raise ValueError(
-                f"the run has {name} = {printable(as_typed(value), 100)}, and a joiner takes no path and no code from a "
-                f"lighthouse: say what it is on this machine, --set {name}=..."
+                f"the run has {name} = {printable(as_typed(value), 100)}, and a joiner takes no path and no code from "
+                f"a lighthouse: say what it is on this machine, --set {name}=..."
             )
     return over(theirs, own)
 
