@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import isles
 from isles.comm.codecs import codec
 from isles.comm.collectives.headers import HEADER_BYTES, Stamp
-from isles.comm.collectives.mean import condemned, mean, verdict
+from isles.comm.collectives.mean import mean, refusal_wire, refused_rank
 from isles.comm.errors import CommError, Malformed, Refused, WorkerFailed, from_plain, to_plain
 from isles.comm.mesh import Mesh
 from isles.comm.tags import Tag
@@ -167,8 +167,8 @@ FORMS = ("none", "bf16", "fp16", "int8", "int4", "int2", "fp4", "sign", "topk:4"
 @pytest.mark.parametrize("entries", [64, 5000])
 def test_a_verdict_is_no_mean_in_any_form(name: str, entries: int) -> None:
     back = codec(name).back
-    wire = verdict((4, 7, 9), 7, back.wire_bytes(entries, torch.float32))
-    assert condemned(wire, (4, 7, 9)) == (7 if wire.numel() >= 24 else -1)
+    wire = refusal_wire((4, 7, 9), 7, back.wire_bytes(entries, torch.float32))
+    assert refused_rank(wire, (4, 7, 9)) == (7 if wire.numel() >= 24 else -1)
     try:
         decoded = back.decode(wire, entries, torch.float32)
     except Malformed:
@@ -177,9 +177,9 @@ def test_a_verdict_is_no_mean_in_any_form(name: str, entries: int) -> None:
 
 
 def test_what_is_no_verdict() -> None:
-    assert condemned(torch.zeros(100, dtype=torch.uint8), (0, 1)) is None
-    assert condemned(verdict((0, 1), 5, 100), (0, 1)) == -1
-    assert condemned(verdict((0, 1, 5), 5, 100), (0, 1)) is None  # it names nobody of these
+    assert refused_rank(torch.zeros(100, dtype=torch.uint8), (0, 1)) is None
+    assert refused_rank(refusal_wire((0, 1), 5, 100), (0, 1)) == -1
+    assert refused_rank(refusal_wire((0, 1, 5), 5, 100), (0, 1)) is None  # it names nobody of these
     assert str(from_plain(to_plain(Refused(3, "it is not finite")))) == (
         "worker 3's payload is refused: it is not finite"
     )
