@@ -10,8 +10,8 @@ import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import cached_property
-from typing import Any, cast
+from functools import cached_property, lru_cache
+from typing import Any, NoReturn, cast
 
 import torch
 
@@ -21,6 +21,7 @@ from isles.comm.group import Group
 from isles.comm.layout import Coordinate, Layout, MeshAxis, grid_of
 from isles.comm.stopping import LeaveControl
 from isles.comm.tags import Channel
+from isles.comm.traffic import Traffic
 from isles.comm.transport import Deadlines, Transport
 
 
@@ -215,3 +216,44 @@ def mesh(*, outer: int | None = None, stage: int = 1, inner: int = 1, deadlines:
         deadlines=deadlines,
         ledger=entered.ledger,
     )
+
+
+@lru_cache(maxsize=8)  # nothing ever happens in it
+def dry_mesh(workers: int, *, inner: int, rank: int, native: bool) -> Mesh:
+    """The arranged world of `workers`, as `rank` sees it, before there are any. native: whether the backend that is
+    planned for has a collective of its own.
+    """
+    return arrange(DryTransport(workers, native, rank), inner=inner)
+
+
+class DryTransport:
+    """A world that is only planned: it has a size, and sending raises ValueError."""
+
+    step_seconds = 0.0
+    away_seconds = 0.0
+
+    def __init__(self, size: int, native: bool, rank: int = 0) -> None:
+        self.size, self.native, self.rank, self.traffic = size, native, rank, Traffic()
+
+    def _refuse(self, *asked: Any, **more: Any) -> NoReturn:
+        raise ValueError("this method exchanges something while it is made, which cannot be planned: run it instead")
+
+    send = recv = run = event = native_sum = followed = process_group = _refuse
+
+    def link_estimate(self) -> None:
+        """No machine, no link."""
+
+    def now(self) -> float:
+        return 0.0
+
+    def compute(self, seconds: float) -> None:
+        pass
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+    def close(self) -> None:
+        pass

@@ -1,7 +1,7 @@
 """The corpus: tokenised training and validation text, shared by every worker of a process and never changed.
 
-Checksums over the blocks of an array on disk: what was spoilt there is noticed when it is first read, and nothing
-else is read for that.
+An array on disk has checksums of its blocks (`CheckedBlocks`): damage is noticed when a block is first read, without
+reading others.
 """
 
 from __future__ import annotations

@@ -19,12 +19,10 @@ fresh model would not notice a skipped or swapped block. Each parameter has a ge
 name) and drawn on the CPU in float32. So the global generators are never touched, every device and dtype starts from
 the same numbers, and a pipeline stage that holds some of the blocks can draw just its own.
 
-Rotary position embedding (RoFormer, arXiv 2104.09864): position t turns pair i of a head by the angle t
-base^(-2i/C).
-
-The product of a turned query and a turned key then depends on their distance alone. Pairs are neighbours, (2i, 2i+1),
-as in the paper and in Meta's Llama, so that a pair can be read as one complex number and turned by one multiplication;
-Hugging Face's Llama pairs (i, i + C/2) and needs the rows of its query and key matrices reordered.
+`Rotary` is the position embedding (RoFormer, arXiv 2104.09864): position t turns pair i of a head by the angle t
+base^(-2i/C), so that the product of a turned query and key depends on their distance alone. Pairs are neighbours, (2i,
+2i+1), as in the paper and in Meta's Llama, so that a pair can be read as one complex number and turned by one
+multiplication; Hugging Face's Llama pairs (i, i + C/2) and needs the rows of its query and key matrices reordered.
 """
 
 from __future__ import annotations

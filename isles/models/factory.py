@@ -1,12 +1,10 @@
-"""From a `[model]` section to a model that trains: device, number format, compilation and autocast.
+"""From a `[model]` section to a model that trains: device, number format, compilation and autocast; Isles' own decoder,
+one from a Hugging Face folder, or the user's own by `model.factory = "package.module:function"`.
 
-Models of the user's own: `model.factory = "package.module:function"` calls it, checks what it gives, asks it for
-scores.
-
-The contract (docs/own-model.md): the function returns an `nn.Module`; called with windows `tokens` (B, T+1), int64, the
-module returns an object with `.loss`, the mean cross-entropy in nats of the T tokens after the first (a scalar that
-gradients flow from). With `.logits` (B, T, V) on it, the scores of those T tokens, generation and multiple choice work
-too.
+The contract of one's own (docs/own-model.md): the function returns an `nn.Module`; called with windows `tokens` (B,
+T+1), int64, the module returns an object with `.loss`, the mean cross-entropy in nats of the T tokens after the first
+(a scalar that gradients flow from). With `.logits` (B, T, V) on it, the scores of those T tokens, generation and
+multiple choice work too.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ what its loss is (`loss`). Which parameters `enter` and `leave` use is found out
 own parameters alone, under the names that they have in the whole model, so checkpoints, fragments and initialisation
 need no other names.
 
-What a model asks of the nodes that share it, by block: counted on a sketch, which takes no memory.
+`load_of` counts what a model asks of the nodes that share it, by block, on a sketch, which takes no memory.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ class Absences:
         self._pauses, self._key = pauses, (seed, rank, _STREAM)
         self._leaves: list[float] = []
         self._returns: list[float] = []
-        self._growing = threading.Lock()  # its worker computes while events ask
+        self._growing = threading.Lock()  # its worker computes while events ask for the same pauses
 
     def back(self, time: float) -> float:
         """`time` (seconds) if the worker is up then, else when it is back."""

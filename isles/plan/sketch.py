@@ -16,7 +16,7 @@ from math import ceil
 from torch import nn
 
 from isles.base.imports import describe
-from isles.comm.dry import dry_mesh
+from isles.comm.mesh import dry_mesh
 from isles.models import sketch
 from isles.models.stages import Stage
 from isles.network.exchange_plan import Groups, PlannedExchange, Rhythm, Swap, Tree, among, by_size, gathered

@@ -31,7 +31,7 @@ def said(text: Path, out: Path, method: str, *assignments: str) -> list[str]:
 
 
 def through(monkeypatch: pytest.MonkeyPatch, rate: float | None, tries_soon: bool = True) -> None:
-    monkeypatch.setattr(VirtualTransport, "line", lambda self: LinkEstimate(rate, tries_soon))
+    monkeypatch.setattr(VirtualTransport, "link_estimate", lambda self: LinkEstimate(rate, tries_soon))
 
 
 def test_a_round_is_what_the_counters_show(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -95,7 +95,7 @@ class MessageQueue:
         self._sends: list[Work] = []
         self._look_at = 0  # so many sends: then those that are done are forgotten
         self._met: set[int] = set()
-        self._met_lock = threading.Lock()
+        self._met_lock = threading.Lock()  # `meet` may come from any thread, and must listen once
         for position in group.others if met is None else met:
             self.meet(position)
 

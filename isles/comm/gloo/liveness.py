@@ -37,7 +37,7 @@ class Liveness:
 
     def __init__(self, silence: float | None = None) -> None:
         self._silence = Deadlines().silence if silence is None else silence
-        self._looking = threading.Lock()
+        self._looking = threading.Lock()  # never waited for: one thread's look serves all others
         self._looked = -math.inf
         self._known: dict[int, dict[str, int]] = {}  # by peer: its connections' names and descriptors
         self._moved: dict[int, int] = {}  # by peer: bytes

@@ -49,7 +49,7 @@ class PostedWork:
         self.error: Exception | None = None
         self._now = now
         self._buffer = buffer  # the buffer must live until the message is done
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # a waiter thread ends it while the driver begins to watch it
         self._done = False
         self._watcher: Watch | None = None
 
@@ -91,7 +91,7 @@ class Watch:
 
     def __init__(self, transfer: BackgroundTransfer, works: Sequence[PostedWork], needed: int) -> None:
         self.transfer, self.works = transfer, works
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # works end in waiter threads, also while this is being made
         self._needed = needed
         self._is_starting = True  # until `released`: nobody wakes the transfer while this is being made
         self._woken = False
@@ -214,7 +214,7 @@ class Driver:
     def __init__(self, now: Callable[[], float], liveness: Liveness) -> None:
         self.now, self.liveness = now, liveness
         self.under_way: set[BackgroundTransfer] = set()
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # of the alarms, which any thread may add
         self._ready: SimpleQueue[BackgroundTransfer | str | None] = SimpleQueue()
         self._alarms: list[tuple[float, int, HostEvent]] = []  # a heap; numbered, for events have no order
         self._numbers = itertools.count()
@@ -290,7 +290,7 @@ class Waiters:
     def __init__(self) -> None:
         self._idle: list[SimpleQueue[WaiterJob | None]] = []
         self._threads: set[threading.Thread] = set()
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # of the idle list, which callers take from and waiters put back to
         self._closed = False
 
     def submit(self, job: WaiterJob) -> None:

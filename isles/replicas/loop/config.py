@@ -66,6 +66,16 @@ class CompressedConfig(WeightedConfig):
         check_feedback(self.error_feedback, self.feedback_decay)
 
 
+@dataclass(frozen=True, kw_only=True)
+class FragmentedConfig(OuterConfig):
+    """What a method takes that may cut the model."""
+
+    fragments: Fragments = "whole"
+    """How the model is cut: "strided", "sequential", "whole", or lists of parameter names or their beginnings."""
+    layers_per_fragment: int | None = None
+    """Blocks in each; left out, 3, or half of a shorter model's."""
+
+
 def check_fragments(
     fragments: Fragments, layers_per_fragment: int | None, first_sync: FirstSync = "full_window"
 ) -> None:

@@ -17,7 +17,6 @@ from isles.replicas.config import (
     Feedback,
     MethodConfig,
     at_least,
-    check_feedback,
     momentum_in_range,
     one_of,
     positive_rate,
@@ -25,6 +24,7 @@ from isles.replicas.config import (
 from isles.replicas.loop.config import (
     CompressedConfig,
     FirstSync,
+    FragmentedConfig,
     Fragments,
     OuterConfig,
     WeightedConfig,
@@ -157,17 +157,13 @@ class SlowMoConfig(DiLoCoConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DelayedConfig(DiLoCoConfig):
+class DelayedConfig(FragmentedConfig, DiLoCoConfig):
     """Settings of `delayed`."""
 
     sync_every: int = 100
     outer_lr: float = 0.1
     outer_delay: int = 1
     """Rounds that a mean comes late (d)."""
-    fragments: Fragments = "whole"
-    """How the model is cut: "strided", "sequential", "whole", or lists of parameter names or their beginnings."""
-    layers_per_fragment: int | None = None
-    """Blocks in each; left out, 3, or half of a shorter model's."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -183,16 +179,13 @@ class EagerConfig(DelayedConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class StreamingConfig(DiLoCoConfig):
+class StreamingConfig(FragmentedConfig, DiLoCoConfig):
     """Settings of `streaming-diloco`; defaults of the paper, section 3."""
 
     sync_every: int = 100
     outer_lr: float = 0.4
     codec: str = "fp4"
     fragments: Fragments = "strided"
-    """How the model is cut: "strided", "sequential", "whole", or lists of parameter names or their beginnings."""
-    layers_per_fragment: int | None = None
-    """Blocks in each; left out, 3, or half of a shorter model's."""
     overlap_steps: int | tuple[int, ...] = 1
     """Inner steps after which a mean lands (tau), below sync_every; a list gives each worker its own."""
     merge_alpha: float = 0.5
@@ -269,14 +262,11 @@ class NoLoCoConfig(OuterConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class StreamingNoLoCoConfig(NoLoCoConfig):
+class StreamingNoLoCoConfig(FragmentedConfig, NoLoCoConfig):
     """Settings of `streaming-noloco`."""
 
     sync_every: int = 100
     fragments: Fragments = "strided"
-    """How the model is cut: "strided", "sequential", "whole", or lists of parameter names or their beginnings."""
-    layers_per_fragment: int | None = None
-    """Blocks in each; left out, 3, or half of a shorter model's."""
     overlap_steps: int = 1
     """Inner steps after which an answer lands (tau), below sync_every, the same for all."""
     merge_alpha: float = 0.5
@@ -312,17 +302,13 @@ DEFAULTS: dict[str, dict[str, float]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class CustomConfig(WeightedConfig):
+class CustomConfig(FragmentedConfig, CompressedConfig):
     """Settings of `custom`: one choice an axis, and what the chosen members want to know. What is left out takes the
     default of the method that the member comes from.
     """
 
     sync_every: int = 50
     """Inner steps a round (H)."""
-    fragments: Fragments = "whole"
-    """How the model is cut: "strided", "sequential", "whole", or lists of parameter names or their beginnings."""
-    layers_per_fragment: int | None = None
-    """Blocks in each; left out, 3, or half of a shorter model's."""
     overlap_steps: int = 0
     """Inner steps after which the answer to a fragment lands, below sync_every; 0: at once."""
     outer_delay: int = 0
@@ -337,12 +323,6 @@ class CustomConfig(WeightedConfig):
     """Workers a group; left out, 2."""
     seed: int = 0
     """Seed of the groups."""
-    codec: str = "none"
-    """Form of the outer gradient on the wire (none, fp16, bf16, int8, int4, fp4, sign, topk:64, powersgd:16, ...)."""
-    error_feedback: Feedback = "none"
-    """What the codec loses is added to the next round: "none", "local" or "global" (what differs from the mean)."""
-    feedback_decay: float = 1.0
-    """Factor on it each round, 0..1."""
     reading: str = "received"
     """What counts of an answer: received (all of it), or eager (the own stale share replaced by the fresh one)."""
     rule: str = "nesterov"
@@ -364,8 +344,6 @@ class CustomConfig(WeightedConfig):
         super().__post_init__()
         for axis in ("mixing", "reading", "rule", "landing"):
             one_of(axis, getattr(self, axis), AXES[axis])
-        read_form(self.codec)  # refuses an unknown one
-        check_feedback(self.error_feedback, self.feedback_decay)
         check_fragments(self.fragments, self.layers_per_fragment, self.first_sync)
         refuse(self.choice)
         for setting, (axis, members) in ACTS_ON.items():

@@ -23,7 +23,7 @@ _SENT, _RECEIVED, _EXCHANGE = 0, 1, 2
 _UNDER_WAY, _DONE = 0, 1
 _ERRORS = (
     "PeerLost",
-    "RoundPassed",
+    "RoundClosed",
     "PeerSilent",
     "DeadlinePassed",
     "Elsewhere",

@@ -15,7 +15,7 @@ from isles.training.elastic.simulated import SimulatedElasticRun
 from tests.training.elastic.test_churned import churned, small
 from tests.training.elastic.traces import random_trace
 
-REASONS = {"PeerLost", "DeadlinePassed", "Elsewhere", "RoundPassed"}
+REASONS = {"PeerLost", "DeadlinePassed", "Elsewhere", "RoundClosed"}
 
 
 def run_through(

@@ -9,14 +9,14 @@ factors in 4 bits, with error feedback.
         theta_i <- W - delta_i   (carry)               or  W   (restart)
 
 W: anchor, equal on all workers; C: low rank by `isles.comm.collectives.averaging`, its factors in `codec`, what is no
-matrix in 8 bits; the first rounds dense. With carry every outer gradient enters once and the own progress is kept
+matrix in 8 bits; the first rounds dense. With carry every outer gradient enters once and the own progress stays
 while it travels; restart sets it aside, as `delayed` does, and wants a much lower rate. Rank and H follow what the
 means make use of (`adaptive`), the same on all workers of a replica, its stages and its islands' workers alike, for 16
 bytes to each other one a round. The readable text does not decide between carry and restart; carry fits its results.
 Memory beyond training: W, v, E and start, 16 bytes a parameter, two payloads, and the factors.
 
-How many ranks, and inner steps, the next low-rank round takes: read off the last one (DiLoCoX, arXiv 2506.21263,
-adaptive gradient compression; the formulas are ours, the readable text gives none).
+`Adaptive` reads the rank and the inner steps of the next low-rank round off the last one (the paper's adaptive gradient
+compression; the formulas are ours, the readable text gives none):
 
     used_j  smallest r with sum_{l<=r} s_l^2 >= energy sum_l s_l^2
     u_t     = mean_j used_j, weighted by the matrices' sizes: ranks that round t made use of
