@@ -161,7 +161,7 @@ _WITNESSES = 8  # so many that live are enough: what they all have is not minded
 
 
 @dataclass(frozen=True)
-class Tenure:
+class SliceAssignment:
     """The rounds `first` .. `until` - 1 in which a member held `index` of a view. until None: as long as the view."""
 
     view: int
@@ -171,7 +171,7 @@ class Tenure:
 
 
 @dataclass(frozen=True)
-class _Life:
+class _Incarnation:
     """What is known of a member, from the state that it began with to its loss.
 
     begun: the newest round that it told of. skipped: rounds read out of turn that are in no debt yet. witnesses: by
@@ -181,12 +181,12 @@ class _Life:
 
     member: int
     begun: int = 0
-    tenures: tuple[Tenure, ...] = ()
+    assignments: tuple[SliceAssignment, ...] = ()
     skipped: frozenset[int] = frozenset()
     witnesses: Mapping[int, tuple[int, int]] = field(default_factory=dict)
     landed: int = 0
 
-    def seen(self, witness: int, round: int, at: int) -> _Life:
+    def seen(self, witness: int, round: int, at: int) -> _Incarnation:
         """`witness` has its work up to `round` since its own round `at`. Of many the one who has least is forgotten."""
         if round <= self.witnesses.get(witness, (0, 0))[0]:
             return self
@@ -195,7 +195,7 @@ class _Life:
             del witnesses[min(witnesses, key=lambda member: witnesses[member])]
         return replace(self, witnesses=witnesses)
 
-    def without(self, witnesses: Collection[int]) -> _Life:
+    def without(self, witnesses: Collection[int]) -> _Incarnation:
         """Those have nothing of it any more."""
         return replace(self, witnesses={w: seen for w, seen in self.witnesses.items() if w not in witnesses})
 
@@ -219,8 +219,8 @@ class DataLedger:
 
     def __init__(self) -> None:
         self.views: dict[int, View] = {}  # those that a tenure or a debt still names, and the newest
-        self._lives: dict[int, _Life] = {}  # by member
-        self._lost: list[_Life] = []  # whose work is in few others yet
+        self._incarnations: dict[int, _Incarnation] = {}  # by member
+        self._lost: list[_Incarnation] = []  # whose work is in few others yet
         self._forgone: set[int] = set()  # lives that end with the next view
 
     @property
@@ -236,31 +236,33 @@ class DataLedger:
         """`member` is in `round`; of its rounds it did `skipped` out of turn; it has taken part in exchanges with
         others, `seen` = the newest of their rounds, by member.
         """
-        life = self._lives.get(member, _Life(member))
-        newest = max(life.begun, round)
-        self._lives[member] = replace(life, begun=newest, skipped=life.skipped | set(skipped))
+        incarnation = self._incarnations.get(member, _Incarnation(member))
+        newest = max(incarnation.begun, round)
+        self._incarnations[member] = replace(incarnation, begun=newest, skipped=incarnation.skipped | set(skipped))
         if seen:
-            for other, life in self._lives.items():
-                if other in seen or not life.witnesses.keys().isdisjoint(seen):  # few of a large world
-                    self._lives[other] = self._passed_on(life, member, seen, alive=True)
-            self._lost = [self._passed_on(life, member, seen, alive=False) for life in self._lost]
+            for other, incarnation in self._incarnations.items():
+                if other in seen or not incarnation.witnesses.keys().isdisjoint(seen):  # few of a large world
+                    self._incarnations[other] = self._passed_on(incarnation, member, seen, alive=True)
+            self._lost = [self._passed_on(incarnation, member, seen, alive=False) for incarnation in self._lost]
 
-    def _passed_on(self, life: _Life, member: int, seen: Mapping[int, int], *, alive: bool) -> _Life:
-        """`member` has the work of those it has seen, and what they had got of `life` in the rounds before."""
-        if alive and life.member == member:
-            return life
-        if alive and life.member in seen:
-            life = life.seen(member, seen[life.member], seen[life.member])
-        for by, (round, at) in list(life.witnesses.items()):
+    def _passed_on(
+        self, incarnation: _Incarnation, member: int, seen: Mapping[int, int], *, alive: bool
+    ) -> _Incarnation:
+        """`member` has the work of those it has seen, and what they had got of `incarnation` in the rounds before."""
+        if alive and incarnation.member == member:
+            return incarnation
+        if alive and incarnation.member in seen:
+            incarnation = incarnation.seen(member, seen[incarnation.member], seen[incarnation.member])
+        for by, (round, at) in list(incarnation.witnesses.items()):
             if at < seen.get(by, 0):
-                life = life.seen(member, round, seen[by])
-        return life
+                incarnation = incarnation.seen(member, round, seen[by])
+        return incarnation
 
     def landed(self, round: int, members: Collection[int]) -> None:
         """The answer of `round` holds the work of `members`, and everybody has it whose weights go on."""
         for member in members:
-            if member in self._lives:
-                self._lives[member] = replace(self._lives[member], landed=round)
+            if member in self._incarnations:
+                self._incarnations[member] = replace(self._incarnations[member], landed=round)
 
     def forgo(self, member: int) -> None:
         """What `member` has not shared by now is not waited for: it is dead, or begins again with another's state."""
@@ -284,15 +286,21 @@ class DataLedger:
         """`view` takes over at its round, with the `start` and the debts that `next` gave for the same `living`."""
         before = () if self.newest is None else self.newest.members
         if self.newest is not None:
-            _, self._lives, self._lost = self._settled(view.since, living, view.members)
+            _, self._incarnations, self._lost = self._settled(view.since, living, view.members)
             self._forgone = set()
         for index, member in enumerate(view.members):
-            life = self._lives.get(member, _Life(member))
+            incarnation = self._incarnations.get(member, _Incarnation(member))
             if member not in before:  # what it did outside is nobody's cell
-                life = replace(life, begun=0, skipped=frozenset())
-            self._lives[member] = replace(life, tenures=(*life.tenures, Tenure(view.number, index, view.since)))
+                incarnation = replace(incarnation, begun=0, skipped=frozenset())
+            self._incarnations[member] = replace(
+                incarnation, assignments=(*incarnation.assignments, SliceAssignment(view.number, index, view.since))
+            )
         self.views[view.number] = view
-        named = {tenure.view for life in [*self._lives.values(), *self._lost] for tenure in life.tenures}
+        named = {
+            assignment.view
+            for incarnation in [*self._incarnations.values(), *self._lost]
+            for assignment in incarnation.assignments
+        }
         named |= {sample_range.view for sample_range in view.backlog} | {view.number}
         named |= {
             sample_range.view for number in named & self.views.keys() for sample_range in self.views[number].backlog
@@ -305,7 +313,7 @@ class DataLedger:
 
     def _settled(
         self, until: int, living: Collection[int], coming: Collection[int] = ()
-    ) -> tuple[list[SampleRange], dict[int, _Life], list[_Life]]:
+    ) -> tuple[list[SampleRange], dict[int, _Incarnation], list[_Incarnation]]:
         """(what is owed if the newest view ends before round `until`, the lives that go on, those that are lost).
 
         coming: members that go on from then, too. They have what their donors had when they copied it: were they the
@@ -315,40 +323,42 @@ class DataLedger:
         going_on = living.union(coming)
         assert view is not None
         backlog = left_over(view, until)
-        lost: list[_Life] = []
-        incarnations: dict[int, _Life] = {}
-        all_lives = [(life, True) for life in self._lost]
-        all_lives += [(self._lives[member], member in self._forgone) for member in sorted(self._lives)]
-        for life, gone in all_lives:
-            tenures = tuple(replace(t, until=min(t.until or until, until)) for t in life.tenures)
-            held = life.held(living) if gone else until
-            missed, tenures = self._unread(replace(life, tenures=tenures), held)
+        lost: list[_Incarnation] = []
+        incarnations: dict[int, _Incarnation] = {}
+        everyone = [(incarnation, True) for incarnation in self._lost]
+        everyone += [(self._incarnations[member], member in self._forgone) for member in sorted(self._incarnations)]
+        for incarnation, is_lost in everyone:
+            assignments = tuple(replace(t, until=min(t.until or until, until)) for t in incarnation.assignments)
+            held = incarnation.held(living) if is_lost else until
+            missed, assignments = self._unread(replace(incarnation, assignments=assignments), held)
             backlog += missed
-            life = life.without(self._forgone)  # some of them go on from then, with what they have from a donor
-            spread = life.spread(
-                going_on if gone else going_on - {life.member}
+            incarnation = incarnation.without(
+                self._forgone
+            )  # some of them go on from then, with what they have from a donor
+            spread = incarnation.spread(
+                going_on if is_lost else going_on - {incarnation.member}
             )  # where that member began again: it, too
-            minded = tuple(t for t in tenures if (t.until or until) > spread + 1)
-            skipped = frozenset(round for round in life.skipped if round >= until)
-            life = replace(life, tenures=minded, skipped=skipped)
-            if not gone:
-                incarnations[life.member] = life
+            minded = tuple(t for t in assignments if (t.until or until) > spread + 1)
+            skipped = frozenset(round for round in incarnation.skipped if round >= until)
+            incarnation = replace(incarnation, assignments=minded, skipped=skipped)
+            if not is_lost:
+                incarnations[incarnation.member] = incarnation
             elif minded:
-                lost.append(life)
+                lost.append(incarnation)
         return merged(backlog), incarnations, lost
 
-    def _unread(self, life: _Life, held: int) -> tuple[list[SampleRange], tuple[Tenure, ...]]:
+    def _unread(self, incarnation: _Incarnation, held: int) -> tuple[list[SampleRange], tuple[SliceAssignment, ...]]:
         """(the cells whose work nobody has: out of turn, or in rounds after `held`; its tenures without them)."""
         backlog: list[SampleRange] = []
-        kept: list[Tenure] = []
-        for tenure in life.tenures:
-            view, first, until = self.views[tenure.view], tenure.first, tenure.until or tenure.first
-            for round in sorted(r for r in life.skipped if first <= r < min(until, held + 1)):
-                backlog += ranges_of(view, tenure.index, round, round + 1)
+        remaining: list[SliceAssignment] = []
+        for assignment in incarnation.assignments:
+            view, first, until = self.views[assignment.view], assignment.first, assignment.until or assignment.first
+            for round in sorted(r for r in incarnation.skipped if first <= r < min(until, held + 1)):
+                backlog += ranges_of(view, assignment.index, round, round + 1)
                 if first < round:
-                    kept.append(replace(tenure, first=first, until=round))
+                    remaining.append(replace(assignment, first=first, until=round))
                 first = round + 1
             if first < min(until, held + 1):
-                kept.append(replace(tenure, first=first, until=min(until, held + 1)))
-            backlog += ranges_of(view, tenure.index, max(first, held + 1), until)
-        return backlog, tuple(kept)
+                remaining.append(replace(assignment, first=first, until=min(until, held + 1)))
+            backlog += ranges_of(view, assignment.index, max(first, held + 1), until)
+        return backlog, tuple(remaining)

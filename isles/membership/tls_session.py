@@ -29,10 +29,10 @@ from isles.comm.sockets import loop
 from isles.comm.sockets.addresses import listen, parse_address
 from isles.comm.sockets.connection import PIECE, SILENCE, Connection, LinkLost, reason
 from isles.comm.sockets.proof import SecretRefused, TokenRefused, dial
-from isles.membership.hub import LONGEST, MAX_MESSAGE, Frame, FrameKind, Hub, Peer, frame_of, packed
+from isles.membership.hub import LONGEST, MAX_MESSAGE, Frame, FrameKind, Hub, Peer, pack, unpack
 from isles.membership.keys import RELAY_TICKETS
 from isles.membership.p2p.stream import TICKET
-from isles.membership.session import Rejections
+from isles.membership.session import Answered, Rejections
 
 _WAITING = 64 << 20  # bytes of its own words that wait to be sent
 _AGAIN, _SELDOM = 0.1, 1.0  # seconds until the next try: twice as many each time
@@ -52,13 +52,13 @@ class Uplink:
         token: Token,
         host: str,
         port: int,
-        heard: Callable[[Frame, bool], bool],
+        on_frame: Callable[[Frame, bool], bool],
         lost: Callable[[], None],
     ) -> None:
-        self._token, self.where, self._heard, self._lost = token, (host, port), heard, lost
+        self._token, self.where, self._on_frame, self._lost = token, (host, port), on_frame, lost
         self.name, self.is_local = "", False
         self._declared: list[Frame] = []
-        self._line: Connection | None = None
+        self._link: Connection | None = None
         self._welcomed = asyncio.Event()
         self._why: Exception | None = None
         self._task: asyncio.Task[None] | None = None
@@ -82,19 +82,19 @@ class Uplink:
         """Say it, or keep it until it can be said where it declares something."""
         if frame.kind in _DECLARES:
             self._declared.append(frame)
-        if self._line is None:
+        if self._link is None:
             sent, answer = False, Frame(FrameKind.NOBODY, frame.number)
         else:
-            sent = self._line.send(packed(frame), urgent=urgent)
+            sent = self._link.send(pack(frame), urgent=urgent)
             answer = Frame(FrameKind.REFUSAL, frame.number, payload=b"later")
         if frame.kind == FrameKind.ASK and not sent:
-            self._heard(answer, True)
+            self._on_frame(answer, True)
 
     async def end(self) -> None:
         """Be gone, once what was said has left."""
-        line, task = self._line, self._task
-        if line is not None:
-            await line.close()
+        link, task = self._link, self._task
+        if link is not None:
+            await link.close()
         if task is not None:
             task.cancel()
             await asyncio.wait([task])
@@ -114,25 +114,25 @@ class Uplink:
             await asyncio.sleep(pause)
             pause = min(2 * pause, _SELDOM)
 
-    async def _attend(self, line: Connection) -> None:
-        def heard(word: bytes | bytearray, urgent: bool) -> None:
-            frame = frame_of(word)
+    async def _attend(self, link: Connection) -> None:
+        def on_frame(data: bytes | bytearray, urgent: bool) -> None:
+            frame = unpack(data)
             if frame.kind != FrameKind.WELCOME:
-                self._heard(frame, urgent)
+                self._on_frame(frame, urgent)
                 return
-            self.name, self.is_local = frame.key, line.here == line.there
-            line.silence.seconds = frame.milliseconds / 1000
+            self.name, self.is_local = frame.key, link.here == link.there
+            link.silence.seconds = frame.milliseconds / 1000
             for one in self._declared:
-                line.send(packed(one), urgent=True)
-            self._line = line
+                link.send(pack(one), urgent=True)
+            self._link = link
             self._welcomed.set()
 
         try:
-            await line.run(heard)
+            await link.run(on_frame)
         finally:
-            line.abort()
-            if self._line is not None:
-                self._line = None
+            link.abort()
+            if self._link is not None:
+                self._link = None
                 self._lost()
 
 
@@ -141,7 +141,6 @@ _QUEUED = 8 << 20  # bytes of questions that wait for the session's thread
 _OF_ITSELF = 1024  # bytes that a question takes beside what it says
 _LATE = 1.0  # seconds behind its time until whoever waits for an answer counts it as none
 _ENDS = 5.0  # seconds for a session to be closed
-_Answered = Callable[[bytes | None, bytes | None], None]
 
 
 class Alarm:
@@ -166,7 +165,7 @@ class IncomingQuery:
 
     def __init__(self, session: Session, frame: Frame) -> None:
         self._session, self._number = session, frame.number
-        self.payload, self.attachment = bytes(frame.payload), bytes(frame.beside)
+        self.payload, self.attachment = bytes(frame.payload), bytes(frame.attachment)
 
     def reply(self, data: bytes | Callable[[], bytes] = b"") -> None:
         """Answer with `data`, or what `data()` is."""
@@ -196,7 +195,7 @@ class Session:
         self._uplink: Uplink | None = None
         self._own = Peer("", "", self._came)
         self._numbers = count(1)
-        self._asked: dict[int, tuple[_Answered, TimerHandle]] = {}
+        self._asked: dict[int, tuple[Answered, TimerHandle]] = {}
         self._serves: dict[str, Callable[[IncomingQuery], None]] = {}
         self._watches: dict[int, tuple[set[str], Callable[[str, bool], None]]] = {}
         self._todo: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
@@ -215,7 +214,7 @@ class Session:
         self,
         key: str,
         payload: bytes,
-        answered: _Answered,
+        answered: Answered,
         *,
         attachment: bytes | None = None,
         seconds: float,
@@ -338,20 +337,20 @@ class Session:
         loop.run(self._uplink.start(seconds))
         self._thread.start()
 
-    def tied(self, ticket: bytes, seconds: float, where: tuple[str, int] | None = None) -> socket.socket:
+    def connect_by_ticket(self, ticket: bytes, seconds: float, where: tuple[str, int] | None = None) -> socket.socket:
         """The connection to whoever comes to this client's hub, or to `where`, with the same ticket. OSError where
         nobody does.
         """
         assert self._uplink is not None
-        line = socket.create_connection(where or self._uplink.where, seconds)
+        link = socket.create_connection(where or self._uplink.where, seconds)
         try:
-            line.sendall(TICKET + ticket)
-            if line.recv(1) != TICKET[:1]:
+            link.sendall(TICKET + ticket)
+            if link.recv(1) != TICKET[:1]:
                 raise ConnectionError("the other one did not come")
         except OSError:
-            line.close()
+            link.close()
             raise
-        return line
+        return link
 
     def _ticket(self, query: IncomingQuery) -> None:
         hub = self._hub
@@ -366,7 +365,7 @@ class Session:
         elif self._hub is not None:
             self._hub.hear(self._own, frame, urgent)
 
-    def _ask(self, frame: Frame, answered: _Answered, seconds: float, urgent: bool) -> None:
+    def _ask(self, frame: Frame, answered: Answered, seconds: float, urgent: bool) -> None:
         timer = own_loop().call_later(seconds, self._settle, Frame(FrameKind.NOBODY, frame.number))
         self._asked[frame.number] = answered, timer
         if frame.size <= MAX_MESSAGE:
@@ -406,11 +405,11 @@ class Session:
         if answered is None or timer is None:
             return
         timer.cancel()
-        said = bytes(answer.payload)
+        payload = bytes(answer.payload)
         outcome = (
-            (said, None)
+            (payload, None)
             if answer.kind == FrameKind.REPLY
-            else (None, said if answer.kind == FrameKind.REFUSAL else None)
+            else (None, payload if answer.kind == FrameKind.REFUSAL else None)
         )
         self._todo.put(lambda: answered(*outcome))
 

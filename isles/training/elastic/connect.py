@@ -261,16 +261,16 @@ def connect(
         session,
         entry.member,
         size,
-        gone=lambda member: line.connection(member, broken=True),
-        back=lambda member: line.connection(member, broken=False),
+        on_lost=lambda member: line.connection(member, broken=True),
+        on_back=lambda member: line.connection(member, broken=False),
         suspect=line.suspect,
-        guide=pairs,
+        peers=pairs,
         island_rank=place,
         beside=None if places.mesh is None else places.mesh.transport,
         connections=entrance.config.world.elastic.connections,
     )
     stack.callback(transport.close)
-    line.waits, line.meets = transport, pairs.meet
+    line.transfers, line.meets = transport, pairs.meet
     places.failed = failure_notifier(line, place, places.size)
     pairs.start(transport)
     if not place:
@@ -280,7 +280,7 @@ def connect(
     def lost(state_server: str) -> bool:
         return state_server.isdecimal() and line.lost(int(state_server))
 
-    gifts = StateServer(session, giver_of(entry.member, place), tell, lost=lost, changed=line.changed, guide=pairs)
+    gifts = StateServer(session, giver_of(entry.member, place), tell, lost=lost, changed=line.changed, peer_keys=pairs)
     stack.callback(gifts.close)
     return transport, gifts
 

@@ -47,7 +47,7 @@ def figures(
         leaves=there.counts["leave"],
         views=there.counts["view"],
         outages=len(there.outages),
-        gifts=done.gifts,
+        gifts=done.transfers,
         gift_bytes=done.size,
     )
 

@@ -59,7 +59,7 @@ class ChurnedRun(ChurnedWorld):
 
     def _train(self, corpus: Corpus, folder: Path) -> None:
         def work(transport: VirtualTransport) -> None:
-            client = self.meeting.seated(transport.rank)
+            client = self.meeting.admitted(transport.rank)
             if client is None:
                 return
             own = folder / str(transport.rank)

@@ -127,8 +127,8 @@ class Watched(ChurnedClusters):
 
     def check(self) -> None:
         """Those who came to the end are in the same members, and all whole clusters hold the same."""
-        members = self.finished[0].agreement.members
-        assert all(worker.agreement.members == members for worker in self.finished)
+        members = self.finished[0].agreement.seats
+        assert all(worker.agreement.seats == members for worker in self.finished)
         alike(self.after[self.config.run.steps], members.clusters)
         for own in (worker.serving for worker in self.finished if worker.serving is not None and worker.trains):
             counts = {int(state["step"]) for state in own.optimizer.state.values()}

@@ -49,7 +49,7 @@ def test_who_comes_makes_clusters_takes_places_and_holds_the_others_bits(
     run.watch(monkeypatch)
     summary = run.run()
     run.check()
-    members = run.finished[0].agreement.members
+    members = run.finished[0].agreement.seats
     assert members.clusters == ((0, 6), (7, 3), (4, 5)) and members.whole == [0, 1, 2]
     assert {key: summary[key] for key in ("joins", "deaths", "leaves", "replicas", "workers")} == {
         "joins": 4, "deaths": 1, "leaves": 1, "replicas": 3, "workers": 6,
@@ -78,7 +78,7 @@ def test_what_nodes_tell_of_themselves_says_where_a_new_cluster_is_cut(
     run.run()
     run.check()
     (cluster,) = form_clusters(nodes, growth_of(made).load)
-    members = run.finished[0].agreement.members
+    members = run.finished[0].agreement.seats
     assert members.clusters[2] == tuple(4 + number for number in cluster.nodes)
     assert members.cuts == ((2,), (2,), cluster.split.cuts) and cluster.split.cuts != (2,)
     means(run, 8)
@@ -156,7 +156,7 @@ def test_who_leaves(tmp_path: Path, events: Any, clusters: Any) -> None:
         run.watch(patched)
         run.run()
     run.check()
-    members = run.finished[0].agreement.members
+    members = run.finished[0].agreement.seats
     assert tuple(members.clusters[number] for number in members.whole) == clusters
 
 
@@ -169,7 +169,7 @@ def test_one_cluster_that_others_join(tmp_path: Path) -> None:
         run.watch(patched)
         summary = run.run()
     run.check()
-    assert run.finished[0].agreement.members.clusters == ((4, 1), (2, 3)) and summary["replicas"] == 2
+    assert run.finished[0].agreement.seats.clusters == ((4, 1), (2, 3)) and summary["replicas"] == 2
 
 
 @LONG

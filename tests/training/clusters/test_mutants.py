@@ -41,7 +41,7 @@ def counts_twice(patch: Patch) -> None:
     mean = ClusterAverage._mean
 
     def mutant(own: ClusterAverage, tensors: list[list[Any]], *more: int) -> Any:
-        came = own.agreement.world.rank in own.agreement.members.told
+        came = own.agreement.world.rank in own.agreement.seats.told
         return mean(own, [[2 * held if came else held for held in each] for each in tensors], *more)
 
     patch.setattr(ClusterAverage, "_mean", mutant)

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.training.swarm.members import SwarmRun, seated
 
 from isles.network.clusters.nodes import ClusterNode
 from isles.training.clusters.member import SeatedClusterPeer
 from isles.training.clusters.node import growth_of
 from isles.training.lighthouse.peers import ClusterKeeper
 from tests.training.clusters.changing import FOUR
+from tests.training.swarm.seats import SwarmRun, seated
 
 LONG = pytest.mark.long
 SEATED = [one for one in FOUR if "backend" not in one and "links" not in one]
@@ -37,7 +37,7 @@ class ClusterRun(SwarmRun):
 
 def members_of(run: ClusterRun, number: int) -> Any:
     peer: Any = run.peers[number]
-    return peer._trainer._worker.agreement.members
+    return peer._trainer._worker.agreement.seats
 
 
 def member(run: ClusterRun, number: int) -> int:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.training.swarm.members import seated
 from typing_extensions import override
 
 from isles.cli.elastic.query import run_status
@@ -20,6 +19,7 @@ from isles.network.clusters.nodes import ClusterNode
 from isles.training.clusters.node import growth_of
 from tests.cli.command import isles
 from tests.training.clusters.test_seated import SEATED
+from tests.training.swarm.seats import seated
 from tests.training.swarm.test_seated_processes import Commands
 
 pytestmark = pytest.mark.long

@@ -7,10 +7,10 @@ import time
 from pathlib import Path
 
 import pytest
-from tests.training.swarm.members import SwarmRun, seated
 
 from isles.membership import lighthouse
 from isles.training.swarm.trainer import SeatedTrainer
+from tests.training.swarm.seats import SwarmRun, seated
 from tests.training.swarm.test_seated import settings, weights
 from tests.training.swarm.test_swarmed import config, furthest, train
 

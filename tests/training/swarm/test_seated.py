@@ -11,7 +11,6 @@ from typing import Any, cast
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.training.swarm.members import SwarmRun, seated
 from torch import Tensor
 
 from isles.comm.collectives.message_queue import MailNote
@@ -24,6 +23,7 @@ from isles.training.swarm.connect import take_part
 from isles.training.swarm.trainer import SeatedTrainer
 from tests.training.elastic.runs import Run, in_run
 from tests.training.elastic.test_runs import small
+from tests.training.swarm.seats import SwarmRun, seated
 from tests.training.swarm.test_swarmed import ONE, config, furthest, train
 
 
@@ -360,7 +360,7 @@ def test_a_swarm_that_begins_again_says_from_where(tmp_path: Path) -> None:
     coordinator, said = run.keeper.coordinator, "all peers were lost: the run begins again at step "
     for epoch in (1, 2, 3):
         members = [len(coordinator.peers), len(coordinator.peers) + 1]
-        calls = [partial(coordinator.gone, member=member) for member in coordinator.members]
+        calls = [partial(coordinator.disconnected, member=member) for member in coordinator.members]
         calls += [partial(coordinator.join, description="") for _ in members]
         calls += [
             partial(coordinator.hear, member=member, message=RequestWork(stage, 7))

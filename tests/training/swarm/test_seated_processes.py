@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 from safetensors.torch import load_file
-from tests.training.swarm.members import seated
 
 from benchmarks._machines import Machine, machines, unavailable
 from isles.comm.credentials import read
 from isles.training.config.reading import to_toml
 from isles.training.config.sections import Config
 from tests.membership.sessions import free_port
+from tests.training.swarm.seats import seated
 from tests.training.swarm.test_seated import settings, undisturbed
 from tests.training.swarm.test_swarmed import furthest
 

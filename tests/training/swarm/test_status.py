@@ -9,12 +9,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tests.training.swarm.members import SwarmRun, seated
 
 from isles.cli.elastic import query
 from isles.cli.elastic import status as command
 from isles.comm.collectives.message_queue import MailNote
 from isles.training.records.tokens import make_token
+from tests.training.swarm.seats import SwarmRun, seated
 from tests.training.swarm.test_seated import settings
 
 Show = Callable[[SwarmRun], list[str]]
