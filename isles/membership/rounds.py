@@ -242,7 +242,6 @@ class RoundLeader:
         )
 
     def lost(self, member: int) -> bool:
-        """See `isles.comm.roster.Roster`."""
         return self.client.lost(member) or self.client.is_silent(member)
 
     def miss(self, member: int, error: CommError) -> None:
@@ -273,7 +272,6 @@ class RoundLeader:
         return accepted
 
     def is_answer_used(self, round: int, members: Sequence[int]) -> bool:
-        """See `MemberState.accept`."""
         return self.client.accepts(round, members)
 
     def report_peer(self, round: int, error: CommError) -> None:

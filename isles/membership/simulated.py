@@ -115,8 +115,6 @@ class _Aside:
 
 
 class SimulatedQuery:
-    """See `isles.membership.session.Query`."""
-
     def __init__(self, payload: bytes, attachment: bytes, answer: Answered) -> None:
         self.payload, self.attachment, self._answer = payload, attachment, answer
 
@@ -128,8 +126,6 @@ class SimulatedQuery:
 
 
 class SimulatedTimer:
-    """See `isles.membership.session.Timer`."""
-
     def __init__(self, timeline: EventQueue, event: Event) -> None:
         self._timeline = timeline
         self._event: Event | None = event

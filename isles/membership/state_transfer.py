@@ -345,7 +345,6 @@ class StateServer:
         self._open.pop(what, None)
 
     def fetch(self, asked: FetchRequest, path: Path) -> dict[str, Any]:
-        """See `fetch_state`."""
         own, lost = member_in(self.name), partial(self.lost, asked.source)
         return fetch_state(self.session, asked, path, own, self.peer_keys.peer_key, lost=lost, changed=self.changed)
 

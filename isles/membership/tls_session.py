@@ -144,8 +144,6 @@ _ENDS = 5.0  # seconds for a session to be closed
 
 
 class Alarm:
-    """See `isles.membership.session.Timer`."""
-
     def __init__(self, call: Callable[[], None]) -> None:
         self._call: Callable[[], None] | None = call
 
@@ -203,10 +201,9 @@ class Session:
         self._queued = 0  # bytes
         self._thread = threading.Thread(target=self._work, name="isles-session", daemon=True)
 
-    # The verbs
+    # As `ControlSession` has it
 
     def serve(self, key: str, answer: Callable[[IncomingQuery], None]) -> None:
-        """Have `answer` called with every question to `key`."""
         self._serves[key] = answer
         self.say(Frame(FrameKind.SERVE, 0, key))
 
@@ -220,9 +217,6 @@ class Session:
         seconds: float,
         urgent: bool = False,
     ) -> None:
-        """Ask whoever serves `key`. answered(reply, None), answered(None, refusal), or answered(None, None) where no
-        answer has come within `seconds`, or nobody is known to take it; called once. OSError once it is closed.
-        """
         if self._closed:
             raise OSError("the session is closed")
         number = next(self._numbers)
@@ -251,19 +245,14 @@ class Session:
         return answers[0] if done.wait(seconds + _LATE) else (None, None)
 
     def present(self, key: str) -> None:
-        """Be seen under `key` by those who `watch` it, until the process ends or this session is closed."""
         self.say(Frame(FrameKind.PRESENT, 0, key))
 
     def watch(self, keys: str, changed: Callable[[str, bool], None]) -> None:
-        """Have `changed(key, whether it is present)` called for every key that matches `keys`, first for those that are
-        present already, then at each change.
-        """
         number = next(self._numbers)
         self._watches[number] = set(), changed
         self.say(Frame(FrameKind.WATCH, number, keys))
 
     def later(self, call: Callable[[], None], seconds: float = 0.0) -> Alarm:
-        """Have `call` called in the session's thread after `seconds`; 0: behind what has come by now."""
         alarm = Alarm(call)
         if seconds > 0:
             loop.call(lambda: own_loop().call_later(seconds, self._todo.put, alarm.ring))
@@ -272,7 +261,6 @@ class Session:
         return alarm
 
     def now(self) -> float:
-        """Seconds of the clock that `later` counts by."""
         return time.monotonic()
 
     def wall(self) -> float:
@@ -280,11 +268,9 @@ class Session:
         return time.time()
 
     def condition(self) -> threading.Condition:
-        """See `isles.membership.session.Condition`."""
         return threading.Condition(threading.RLock())
 
     def aside(self, work: Callable[[], None]) -> threading.Thread:
-        """What does `work`, which may take a while, beside all callbacks, once it is started."""
         return threading.Thread(target=work, name="isles-aside", daemon=True)
 
     def name(self) -> str:
@@ -292,7 +278,6 @@ class Session:
         return "" if self._uplink is None else self._uplink.name
 
     def seen(self, name: str) -> str:
-        """The address from which the session of that name comes to this router; "" where it does not."""
         return "" if self._hub is None else self._hub.seen(name)
 
     def is_local(self) -> bool:

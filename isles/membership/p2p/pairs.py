@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from isles.comm.credentials import Credentials, Token
 from isles.comm.sockets.addresses import written
@@ -37,6 +37,9 @@ from isles.membership.p2p.stream import PAIR, TICKET_SIZE, PairHello, Stream, as
 from isles.membership.session import Query, Rejections
 from isles.membership.tls_session import Session
 from isles.membership.views import View, identity_of, spoken
+
+if TYPE_CHECKING:
+    from isles.membership.p2p.transport import ElasticTransport
 
 
 class KnownMembers:
@@ -135,26 +138,6 @@ _ASKS = b"isles dials\0"
 _MEMBERS = 1 << 20
 
 
-class PairedTransport(Protocol):
-    """What sends and takes: `ElasticTransport`."""
-
-    def open(self) -> None:
-        """Be seen by others, and see them."""
-        ...
-
-    def take(self, member: int, stream: Stream) -> None:
-        """`member` sends on `stream`, from now on."""
-        ...
-
-    def carries(self, size: int) -> None:
-        """So many bytes went through this worker, from others to others."""
-        ...
-
-    def cut(self, member: int) -> None:
-        """Break off all connections with `member`; they are made anew."""
-        ...
-
-
 class PeerConnections:
     """Of the worker in the member of `entry`; the `PeerKeys` of what it gives and takes.
 
@@ -183,7 +166,7 @@ class PeerConnections:
         self._mine, self._shows = mine, certificates or (mine.token.fingerprint,)
         self.seen = ""
         self._known = KnownMembers(entry.member, identity_of(self._shows), session.refused, notice)
-        self._transport: PairedTransport | None = None
+        self._transport: ElasticTransport | None = None
         self._listener: PairListener | None = None
         self._listens, self._announced, self._relays = False, "", False
         self._found: dict[int, PeerAddress] = {}
@@ -210,7 +193,7 @@ class PeerConnections:
         self._announced, self._relays = announced, relays
         self._announce()
 
-    def start(self, transport: PairedTransport) -> None:
+    def start(self, transport: ElasticTransport) -> None:
         """Bring others to `transport` from now on."""
         self._transport = transport
         self._session.serve(self._key(self._entry.member), self._asked)

@@ -47,9 +47,7 @@ MemberLane = tuple[int, int]
 class Connects(Protocol):
     """What reaches peers: `PeerConnections`."""
 
-    def connect(self, peer: int, lane: int, *, soon: bool) -> Stream | None:
-        """See `PeerConnections.connect`."""
-        ...
+    def connect(self, peer: int, lane: int, *, soon: bool) -> Stream | None: ...
 
 
 class Nowhere:
@@ -250,7 +248,6 @@ class ElasticTransport(OnHostClock):
         return next(self._numbers)
 
     def connected(self, peer: int, lane: int, *, soon: bool) -> Stream | None:
-        """See `Carrier`."""
         stream = self._peers.connect(peer, lane, soon=soon)
         if stream is not None:
             stream.sends = True
