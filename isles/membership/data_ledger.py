@@ -31,8 +31,8 @@ from isles.membership.views import SampleRange, View
 class Batch(NamedTuple):
     """One batch of the data in plain numbers, for `isles.data.order.rows`.
 
-    start: batches before the round's first fresh one. fresh: fresh steps of each place in that round.
-    place, step: whose it is, and which of its fresh steps.
+    start: batches before the round's first fresh one. fresh: fresh steps of each index in that round.
+    index, step: whose it is, and which of its fresh steps.
     """
 
     start: int
@@ -56,7 +56,7 @@ def batches(views: Mapping[int, View], view: View, round: int, index: int) -> li
 
 
 def range_batches(view: View, sample_range: SampleRange) -> list[Batch]:
-    """The batches of a lot of `view`: the numbers of a lot are always those of fresh steps, never of another debt."""
+    """The batches of a range of `view`, whose numbers are always those of fresh steps, never of another backlog."""
     found = []
     for number in range(sample_range.first, sample_range.first + sample_range.steps):
         rounds, step = divmod(number, view.steps[sample_range.index])
@@ -69,7 +69,7 @@ def range_batches(view: View, sample_range: SampleRange) -> list[Batch]:
 
 
 def fresh(view: View, round: int) -> tuple[int, ...]:
-    """Inner steps of each place in `round` that read on in the order of the data, debts taken off."""
+    """Inner steps of each index in `round` that read on in the order of the data, without those of the backlog."""
     total, before = count_steps(view.backlog), _before(view, round, 0)
     if before >= total:
         return view.steps
@@ -81,7 +81,7 @@ def fresh(view: View, round: int) -> tuple[int, ...]:
 
 
 def fresh_before(view: View, round: int) -> int:
-    """Fresh batches of all places in the rounds of the view before `round`."""
+    """Fresh batches of all indices in the rounds of the view before `round`."""
     steps = _before(view, round, 0)
     return max(steps - count_steps(view.backlog), 0)
 
@@ -96,13 +96,13 @@ def last_round(view: View, batches: int) -> int:
 
 
 def ranges_of(view: View, index: int, first: int, until: int) -> list[SampleRange]:
-    """What the cells of `index` in rounds `first` .. `until` - 1 read, for whoever reads it in their stead."""
+    """What the slices of `index` in rounds `first` .. `until` - 1 read, for whoever reads it in their stead."""
     found: list[SampleRange] = []
     own, total = view.steps[index], count_steps(view.backlog)
     for round in range(first, until):
         taken = _taken(view, round, index)
         found += part(view.backlog, _before(view, round, index), taken)
-        if _before(view, round, 0) >= total:  # nothing is owed from here on: the rest is one piece
+        if _before(view, round, 0) >= total:  # no backlog from here on: the rest is one range
             found.append(SampleRange(view.number, index, (round - view.since) * own, (until - round) * own))
             break
         if taken < own:
@@ -111,13 +111,13 @@ def ranges_of(view: View, index: int, first: int, until: int) -> list[SampleRang
 
 
 def left_over(view: View, until: int) -> list[SampleRange]:
-    """The debts that no cell of the view before round `until` was to read."""
+    """The backlog that no slice of the view before round `until` was to read."""
     steps, total = max(_before(view, until, 0), 0), count_steps(view.backlog)
     return part(view.backlog, steps, total - steps) if steps < total else []
 
 
 def part(queue: Sequence[SampleRange], first: int, steps: int) -> list[SampleRange]:
-    """Steps `first` .. `first` + `steps` - 1 of a queue of lots; fewer where the queue ends."""
+    """Steps `first` .. `first` + `steps` - 1 of a queue of ranges; fewer where the queue ends."""
     found = []
     for sample_range in queue:
         if steps <= 0:
@@ -131,7 +131,7 @@ def part(queue: Sequence[SampleRange], first: int, steps: int) -> list[SampleRan
 
 
 def merged(queue: Iterable[SampleRange]) -> list[SampleRange]:
-    """The same steps in the same order, in as few lots as possible."""
+    """The same steps in the same order, in as few ranges as possible."""
     found: list[SampleRange] = []
     for sample_range in queue:
         last = found[-1] if found else None
@@ -143,17 +143,17 @@ def merged(queue: Iterable[SampleRange]) -> list[SampleRange]:
 
 
 def count_steps(queue: Iterable[SampleRange]) -> int:
-    """Inner steps in a queue of lots."""
+    """Inner steps in a queue of ranges."""
     return sum(sample_range.steps for sample_range in queue)
 
 
 def _before(view: View, round: int, index: int) -> int:
-    """Inner steps of all cells of the view before that of `index` in `round`."""
+    """Inner steps of all slices of the view before that of `index` in `round`."""
     return (round - view.since) * sum(view.steps) + sum(view.steps[:index])
 
 
 def _taken(view: View, round: int, index: int) -> int:
-    """Inner steps of a cell that go to what is owed."""
+    """Inner steps of a slice that read the backlog."""
     return min(max(count_steps(view.backlog) - _before(view, round, index), 0), view.steps[index])
 
 
@@ -174,7 +174,7 @@ class SliceAssignment:
 class _Incarnation:
     """What is known of a member, from the state that it began with to its loss.
 
-    begun: the newest round that it told of. skipped: rounds read out of turn that are in no debt yet. witnesses: by
+    begun: the newest round that it reported. skipped: rounds of unassigned samples that are in no backlog yet. witnesses: by
     member, the newest round of this one whose work it has, and the round of its own in which it got that. landed: the
     newest round of an all-reduce method with its work.
     """
@@ -218,10 +218,10 @@ class DataLedger:
     """Told of every view, round and exchange; says where the next view begins and what it owes."""
 
     def __init__(self) -> None:
-        self.views: dict[int, View] = {}  # those that a tenure or a debt still names, and the newest
+        self.views: dict[int, View] = {}  # those that an assignment or a backlog still names, and the newest
         self._incarnations: dict[int, _Incarnation] = {}  # by member
         self._lost: list[_Incarnation] = []  # whose work is in few others yet
-        self._forgone: set[int] = set()  # lives that end with the next view
+        self._forgone: set[int] = set()  # incarnations that end with the next view
 
     @property
     def newest(self) -> View | None:
@@ -283,14 +283,14 @@ class DataLedger:
         return view.start + fresh_before(view, since), tuple(self._settled(since, living)[0])
 
     def open(self, view: View, living: Collection[int]) -> None:
-        """`view` takes over at its round, with the `start` and the debts that `next` gave for the same `living`."""
+        """`view` takes over at its round, with the `start` and the backlog that `next` gave for the same `living`."""
         before = () if self.newest is None else self.newest.members
         if self.newest is not None:
             _, self._incarnations, self._lost = self._settled(view.since, living, view.members)
             self._forgone = set()
         for index, member in enumerate(view.members):
             incarnation = self._incarnations.get(member, _Incarnation(member))
-            if member not in before:  # what it did outside is nobody's cell
+            if member not in before:  # what it did outside is no data slice
                 incarnation = replace(incarnation, begun=0, skipped=frozenset())
             self._incarnations[member] = replace(
                 incarnation, assignments=(*incarnation.assignments, SliceAssignment(view.number, index, view.since))
@@ -308,13 +308,13 @@ class DataLedger:
         self.views = {number: view for number, view in self.views.items() if number in named}
 
     def outstanding(self, until: int, living: Collection[int]) -> list[SampleRange]:
-        """What would be owed if the run ended before round `until`."""
+        """The backlog if the run ended before round `until`."""
         return self._settled(until, living)[0] if self.newest is not None else []
 
     def _settled(
         self, until: int, living: Collection[int], coming: Collection[int] = ()
     ) -> tuple[list[SampleRange], dict[int, _Incarnation], list[_Incarnation]]:
-        """(what is owed if the newest view ends before round `until`, the lives that go on, those that are lost).
+        """(the backlog if the newest view ends before round `until`, the incarnations that go on, those that are lost).
 
         coming: members that go on from then, too. They have what their donors had when they copied it: were they the
         only ones left, it would be all there is.
@@ -348,7 +348,7 @@ class DataLedger:
         return merged(backlog), incarnations, lost
 
     def _unread(self, incarnation: _Incarnation, held: int) -> tuple[list[SampleRange], tuple[SliceAssignment, ...]]:
-        """(the cells whose work nobody has: out of turn, or in rounds after `held`; its tenures without them)."""
+        """(the slices whose work nobody has: unassigned, or in rounds after `held`; its assignments without them)."""
         backlog: list[SampleRange] = []
         remaining: list[SliceAssignment] = []
         for assignment in incarnation.assignments:

@@ -82,7 +82,7 @@ JOINS = 30  # members that one address takes at once, and as many again each min
 _TICK = 0.25
 _NOTIFY = 5.0  # seconds that a word to a member is tried for
 _LONGEST_REPORT = 1 << 20
-_NUMBERS_PER_RUN = 1 << 40  # more than a lighthouse gives before it is lit again
+_NUMBERS_PER_RUN = 1 << 40  # more than a lighthouse gives before it is started again
 T = TypeVar("T")
 
 

@@ -66,7 +66,7 @@ def read_record(value: Any) -> RoundRecord | StartRecord:
 class RunHistory:
     """What `members.jsonl` says: by member the stretches (from, until) in seconds in which it was connected; the views
     as (moment, number, first round, members); counts of entries, and of words: "again" those for which a round was
-    tried again. outages: of the lighthouse, (from its last entry, until it was lit again).
+    tried again. outages: of the lighthouse, (from its last entry, until it was started again).
     """
 
     present: Mapping[int, list[tuple[float, float]]]

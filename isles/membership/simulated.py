@@ -115,6 +115,8 @@ class _Aside:
 
 
 class SimulatedQuery:
+    """A `Query` in virtual time."""
+
     def __init__(self, payload: bytes, attachment: bytes, answer: Answered) -> None:
         self.payload, self.attachment, self._answer = payload, attachment, answer
 
@@ -126,6 +128,8 @@ class SimulatedQuery:
 
 
 class SimulatedTimer:
+    """A `Timer` in virtual time."""
+
     def __init__(self, timeline: EventQueue, event: Event) -> None:
         self._timeline = timeline
         self._event: Event | None = event

@@ -144,6 +144,8 @@ _ENDS = 5.0  # seconds for a session to be closed
 
 
 class Alarm:
+    """A `Timer` of the session's thread."""
+
     def __init__(self, call: Callable[[], None]) -> None:
         self._call: Callable[[], None] | None = call
 
