@@ -25,7 +25,8 @@ _MANY = 1 << 20  # nodes
 
 
 class Admission:
-    """The other nodes' launchers. Their links are closed at the end of the context, with its error, unless they were released.
+    """The other nodes' launchers. Their links are closed at the end of the context, with its error, unless they were
+    released.
 
     listening: where they come; closed at the end. mine: the run's. agree, tell: as in `rendezvous.host`.
     """

@@ -153,7 +153,7 @@ class MembershipClient(LighthouseClient):
     """The line of the worker in the member of `entry`.
 
     ended: set once this worker has no further part in the run: `Over`, or `Examine` where it is to judge the model.
-    words: the newest word on each round.
+    decisions: the newest on each round.
     """
 
     def __init__(self, session: ControlSession, entry: Entry) -> None:
@@ -244,8 +244,8 @@ class MembershipClient(LighthouseClient):
         return round_members if has_part and round_members.decided and round_members.view >= 0 else None
 
     def finish_round(self, round: int, attempt: int, digest: int | None) -> RoundDecision | None:
-        """What becomes of an attempt whose answer here has `digest`, or failed here: told again and again until the
-        lighthouse has a word on it (`ballot`). None where nobody can say now, this worker has no part in the run now,
+        """What becomes of an attempt whose answer here has `digest`, or failed here: repeated until the
+        lighthouse has decided (`round_commit`). None where nobody can say now, this worker has no part in the run now,
         or the others landed what it has not got.
         """
         done = Done(round, attempt, NOTHING if digest is None else digest)

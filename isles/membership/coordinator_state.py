@@ -172,7 +172,7 @@ _BEHIND = 4  # rounds behind half of the members from which one is better off wi
 
 
 class CoordinatorState:
-    """workers: by member. account: of what was read. ballots: on rounds that all land together. newest_round: that a
+    """workers: by member. ledger: of what was read. ballots: on rounds that all land together. newest_round: that a
     member has begun. issued: the number of the newest view or proposal.
     """
 

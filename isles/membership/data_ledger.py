@@ -174,9 +174,9 @@ class SliceAssignment:
 class _Incarnation:
     """What is known of a member, from the state that it began with to its loss.
 
-    begun: the newest round that it reported. skipped: rounds of unassigned samples that are in no backlog yet. witnesses: by
-    member, the newest round of this one whose work it has, and the round of its own in which it got that. landed: the
-    newest round of an all-reduce method with its work.
+    begun: the newest round that it reported. skipped: rounds of unassigned samples that are in no backlog yet.
+    witnesses: by member, the newest round of this one whose work it has, and the round of its own in which it got that.
+    landed: the newest round of an all-reduce method with its work.
     """
 
     member: int

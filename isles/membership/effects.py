@@ -22,7 +22,7 @@ class Rules:
     the same mean (an all-reduce method), on the lighthouse's word. most: workers at once. last: the run's last round;
     None for a run without an end, or for one that ends with the round in which `batches` (one a worker and inner step)
     have been read. quorum: share of the members that is enough for the mean of any round but the last; 0: all of them.
-    weights: bytes of the model that the run begins with; 0: not known. waits, judges: seconds for which a member may
+    weights: bytes of the model that the run begins with; 0: not known. waits, evaluates: seconds for which a member may
     wait for another one's part, and for validation.
     """
 

@@ -93,8 +93,8 @@ _LONGEST = 600_000  # milliseconds for an answer
 
 
 class Peer:
-    """Somebody whom words go to. post: sends one, whether it is urgent, False where there is no room. cut: ends the
-    connection; None for the hub's own session.
+    """Somebody whom frames go to. send: sends one, whether it is urgent, False where there is no room. close_link: ends
+    the connection; None for the hub's own session.
     """
 
     def __init__(

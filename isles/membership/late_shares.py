@@ -44,7 +44,7 @@ class MissedMean:
 
 class Delivery:
     """Of `round`, the work of so many inner `steps`; this worker's next exchange is in `seconds`, 0 where that is
-    unknown. word: the newest on it. It is told first by asking, so that who is late knows at once.
+    unknown. decision: the newest on it. It is reported first by asking, so that who is late knows at once.
     """
 
     def __init__(self, client: MembershipClient, round: int, steps: int, seconds: float, now: float) -> None:

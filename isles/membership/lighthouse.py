@@ -92,10 +92,10 @@ class Lighthouse:
     An entry is on the disk (`journal`) before anybody is told what follows from it, so a lighthouse that is killed and
     started again on that journal contradicts nothing that it said before.
 
-    assembly: made of the entries of `journal`. config: the run's, as TOML. version: of isles, which all workers must
+    coordinator: made of the entries of `journal`. config: the run's, as TOML. version: of isles, which all workers must
     have. on_report(member, event): called with what a worker reports, parsed from JSON but unchecked; its ValueError
-    refuses the report. places: workers in each member, which all hear its orders. presence: what it knows of who is
-    there, if not by what they say.
+    refuses the report. island_size: workers in each member, which all get its notifications. failure_detector: what it
+    knows of who is there, if not by what they say.
 
     finished: members that have done the last round. refused: what was not taken, by (member or -1, reason). corpus:
     SHA-256 of the text of the first worker; None until it came.

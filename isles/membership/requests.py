@@ -135,8 +135,8 @@ class PendingTransfers(Protocol):
 
 class LighthouseClient:
     """What a worker in the member of `entry` says. changed: held while what callbacks and its own thread share changes.
-    waited: seconds for which that thread has waited here; other threads have lines of their own. waits: its transport,
-    once there is one. meets: called with each view that it knows of, once it is set.
+    waited: seconds for which that thread has waited here; other threads have lines of their own. transfers: its
+    transport, once there is one. meets: called with each view that it knows of, once it is set.
     """
 
     transfers: PendingTransfers | None = None

@@ -365,7 +365,7 @@ class ElasticRoster:
     things in the same order. What is to be decided its leader decides, and all obey.
 
     alone: the group of this member by itself. A worker starts alone, because its weights are drawn as everybody's are,
-    or taken from a member. places: the workers of its island. leader: None at a follower.
+    or taken from a member. island: the workers of its island. leader: None at a follower.
     """
 
     grows = answers_alike = True

@@ -343,10 +343,10 @@ class _Keys(MemberKeys):
 
 class SimulatedMembership:
     """A run of `rules` through the changes of `trace`; `journal` gets what its lighthouses must not forget. lease:
-    seconds of silence after which a connection counts as broken. heard: called with what workers report.
+    seconds of silence after which a connection counts as broken. on_report: called with what workers report.
 
-    counts: what happened. lives: by member (its start, its end) in seconds; an end of None: until the end of the run.
-    finished: members that have done the last round. is_over: whether all members have.
+    counts: what happened. incarnations: by member (its start, its end) in seconds; an end of None: until the end of the
+    run. finished: members that have done the last round. is_over: whether all members have.
     """
 
     def __init__(

@@ -289,8 +289,8 @@ class StateServer:
     """What this process publishes as `name` (a member, or `LIGHTHOUSE`).
 
     notice: called with a line for a person where a file could not be written. lost: whether the server of that name is
-    gone, so that nothing is requested of it any more; changed: notified when that may be so. guide: keys of members.
-    comes: see `announce`.
+    gone, so that nothing is requested of it any more; changed: notified when that may be so. peer_keys: keys of
+    members. comes: see `announce`.
     """
 
     session: ControlSession

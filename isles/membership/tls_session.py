@@ -41,7 +41,7 @@ BROKEN = (OSError, EOFError, RuntimeError, ValueError)  # what a connection may 
 
 
 class Uplink:
-    """To the hub at host:port, for whoever has `token`. heard: called with what the hub says. lost: called when the
+    """To the hub at host:port, for whoever has `token`. on_frame: called with what the hub says. lost: called when the
     connection breaks, and what was asked has no answer.
 
     where: host and port. name: as the hub has said last. is_local: whether the hub is on this machine.

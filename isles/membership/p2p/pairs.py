@@ -89,8 +89,8 @@ class KnownMembers:
 
 class PairListener(EchoServer):
     """Listens at host:port for other workers; port 0: any. welcome: called, in a thread of its own, with each that
-    begins as one does; others get the echo by which the lighthouse sees that `name` is reached. ties: of a worker that
-    carries for others. ValueError where the address cannot be had.
+    begins as one does; others get the echo by which the lighthouse sees that `name` is reached. tickets: of a worker
+    that carries for others. ValueError where the address cannot be had.
     """
 
     def __init__(
@@ -142,9 +142,9 @@ class PeerConnections:
     """Of the worker in the member of `entry`; the `PeerKeys` of what it gives and takes.
 
     ask: asks the lighthouse, as `MembershipClient.ask`. mine: this worker's key and certificate. lease: seconds of
-    silence after which a connection counts as broken. notice: called with a line for a person. place: this worker's in
-    its island; it is connected with the workers at the same place of other islands. certificates: fingerprints of its
-    whole island.
+    silence after which a connection counts as broken. notice: called with a line for a person. island_rank: this
+    worker's in its island; it is connected with the workers of the same rank in other islands. certificates:
+    fingerprints of its whole island.
 
     seen: the address from which the lighthouse sees this worker.
     """

@@ -61,11 +61,11 @@ class ElasticTransport(OnHostClock):
     """One worker's end of the transport.
 
     session: to the lighthouse. member: this worker's, its rank. size: number of workers of the world that it begins in.
-    gone, back: called with a member, in some thread, when nothing connects this worker with it any more, and when
-    something does again. doubt: called with a member that is waited for in vain. guide: what reaches others. place:
-    this worker's in its island; it reaches the workers at the same place of other islands. beside: the transport inside
-    the island; both count together, by one clock. connections: with each peer in each direction, over which a large
-    message is spread; the same number at all workers.
+    on_lost, on_back: called with a member, in some thread, when nothing connects this worker with it any more, and when
+    something does again. suspect: called with a member that is waited for in vain. peers: what reaches others.
+    island_rank: this worker's in its island; it reaches the workers of the same rank in other islands. beside: the
+    transport inside the island; both count together, by one clock. connections: with each peer in each direction, over
+    which a large message is spread; the same number at all workers.
 
     resent: messages sent again. carried: bytes of the messages that went out, by "direct" and "relayed",
     and of what went through this worker, "relayed_by_workers".
