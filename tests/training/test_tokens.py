@@ -19,7 +19,7 @@ from isles.training.records.tokens import (
     host_credentials,
     make_token,
     node_token,
-    token_option,
+    given_token,
 )
 
 
@@ -59,9 +59,9 @@ def test_another_node_keeps_the_token_alone(tmp_path: Path) -> None:
 def test_where_a_token_may_be_given(monkeypatch: pytest.MonkeyPatch) -> None:
     token = make_token()
     monkeypatch.setenv(VARIABLE, str(token))
-    assert token_option(None, 1) is None and token_option(None, 2) == token
-    assert token_option("ab" * 32, 2) == parse_token("ab" * 32)
+    assert given_token(None, 1) is None and given_token(None, 2) == token
+    assert given_token("ab" * 32, 2) == parse_token("ab" * 32)
     with pytest.raises(ValueError, match="--token is for several machines"):
-        token_option(str(token), 1)
+        given_token(str(token), 1)
     with pytest.raises(ValueError, match="3 characters that are not the 64 hex digits"):
-        token_option("abc", 2)
+        given_token("abc", 2)
