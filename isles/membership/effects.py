@@ -22,7 +22,7 @@ class Rules:
     the same mean (an all-reduce method), on the lighthouse's word. most: workers at once. last: the run's last round;
     None for a run without an end, or for one that ends with the round in which `batches` (one a worker and inner step)
     have been read. quorum: share of the members that is enough for the mean of any round but the last; 0: all of them.
-    weights: bytes of the model that the run begins with; 0: not known. waits, judges: seconds for which a member may
+    weights: bytes of the model that the run begins with; 0: not known. waits, evaluates: seconds for which a member may
     wait for another one's part, and for validation.
     """
 
@@ -35,7 +35,7 @@ class Rules:
     quorum: float = 0.0
     weights: int = 0
     waits: float = 60.0
-    judges: float = 600.0
+    evaluates: float = 600.0
 
 
 @dataclass(frozen=True)
@@ -199,8 +199,8 @@ class Coordinator(ABC):
 
     def _taken(self) -> list[Effect]:
         """The orders since the last time."""
-        orders, self._out = self._out, []
-        return orders
+        effects, self._out = self._out, []
+        return effects
 
     def _count_absent(self, now: float) -> None:
         """After a restart, who has not come back in time is gone."""

@@ -372,7 +372,7 @@ class Lookup(Exact):
 @dataclass(frozen=True)
 class PeerAddress(Exact):
     """The answer to `Lookup`. host, port: as in `AnnounceAddress`, "" and 0 where it is not reached directly.
-    certificates: as in `Hello`; none where it is not there. introduction: what the worker that asked shows to `member`
+    certificates: as in `Hello`; none where it is not there. peer_key: what the worker that asked shows to `member`
     (hex). relay: the member, -1 for none, of who carries for the two where neither reaches the other; ticket: to be
     shown there (hex).
     """

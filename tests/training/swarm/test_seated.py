@@ -364,7 +364,7 @@ def test_a_swarm_that_begins_again_says_from_where(tmp_path: Path) -> None:
     coordinator, said = run.keeper.coordinator, "all peers were lost: the run begins again at step "
     for epoch in (1, 2, 3):
         members = [len(coordinator.peers), len(coordinator.peers) + 1]
-        calls = [partial(coordinator.gone, member=member) for member in coordinator.members]
+        calls = [partial(coordinator.disconnected, member=member) for member in coordinator.members]
         calls += [partial(coordinator.join, description="") for _ in members]
         calls += [
             partial(coordinator.hear, member=member, message=RequestWork(stage, 7))
