@@ -252,14 +252,14 @@ async def run_members(engine: str, folder: Path, port: int, count: int) -> None:
             else:
                 trips.append(now - _TIME.unpack_from(word, 1)[0])
 
-    read_history = [asyncio.create_task(live(random.Random(n))) for n in range(count)]
+    lives = [asyncio.create_task(live(random.Random(n))) for n in range(count)]
 
     async def obey(order: str) -> dict[str, Any]:
         beats, trips[:] = trips[:], []
         return {"joined": len(joined), "last": max(joined, default=0), "trips": beats, "views": views}
 
     await orders(obey)
-    for one in read_history:
+    for one in lives:
         one.cancel()
     os._exit(0)
 

@@ -69,8 +69,7 @@ def _step(fresh: tuple[int, ...], step: int) -> tuple[int, np.ndarray, int]:
 
 
 def spare_rows(member: int, step: int, *, batch_size: int, reader: tuple[int, int] = (0, 1)) -> np.ndarray:
-    """(batch_size,) positions, int64, in no data slice: `member`'s `step`-th batch
-    that `member` reads out of unassigned samples."""
+    """(batch_size,) positions, int64, in no data slice: the `step`-th unassigned batch of `member`."""
     if not 0 <= member < 1 << 20 or step < 0:
         raise ValueError(f"member {member} has no spare batch {step}")
     number, readers = reader

@@ -1,7 +1,7 @@
-"""A worker's side of a run: take a spec in the world, work, and do meanwhile as the launcher says.
+"""A worker's side of a run: take its rank in the world, work, and follow the launcher's commands meanwhile.
 
 launcher                            worker
-"hold" | ("stop", step) | "close"   ----->   heard by a thread of its own; it ends the process when the launcher goes
+"hold" | ("stop", step) | "close"   ----->   received by a thread of its own; it ends the process when the launcher ends
 ("lost", rank) | ("moved", counts)  ----->   of other workers: see `isles.comm.gloo.liveness`
                                     <-----   ("joined", None) when all have met; ("beat", bytes moved) every two seconds
                                     <-----   ("event", value) | ("held", step) | ("done", result) | ("error", exception)
@@ -9,15 +9,13 @@ launcher                            worker
                                              it cannot leave while the others go on
 
 The worker stays after its result until "close": it closes its connections only when nobody needs them any more. After
-an error it goes at once, so that the others notice; and where it has left them, as all of them know.
+an error it ends at once, so that the others notice; and where it has left them, as all of them know.
 
-The store where workers meet. It listens at one address; torch by itself would listen at all of them. It asks nobody
-who he is.
+Tensors go through the pipe by value (`ByValue`). Torch's own way shares the memory of a tensor: one file descriptor a
+tensor (`ulimit -n`), room in /dev/shm, and a sender that must live until the reader has looked.
 
-What goes through the pipes between a launcher and its workers, tensors by value.
-
-Torch's own way shares the memory of a tensor: one file descriptor a tensor (`ulimit -n`), room in /dev/shm, and a
-sender that must live until the reader has looked. Both ends are processes of one launcher: nothing here is a peer's.
+Workers meet at a TCP store. It listens at one address; torch by itself would listen at all of them. It does not
+authenticate anybody.
 """
 
 from __future__ import annotations

@@ -1,19 +1,19 @@
-"""A worker's line to the lighthouse, over a session.
+"""A worker's connection to the lighthouse, over a session.
 
-    beats       by a timer, every second and at the start of each round, one at a time
-    told        what the lighthouse pushes (proposals, views, words on rounds), in a callback of the session
-    reports     lines of metrics, in order; kept while the lighthouse is away
+    beats           by a timer, every second and at the start of each round, one at a time
+    notifications   what the lighthouse pushes (proposals, views, decisions on rounds), in a callback of the session
+    reports         lines of metrics, in order; buffered while the lighthouse is away
 
     start_round     the data that this worker reads, and who takes part
     finish_round    what becomes of a round that all land together, or none
-    next_decision   between rounds: begin with somebody's state, judge the run's model, end
+    next_decision   between rounds: begin with a donor's state, evaluate the run's model, end
 
-These are called by the training thread, which never waits for the lighthouse longer than it says. One condition
-guards the `MemberState`, the state machine that both share. No thread is begun here, and no clock read but the session's.
+The last three are called by the training thread, which never waits for the lighthouse longer than they say. One
+condition guards the `MemberState`, which callbacks and that thread share. No thread is started here, and no clock read
+but the session's.
 
-What the lighthouse tells a member, as each worker of it hears it: whom nobody is to wait for any more.
-
-`client.MembershipClient` is the whole line of a member, and its first worker's; `FollowerClient` that of another worker of an island.
+`MembershipClient` is that of a member's first worker; `FollowerClient` that of another worker of an island, which gets
+the same notifications and decides nothing.
 """
 
 from __future__ import annotations
@@ -77,8 +77,9 @@ def cancel_waits(waits: PendingTransfers | None, message: Any) -> None:
 
 
 def failure_notifier(line: LighthouseClient, island_rank: int, island_size: int) -> Callable[[int, int], None]:
-    """What tells the others of an island of `island_size` workers, called with (round, attempt), that the one at `island_rank` has
-    no answer of that attempt: so none of them waits for somebody who waits itself for one that was lost.
+    """What tells the others of an island of `island_size` workers, called with (round, attempt), that the one at
+    `island_rank` has no answer of that attempt: so none of them waits for somebody who waits itself for one that was
+    lost.
     """
 
     def tell(round: int, attempt: int) -> None:
@@ -123,7 +124,9 @@ class Notifications:
 
 
 class FollowerClient(LighthouseClient):
-    """Of the worker at `island_rank` in the island of the member of `entry`, whose leader decides: it hears the same orders."""
+    """Of the worker at `island_rank` in the island of the member of `entry`, whose leader decides: it hears the same
+    orders.
+    """
 
     def __init__(self, session: ControlSession, entry: Entry, island_rank: int) -> None:
         super().__init__(session, entry)
@@ -314,7 +317,7 @@ class MembershipClient(LighthouseClient):
             return self.state.until()
 
     def left_out(self) -> dict[int, int]:
-        """Whom this worker knows to be left out, see `MemberState.left_out`; goes with its state to whoever takes that."""
+        """See `MemberState.left_out`; goes with this worker's state to whoever fetches that."""
         with self.changed:
             return dict(self.state.left_out)
 

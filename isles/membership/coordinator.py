@@ -1,21 +1,12 @@
 """Who is in which round: a pure state machine. The lighthouse drives it with messages, the virtual clock with events.
 
-Every method is a call in and returns the orders that go out, in their order; nothing is done here, there is no clock
-and no socket. A `Append` must be on disk before any later order leaves. What is recorded is all that must survive the
-lighthouse (`lasting.register`): `RoundsCoordinator(rules, entries)` goes on from there and waits for its workers to come back.
+Every method is a call in and returns the effects that go out, in their order; nothing is done here, there is no clock
+and no socket. An `Append` must be on disk before any later effect leaves. What is appended is all that must survive the
+lighthouse (`coordinator_state`): `RoundsCoordinator(rules, entries)` continues from there and waits for its workers.
 
-A change (somebody ready, gone, leaving) becomes a proposal for the newest round + `MARGIN`. Every connected member of
-the present view promises, or says that it is there already; then the view is recorded and told. Training never waits.
-
-Which method of `RoundsCoordinator` handles a worker's message, and which messages are refused.
-
-Members that beat while their training stands still: the end of the run would wait for them for ever.
-
-Who is in a round that others have left behind, and begins none for ten times its usual time, a minute at least, is
-named. What it may wait for comes on top: another member's part; or validation, for the first of a view and in the last
-round; the same in its first round, before which a model may be compiled. Where all stand still nobody is named.
-
-Seconds are those in which the lighthouse looked: while it was held up itself nobody could be heard.
+A change (a member is ready, lost or leaving) becomes a proposal for the newest round + `MARGIN`. Every connected member
+of the present view promises, or answers that it is in that round already; then the view is recorded and sent. Training
+never waits for it.
 """
 
 from __future__ import annotations
@@ -173,13 +164,13 @@ class RoundsCoordinator(Coordinator):
                 self.proposal = None  # somebody was there already: again, later
         return refusal or self._orders(now)
 
-    def gone(self, now: float, member: int) -> list[Effect]:
+    def disconnected(self, now: float, member: int) -> list[Effect]:
         """The connection of a worker broke: it is dead, frozen or cut off."""
         if member in self.workers and self.workers[member].here:
-            self._record("gone", member=member)
+            self._record("lost", member=member)
         return self._orders(now)
 
-    def back(self, now: float, member: int) -> list[Effect]:
+    def reconnected(self, now: float, member: int) -> list[Effect]:
         """The connection of a worker is there (again)."""
         self._awaited.discard(member)
         if member in self.workers and not self.workers[member].connected:
@@ -244,7 +235,7 @@ class RoundsCoordinator(Coordinator):
         everybody = [worker.member for worker in self.workers.here if worker.round]
         for one in (peer_report.member, member):
             if self.ballots.ban_scores.are_enough(one, everybody):
-                self._record("shut", member=one)
+                self._record("ban", member=one)
                 why = f"it and half of the others refuse each other's shares ({peer_report.reason[:200]})"
                 self._tell(one, Refusal(f"shut out: {why}"))
         return self._orders(now)
@@ -297,7 +288,7 @@ class RoundsCoordinator(Coordinator):
     def _hear(self, now: float, member: int, beat: Beat) -> list[Effect] | None:
         """Take in what a worker says of itself; the refusal where it is not of this run."""
         worker = self.workers.get(member)
-        if worker is None or worker.state in ("left", "shut"):
+        if worker is None or worker.state in ("left", "banned"):
             return [Reply(Refusal(f"member {member} is not of this run any more: join again"))]
         worker.seconds = beat.seconds or worker.seconds
         becomes_ready = worker.state == "outside" and beat.ready == worker.call
@@ -307,7 +298,7 @@ class RoundsCoordinator(Coordinator):
 
     def _stray(self, member: int, **why: int) -> None:
         """A member has not what the others have: it begins again with another's state, or was leaving and is gone."""
-        what = {"in": "call", "leaving": "gone"}.get(self.workers[member].state)
+        what = {"in": "call", "leaving": "lost"}.get(self.workers[member].state)
         if what is not None:
             self._record(what, member=member, **why)
 

@@ -1,12 +1,10 @@
-"""What a lighthouse knows of a run that it must know again when it is started again: `membership` decides, and what it
-decides comes here as entries of the journal.
+"""What must survive a restart of the lighthouse: members, data ledger, open and landed rounds. `coordinator` decides;
+what it decides comes here as entries of the journal.
 
-The rounds of an all-reduce method that are open at the lighthouse, and those that have landed.
-
-Who is shut out of a run: who and at least half of the members refuse each other's shares, in three rounds or more.
-
-That two disagree says of neither who is wrong, so a refusal counts against both: who accuses many is shut out as who is
-accused by many, and fewer than half of the members shut out nobody. Of two members neither is ever shut out.
+`Ballots` holds the rounds of an all-reduce method that are open, and those that have landed. `BanScores` counts who is
+banned from a run: a member of which at least half of the others refuse shares, or which refuses theirs, in three rounds
+or more. A disagreement says of neither who is wrong, so it counts against both: a member that reports many others is
+banned like one that many report, and fewer than half of the members ban nobody. Of two members neither is ever banned.
 """
 
 from __future__ import annotations
@@ -207,7 +205,7 @@ class CoordinatorState:
             case {"event": "beat", "member": member, "beat": beat}:
                 self._apply_beat(self.workers[member], from_plain(beat))
                 return
-            case {"event": "gone", "member": member}:
+            case {"event": "lost", "member": member}:
                 self._apply_gone(self.workers[member])
             case {"event": "back", "member": member}:
                 self._apply_back(self.workers[member])
@@ -216,9 +214,9 @@ class CoordinatorState:
                 worker.state = "leaving" if worker.state == "in" and worker.connected else "left"
             case {"event": "call", "member": member}:
                 self._call_again(self.workers[member])
-            case {"event": "shut", "member": member}:
+            case {"event": "ban", "member": member}:
                 self._call_again(self.workers[member])
-                self.workers[member].state = "shut"
+                self.workers[member].state = "banned"
             case {"event": "issue", "number": number}:
                 self.issued = number
             case {"event": "view", "view": view}:

@@ -1,23 +1,22 @@
-"""The account of a run's data: which cells were read for good, and which are owed to the next view.
+"""Which data a worker reads in a round of a view, and which data must be read again after a loss.
 
-A cell is read for good while somebody whose weights go on has its work: its reader, or whoever took part in an exchange
-with the reader at the end of that round or a later one, or with one who had it from there. Everything else is owed:
+A data slice is what one index of a view reads in one round: `steps[index]` inner steps of one batch each. The slices of
+a view are numbered round by round, index by index; the first of them read the backlog, and all others go on in the
+order of the data. With s = the fresh steps of an index in a round, a round's fresh batches lie as in a fixed world:
+step by step, and within a step row by row across the indices that take it. So a view without a backlog, in which every
+member takes H steps, reads what a fixed world reads. This is plain arithmetic on views, the same at every worker.
 
-    rounds that a worker did without knowing the view, for it read out of turn              (`begun(skipped=...)`)
-    rounds of a worker that was lost, whose work is in nobody's weights; also where those who had it are lost later
-    debts that a view ended too early to read
+A slice is read for good while somebody whose weights go on has its work: its reader, or a member that took part in an
+exchange with the reader at the end of that round or a later one, or with one that had it from there. The `DataLedger`
+puts everything else into the backlog of the next view:
 
-A worker's word counts up to the newest round that it told of itself: the round it is in. So if the ledger is behind, a
-cell is read twice, never not at all. It is at most one cell a death, for a worker reads its own cells one round ahead
-of the lighthouse's answers and no further (`member`).
+    rounds that a worker did without knowing the view, on unassigned samples                (`begun(skipped=...)`)
+    rounds of a lost worker whose work is in nobody's weights; also where those who had it are lost later
+    what remains of the backlog where a view ended too early to read it
 
-Which data a worker reads in a round of a view. Plain arithmetic on views; the same at every worker.
-
-A cell is what one place of a view reads in one round: `steps[index]` inner steps of one batch each. The cells of a view
-are numbered round by round, place by place; the first of them read what is owed from before, as long as there is any,
-and all others read on in the order of the data. With s = the fresh steps of a place in a round, a round's fresh batches
-lie as they always did: step by step, and within a step row by row across the places that take it. So a view without
-debts, in which everybody takes H steps, reads what a fixed world reads.
+A worker's report counts up to the newest round that it named: the round it is in. So if the ledger is behind, a slice
+is read twice, never not at all. It is at most one slice a death, for a worker reads its own slices one round ahead of
+the lighthouse's answers and no further (`member`).
 """
 
 from __future__ import annotations
@@ -234,8 +233,8 @@ class DataLedger:
         return max((v for v in self.views.values() if v.since <= round), key=lambda v: v.number, default=None)
 
     def begun(self, member: int, round: int, skipped: Iterable[int], seen: Mapping[int, int]) -> None:
-        """`member` is in `round`; of its rounds it did `skipped` out of turn; it has taken part in exchanges with others,
-        `seen` = the newest of their rounds, by member.
+        """`member` is in `round`; of its rounds it did `skipped` out of turn; it has taken part in exchanges with
+        others, `seen` = the newest of their rounds, by member.
         """
         life = self._lives.get(member, _Life(member))
         newest = max(life.begun, round)
@@ -309,15 +308,15 @@ class DataLedger:
     ) -> tuple[list[SampleRange], dict[int, _Life], list[_Life]]:
         """(what is owed if the newest view ends before round `until`, the lives that go on, those that are lost).
 
-        coming: members that go on from then, too. They have what their donors had when they copied it: were they the only
-        ones left, it would be all there is.
+        coming: members that go on from then, too. They have what their donors had when they copied it: were they the
+        only ones left, it would be all there is.
         """
         view, living = self.newest, frozenset(living)
         going_on = living.union(coming)
         assert view is not None
         backlog = left_over(view, until)
         lost: list[_Life] = []
-        read_history: dict[int, _Life] = {}
+        incarnations: dict[int, _Life] = {}
         all_lives = [(life, True) for life in self._lost]
         all_lives += [(self._lives[member], member in self._forgone) for member in sorted(self._lives)]
         for life, gone in all_lives:
@@ -333,10 +332,10 @@ class DataLedger:
             skipped = frozenset(round for round in life.skipped if round >= until)
             life = replace(life, tenures=minded, skipped=skipped)
             if not gone:
-                read_history[life.member] = life
+                incarnations[life.member] = life
             elif minded:
                 lost.append(life)
-        return merged(backlog), read_history, lost
+        return merged(backlog), incarnations, lost
 
     def _unread(self, life: _Life, held: int) -> tuple[list[SampleRange], tuple[Tenure, ...]]:
         """(the cells whose work nobody has: out of turn, or in rounds after `held`; its tenures without them)."""

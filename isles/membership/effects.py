@@ -1,10 +1,7 @@
-"""What `membership` takes and returns: the rules of a run, its orders, and what it knows of each worker.
+"""What the coordinators take and return: the rules of a run, their effects, and what they know of each worker.
 
-A state machine that outlives its lighthouse: `membership` and `swarm.coordinator` are two.
-
-Every call returns the orders that go out, in their order. Whatever a lighthouse must know that is started again is
-changed by entries of its journal alone, in `_apply`: an entry goes out as a `Append`, and is applied as it will be
-when the journal is read.
+`coordinator.RoundsCoordinator` and `swarm_coordinator.SwarmCoordinator` are state machines that outlive their
+lighthouse: a call returns `Effect`s, which the lighthouse carries out.
 """
 
 from __future__ import annotations
@@ -66,7 +63,7 @@ class Notify:
 Effect = Append | Reply | Notify
 
 
-WorkerState = Literal["outside", "ready", "in", "leaving", "left", "shut"]
+WorkerState = Literal["outside", "ready", "in", "leaving", "left", "banned"]
 
 
 @dataclass
@@ -100,7 +97,7 @@ class Worker:
     @property
     def here(self) -> bool:
         """Whether it has a part in the run now."""
-        return self.connected and self.state not in ("left", "shut")
+        return self.connected and self.state not in ("left", "banned")
 
 
 class WorkerTable(dict[int, Worker]):
@@ -165,11 +162,11 @@ class Coordinator(ABC):
         """A worker asks for a member id. certificates: as in `Hello`."""
 
     @abstractmethod
-    def gone(self, now: float, member: int) -> list[Effect]:
+    def disconnected(self, now: float, member: int) -> list[Effect]:
         """The connection of a member broke: it is dead, frozen or cut off."""
 
     @abstractmethod
-    def back(self, now: float, member: int) -> list[Effect]:
+    def reconnected(self, now: float, member: int) -> list[Effect]:
         """The connection of a member is there (again)."""
 
     @abstractmethod
@@ -209,7 +206,7 @@ class Coordinator(ABC):
         """After a restart, who has not come back in time is gone."""
         if self._awaited and now >= self._until:
             for member in sorted(self._awaited):
-                self._record("gone", member=member)
+                self._record("lost", member=member)
             self._awaited = set()
 
 
@@ -217,5 +214,5 @@ def of_another_version(entry: dict[str, Any]) -> None:
     """ValueError for an entry that nobody here knows. Some are for readers: that the lighthouse was started again, and
     how much it had carried.
     """
-    if entry.get("event") not in ("lit", RELAYED):
+    if entry.get("event") not in ("restart", RELAYED):
         raise ValueError(f"the journal holds an event that this version does not know: {str(entry)[:80]}")

@@ -1,18 +1,15 @@
-"""Whose connection is there, and speaks.
+"""Which members are connected and responsive.
 
-The engine tells who is connected; but anybody in the session can be there under a member's name, a process may stand
-while its connection answers, and an engine may take its time to give up a line. So who is there, and says nothing that
-bears the member's key for `SILENT` seconds, is gone until it speaks again: a worker beats each second.
+The session knows who is connected; but anybody in the session can be present under a member's name, a process may stand
+while its connection answers, and the session may take its time to give up a connection. So a member that is present,
+and says nothing that bears its key for `SILENT` seconds, counts as lost until it speaks again: a worker beats each
+second.
 
-Sooner than that, whoever is waited for in vain and has not spoken for longer than a beat takes is quiet: nobody is to
-wait for it, but it is not gone.
+Sooner than that, a member that is waited for in vain and has not spoken for longer than a beat takes is suspected:
+nobody is to wait for it, but it is not lost. A partner may also be late because it is slow, or waits for another one
+itself; so a worker that waits in vain asks the lighthouse (`SuspicionReporter`), which hears each worker every second.
 
 Seconds are those in which the lighthouse looked: while it was held up itself nobody could be heard.
-
-Whether one that is waited for in vain is there at all.
-
-A partner may be late because it is slow, or waits for another one itself, or stands still; the engine tells of the last
-only after its lease. So whoever stands still for somebody asks the lighthouse, which hears each worker every second.
 """
 
 from __future__ import annotations
@@ -38,8 +35,8 @@ class IslandLiveness:
         self._missing: dict[int, set[int]] = {}  # by member whose first worker is there: places whose connection broke
 
     def changed(self, member: int, island_rank: int, there: bool) -> bool | None:
-        """The connection of the worker at `island_rank` came or broke: whether the member is there now; None where that is as
-        before. Who has not come yet is on its way.
+        """The connection of the worker at `island_rank` came or broke: whether the member is there now; None where that
+        is as before. Who has not come yet is on its way.
         """
         if island_rank == 0:
             self._missing.pop(member, None)
@@ -77,7 +74,7 @@ class FailureDetector:
             if len(self._gone) > _MOST:  # anybody with the token can be there, and go, under many names
                 del self._gone[next(iter(self._gone))]
 
-    def is_gone(self, member: int) -> bool:
+    def is_lost(self, member: int) -> bool:
         """Whether it was there, and its connection broke."""
         return member in self._gone
 

@@ -1,16 +1,14 @@
-"""What passes words on between those who were let in: questions to whoever serves their address, answers back, and who
-is there.
+"""What passes messages on between the clients that were let in: requests to whoever serves their address, replies back,
+and who is present.
 
-The hub waits for nobody: for each client some megabytes wait to be sent, and a question that finds no room is answered
-with "later" at once. So one client on a slow line, or one that has stopped, holds up no other. Whoever is let in may
-ask everybody, and watch who is there; it serves `SERVED_BY_MEMBERS` and is seen as `PRESENT_AS_MEMBERS` alone, so nobody
-answers in the place of the hub's own session.
+The hub waits for nobody: for each client some megabytes wait to be sent, and a request that finds no room is answered
+with "later" at once. So one client on a slow link, or one that has stopped, holds up no other. A client may ask
+everybody, and watch who is present; it serves `SERVED_BY_MEMBERS` and is present as `PRESENT_AS_MEMBERS` alone, so
+nobody answers in place of the hub's own session.
 
-All of it runs in the loop's thread.
+All of it runs in the loop's thread. What a hub and its clients send are frames, each a message of one `Connection`:
 
-What a hub and its clients say to each other: words, each a message of one `Connection`.
-
-word = kind (1 byte), number (8), milliseconds (4), lengths of key (2) and of what goes beside (4); these; payload
+frame = kind (1 byte), number (8), milliseconds (4), lengths of key (2) and attachment (4); these; payload
 """
 
 from __future__ import annotations

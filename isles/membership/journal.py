@@ -1,12 +1,12 @@
 """The lighthouse's memory on disk: a line of JSON for everything that must survive it.
 
     journal = Journal(folder)
-    membership = Membership(rules, journal.entries)
-    for order in membership.beat(...):
-        Record -> journal.append(entry); anything else -> journal.commit(), then send it
+    coordinator = RoundsCoordinator(rules, journal.entries)
+    for effect in coordinator.beat(...):
+        Append -> journal.append(entry); anything else -> journal.commit(), then send it
 
-A line that was not written whole, at the end of the file, is what a crash leaves; nothing that hangs on it has left the
-machine, so it is cut off. A damaged line anywhere else is an error: what came after it would be misread.
+A line that was not written whole, at the end of the file, is what a crash leaves; nothing that depends on it has left
+the machine, so it is cut off. A damaged line anywhere else is an error: what came after it would be misread.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A worker's share of a round for whose mean a quorum is enough, while the worker trains on.
 
-told        the lighthouse knows of it; words on it are looked at between inner steps
+reported    the lighthouse knows of it; decisions on it are looked at between inner steps
 exchanging  among those who have delivered: an attempt is to be made
-done        its answer is here, or it failed, and that is told
+done        its answer is here, or it failed, and that is reported
 landed      it is everybody's: land it
 late        the mean is taken without it, and is to be fetched
 over        this worker has no part in the run now

@@ -1,11 +1,9 @@
-"""The meeting point of an elastic run: an `Coordinator` on a router's session, with its journal. No torch.
+"""The lighthouse of an elastic run: a `Coordinator` on a router's session, with its journal. No torch.
 
-question of a member -> Assembly -> orders: an entry for the journal, on the disk before anything later leaves; an
-answer; words to other members, which may be lost, for the next beats say them again
+request of a member -> coordinator -> effects: an entry for the journal, on disk before anything later leaves; a reply;
+notifications of members, which may be lost, for the answers to the next beats repeat them
 
 All of it happens in callbacks of the session, one after the other.
-
-How often one address may come: a bucket of turns for each, which fills again with time.
 """
 
 from __future__ import annotations
@@ -95,9 +93,9 @@ class Lighthouse:
     started again on that journal contradicts nothing that it said before.
 
     assembly: made of the entries of `journal`. config: the run's, as TOML. version: of isles, which all workers must
-    have. on_report(member, event): called with what a worker reports, parsed from JSON but unchecked; its ValueError refuses
-    the report. places: workers in each member, which all hear its orders. presence: what it knows of who is there, if not
-    by what they say.
+    have. on_report(member, event): called with what a worker reports, parsed from JSON but unchecked; its ValueError
+    refuses the report. places: workers in each member, which all hear its orders. presence: what it knows of who is
+    there, if not by what they say.
 
     finished: members that have done the last round. refused: what was not taken, by (member or -1, reason). corpus:
     SHA-256 of the text of the first worker; None until it came.
@@ -125,8 +123,8 @@ class Lighthouse:
         self._config, self._version, self._on_report = config.encode("utf-8"), version, on_report
         self._assembly, self._island_size, self._whole = assembly, island_size, IslandLiveness()
         if journal.entries:
-            journal.append({"event": "lit", "at": round(session.wall(), 3)})
-        lit = sum(entry.get("event") == "lit" for entry in journal.entries) + bool(journal.entries)
+            journal.append({"event": "restart", "at": round(session.wall(), 3)})
+        lit = sum(entry.get("event") == "restart" for entry in journal.entries) + bool(journal.entries)
         self._orders = count(lit * _ORDERS)
         self._whereabouts = AddressBook(keys, session.seen)
         for entry in journal.entries:
@@ -246,13 +244,13 @@ class Lighthouse:
             return
         is_members_own = not isinstance(message, (Lookup, AnnounceAddress, Silent))  # which others of an island say too
         if is_members_own and self._present.spoke(member):
-            self._carry_out(self._call(lambda m, now: m.back(now, member)))
+            self._carry_out(self._call(lambda m, now: m.reconnected(now, member)))
         match message:
             case Lookup():
                 query.reply(encode(self._whereabouts.find(member, message)))
             case Silent():
                 query.reply()
-                gone = self._present.is_gone(message.member)  # whoever waits for it has begun to when that was told
+                gone = self._present.is_lost(message.member)  # whoever waits for it has begun to when that was told
                 self.tell([member] if gone else self._present.others_of(message.member), message)
             case AnnounceAddress():
                 self._listening(member, message, query)
@@ -319,13 +317,15 @@ class Lighthouse:
         whole = self._whole.changed(member, island_rank, there)
         if whole is not None:
             self._present.changed(member, whole)
-            self._carry_out(self._call(lambda m, now: m.back(now, member) if whole else m.gone(now, member)))
+            self._carry_out(
+                self._call(lambda m, now: m.reconnected(now, member) if whole else m.disconnected(now, member))
+            )
 
     def tick(self) -> None:
         """Time has passed."""
         self._carry_out(self._call(lambda m, now: m.tick(now)))
         for member in self._present.silent(self._session.now()):
-            self._carry_out(self._call(lambda m, now, member=member: m.gone(now, member)))
+            self._carry_out(self._call(lambda m, now, member=member: m.disconnected(now, member)))
         if (note := self._relay.note(self.relayed)) is not None:
             self._carry_out([Append(note)])
 

@@ -1,14 +1,15 @@
-"""A worker's side of `membership`: which round is whose, as far as this worker knows. Calls in, messages out; no clock.
+"""A worker's side of `coordinator`: which round is whose, as far as this worker knows. Calls in, messages out; no
+clock.
 
-    start_round(round)  at its first inner step: which cell of the data is this worker's to read
+    start_round(round)  at its first inner step: which data slice is this worker's to read
     group(round)        at its exchange: who takes part
-    beat()              to the lighthouse at every begin, and each second; one at a time, for answers come in order
+    beat()              to the lighthouse at every start, and each second; one at a time, for answers come in order
 
-Two promises keep the worlds of all workers one. Of groups: who has promised not to begin round s undecided, and reaches
-it before it knows, is a group of itself alone. Of data: a worker reads its own cells in rounds that no later view can
-begin with (`BeatReply.newest_round`), at most one round beyond the newest that the lighthouse has answered it for,
-and out of turn beyond. So no two workers read one cell, however long one of them was cut off or stood still, and when
-it is lost, there is at most one cell of which only others know that it was read.
+Two promises make all workers' worlds one. Of groups: a member that has promised not to begin round s undecided, and
+reaches it before it knows, is a group of itself alone. Of data: a worker reads its own slices in rounds that no later
+view can begin with (`BeatReply.newest_round`), at most one round beyond the newest that the lighthouse has answered it
+for, and unassigned samples beyond. So no two workers read one slice, however long one of them was cut off or stood
+still, and when it is lost, there is at most one slice of which only others know that it was read.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ _KEPT = 8  # rounds whose answers stay final; an exchange is begun at most a few
 
 @dataclass(frozen=True)
 class RoundMembers:
-    """Who takes part in a round. members: its group, the worker's own included; view: the number of theirs, -1 for none.
+    """Who takes part in a round. members: its group, the worker's own included; view: the number of theirs, -1 for
+    none.
 
     decided: False where this worker has promised not to begin the round before it knows more than it does.
     """

@@ -1,12 +1,8 @@
-"""What the lighthouse and the workers of an elastic run say to each other, and its form as JSON.
+"""The messages between the lighthouse and the workers of an elastic run, and their JSON form.
 
 Every message is a frozen dataclass of numbers, text and tuples; `encode` and `decode` are the only ways in and out.
 What comes from another machine is data: it must have the kind, the keys, the types and the sizes that are stated here,
 or `decode` refuses it with one line. Nothing of it becomes code, a path or a type.
-
-What the peers of a swarm and their lighthouse say to each other, beside what is said in every world.
-
-How each pair of workers is connected, as one of them tells the lighthouse.
 """
 
 from __future__ import annotations
@@ -25,8 +21,8 @@ from isles.membership.views import Fingerprint, View
 MOST = 256
 """SeatPaths that one worker tells of: those with the most bytes."""
 PathRow = tuple[int, str, float, int, int]
-"""A peer's member; how this worker sends to it now ("" while it does not); the shortest round trip of that connection in
-seconds, 0 where unknown; bytes sent to that peer and taken from it so far, of messages.
+"""A peer's member; how this worker sends to it now ("" while it does not); the shortest round trip of that connection
+in seconds, 0 where unknown; bytes sent to that peer and taken from it so far, of messages.
 """
 MemberPaths = Annotated[tuple[tuple[Int, Int, Str, Float, Int, Int], ...], MANY]
 """Each with the member before it whose worker tells of it."""
@@ -100,9 +96,9 @@ class Rejoin(Exact):
 
 @dataclass(frozen=True)
 class SwarmBeat(Exact):
-    """A peer at work, each second: after `step` the swarm is `members`, which serve `stages`. seconds: that a microbatch
-    takes it; queue: microbatches that waited, on average; counted: in the newest step; since: seconds since that ended.
-    coordinates: in a run in clusters this peer's, as `PeerStatus` has it.
+    """A peer at work, each second: after `step` the swarm is `members`, which serve `stages`. seconds: that a
+    microbatch takes it; queue: microbatches that waited, on average; counted: in the newest step; since: seconds since
+    that ended. coordinates: in a run in clusters this peer's, as `PeerStatus` has it.
     """
 
     epoch: Int
@@ -125,8 +121,8 @@ class StatesSaved(Exact):
 
 @dataclass(frozen=True)
 class PeerStatus(Exact):
-    """One peer as the lighthouse knows it. stage: `ANY` while it waits. heard: seconds since it was. coordinates: in a run in
-    clusters its cluster, its stage there, how many that has, and 1 where it is whole; () where it serves none.
+    """One peer as the lighthouse knows it. stage: `ANY` while it waits. heard: seconds since it was. coordinates: in a
+    run in clusters its cluster, its stage there, how many that has, and 1 where it is whole; () where it serves none.
     identity: fingerprint of its certificate.
     """
 
@@ -144,7 +140,7 @@ class PeerStatus(Exact):
 @dataclass(frozen=True)
 class SwarmStatus(Exact):
     """How a swarm stands. wanted: what nothing can begin without, "" where it has begun. since: seconds since the
-    newest step ended, -1 before the first. kept: the newest step of which the lighthouse keeps all stages' states.
+    newest step ended, -1 before the first. saved: the newest step of which the lighthouse keeps all stages' states.
     refused, paths: as in `RunStatus`. clustered: whether it is a run in clusters.
     """
 
@@ -152,7 +148,7 @@ class SwarmStatus(Exact):
     step: Int
     last: Int
     since: Float
-    kept: Int
+    saved: Int
     wanted: Str
     peers: Annotated[tuple[PeerStatus, ...], MANY]
     refused: Annotated[tuple[tuple[Int, Int, Str, Int], ...], MANY]
@@ -267,8 +263,8 @@ class Delivered(Exact):
 
 @dataclass(frozen=True)
 class PeerReport(Exact):
-    """In this attempt the share of `member` was late, or was refused: `reason` says why. by: who found it so and told the
-    sayer; -1: the sayer itself.
+    """In this attempt the share of `member` was late, or was refused: `reason` says why. by: who found it so and told
+    the sayer; -1: the sayer itself.
     """
 
     round: Int
@@ -341,8 +337,8 @@ class Entry(Exact):
 @dataclass(frozen=True)
 class AnnounceAddress(Exact):
     """A worker can be reached directly, it thinks; or, at port 0 of "", it is there and not reached. host: "" where the
-    lighthouse sees it; session: the name of the session that asks; certificate: its own's fingerprint; island_rank: in its
-    island. relays: whether it carries for others.
+    lighthouse sees it; session: the name of the session that asks; certificate: its own's fingerprint; island_rank: in
+    its island. relays: whether it carries for others.
     """
 
     host: Str
@@ -355,8 +351,8 @@ class AnnounceAddress(Exact):
 
 @dataclass(frozen=True)
 class Reachability(Exact):
-    """The answer to `AnnounceAddress`: where the lighthouse tried; refusal: why that failed, "" where it did not. seen: the
-    address from which it sees the session that asked.
+    """The answer to `AnnounceAddress`: where the lighthouse tried; refusal: why that failed, "" where it did not. seen:
+    the address from which it sees the session that asked.
     """
 
     host: Str
@@ -375,9 +371,10 @@ class Lookup(Exact):
 
 @dataclass(frozen=True)
 class PeerAddress(Exact):
-    """The answer to `Lookup`. host, port: as in `AnnounceAddress`, "" and 0 where it is not reached directly. certificates: as
-    in `Hello`; none where it is not there. introduction: what the worker that asked shows to `member` (hex). relay: the
-    member, -1 for none, of who carries for the two where neither reaches the other; ticket: to be shown there (hex).
+    """The answer to `Lookup`. host, port: as in `AnnounceAddress`, "" and 0 where it is not reached directly.
+    certificates: as in `Hello`; none where it is not there. introduction: what the worker that asked shows to `member`
+    (hex). relay: the member, -1 for none, of who carries for the two where neither reaches the other; ticket: to be
+    shown there (hex).
     """
 
     member: Int
@@ -452,9 +449,10 @@ class Refusal(Exact):
 
 
 Message = (
-    View | Proposal | Beat | Ack | BeatReply | Admitted | Load | Done | Delivered | PeerReport | Silent | Refusal | RoundDecision
-    | Failed | Hello | Later | About | Entry | AnnounceAddress | Reachability | Lookup | PeerAddress | Leave | Reload | Finished | Examine
-    | Over | RunStatus | RequestWork | StartSwarm | JoinSwarm | Wait | Rejoin | SwarmBeat | StatesSaved | SwarmStatus
+    View | Proposal | Beat | Ack | BeatReply | Admitted | Load | Done | Delivered | PeerReport | Silent | Refusal |
+    RoundDecision | Failed | Hello | Later | About | Entry | AnnounceAddress | Reachability | Lookup | PeerAddress |
+    Leave | Reload | Finished | Examine | Over | RunStatus | RequestWork | StartSwarm | JoinSwarm | Wait | Rejoin |
+    SwarmBeat | StatesSaved | SwarmStatus
 )  # fmt: skip
 KINDS: dict[str, type] = {kind.__name__.lower(): kind for kind in get_args(Message)}
 

@@ -1,11 +1,5 @@
-"""What a worker says to the lighthouse in the name of its member, and what it has heard on rounds.
-
-The line of a swarm's peer to its lighthouse: it asks what to do, says each second what it does, and tells of it.
-
-What a worker tells of its run: lines that the lighthouse takes in their order, kept while it is away.
-
-What anybody with the token asks the lighthouse, and how fast the line to it is: `ECHO` answers at once with as many
-bytes as asked.
+"""What a worker asks of the lighthouse: `LighthouseClient`, which `client` builds on, and `SwarmClient`, that of a peer
+of a swarm; and how fast the link to the lighthouse is.
 """
 
 from __future__ import annotations
@@ -237,16 +231,16 @@ SwarmPart = StartSwarm | JoinSwarm | Wait | Over | Rejoin | Refusal
 
 
 class SwarmClient(LighthouseClient):
-    """Of the peer in the member of `entry`. ended: what the lighthouse said last, where this peer has no part in the run
-    any more. kept: the newest step of which it has said that it keeps all states. is_away: whether it has not answered
-    lately. met: called with a peer that is there (again), in some thread.
+    """Of the peer in the member of `entry`. ended: what the lighthouse said last, where this peer has no part in the
+    run any more. saved: the newest step of which it has said that it keeps all states. is_away: whether it has not
+    answered lately. met: called with a peer that is there (again), in some thread.
     """
 
     def __init__(self, session: ControlSession, entry: Entry, met: Callable[[int], None] = lambda member: None) -> None:
         super().__init__(session, entry)
         self.member, self._met = entry.member, met
         self.ended: Over | Rejoin | Refusal | None = None
-        self.kept, self.is_away = 0, False
+        self.saved, self.is_away = 0, False
         self._beat: Callable[[], SwarmBeat | None] = lambda: None
         session.later(self._beat_on, BEAT)
 
@@ -264,18 +258,18 @@ class SwarmClient(LighthouseClient):
         """Wait until this peer has no further part in the run, or `seconds` have passed."""
         self.wait(lambda: self.ended is not None, seconds)
 
-    def await_kept(self, step: int, seconds: float, *, though_away: bool = False) -> bool:
+    def await_saved(self, step: int, seconds: float, *, though_away: bool = False) -> bool:
         """Wait until the lighthouse keeps the states of after `step` or of a later one; whether it does. `seconds` at
         most, and unless `though_away` no longer than it answers.
         """
         until = self.session.now() + seconds
-        while self.kept < step and self.ended is None and (though_away or not self.is_away):
+        while self.saved < step and self.ended is None and (though_away or not self.is_away):
             if self.session.now() >= until:
                 break
             self.look()
-            if self.kept < step:
+            if self.saved < step:
                 self.rest(_AGAIN)
-        return self.kept >= step
+        return self.saved >= step
 
     @override
     def connection(self, member: int, *, broken: bool) -> None:
@@ -296,7 +290,7 @@ class SwarmClient(LighthouseClient):
         with self.changed:
             self.is_away = answer is None
             if isinstance(answer, StatesSaved):
-                self.kept = max(self.kept, answer.step)
+                self.saved = max(self.saved, answer.step)
             if isinstance(answer, Over | Rejoin | Refusal):
                 self.ended = self.ended or answer
             self.changed.notify_all()

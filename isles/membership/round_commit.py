@@ -1,30 +1,29 @@
 """When a round of an all-reduce method lands, and what its members do until then.
 
-    member          exchange (attempt a) -> done(a) -> told "land a": apply the answer
-                                                    -> told "again a + 1 among these": from the saved payload
-    lighthouse      all living members of the newest attempt are done -> journal, then tell "land"
-                    one of them is lost, and not all others are done  -> journal, then tell "again" among the living
-                    the exchange failed at one of them (`NOTHING`)    -> journal, then tell "again" among the same
+    member          exchange (attempt a) -> done(a) -> "land a": apply the answer
+                                                    -> "retry a + 1 among these": from the saved payload
+    lighthouse      all living members of the newest attempt are done -> journal, then send "land"
+                    one of them is lost, and not all others are done  -> journal, then send "retry" among the living
+                    the exchange failed at one of them (`NOTHING`)    -> journal, then send "retry" among the same
 
-Nobody lands on its own judgement, for it cannot know who got the last message of somebody who then died. A member that
-has landed is a word too: others may ask it when the lighthouse is away. A restarted lighthouse keeps its journal and
-forgets who was done; members say it again. `tests/membership/test_ballot.py` walks every interleaving.
+No member lands on its own judgement: it cannot know who got the last message of a member that then died. A member that
+has landed can vouch for the decision while the lighthouse is away. A restarted lighthouse has its journal, and forgets
+who was done; members repeat it. `tests/membership/test_ballot.py` walks every interleaving.
 
-Where a quorum is enough nobody exchanges as attempt 0, for it is not known yet among whom:
+Where a quorum is enough there is no exchange as attempt 0, for its members are not known yet:
 
-    member          delivered, and trains on  -> told "again 1 among these" -> as above
-                                              -> told "land", not among them: late; it fetches the mean
-    lighthouse      all living members have delivered, or the quorum has and its grace is over -> journal, then tell
-                    "again 1" among those who have
+    member          delivers, and trains on   -> "retry 1 among these" -> as above
+                                              -> "land", not among them: late; it fetches the mean
+    lighthouse      all living members have delivered, or a quorum has and its grace is over -> journal, then send
+                    "retry 1" among those who have
 
-Everything here is immutable: a call returns what is next.
+Everything but `Graces` is immutable: a call returns what is next.
 
-How long who is late may take until a mean is taken without it: never so long that somebody's next exchange waits.
-
-A member that has delivered is at its next exchange one round later. By then the exchange of this one must be over, so
-the grace ends a round after the first delivery at the latest, less what the last exchange has taken and some more; and
-a quarter of a round after a quorum is there, for what is landed late is learned from late. Not after the first one:
-a member that is far ahead of the others, as a newcomer may be, would have them all come too late.
+The grace is how long late members may take until a mean is taken without them: never so long that somebody's next
+exchange waits. A member that has delivered is at its next exchange one round later. By then the exchange of this one
+must be over, so the grace ends a round after the first delivery at the latest, less what the last exchange took and a
+margin; and a quarter of a round after a quorum is there, for what lands late is learned from late. Not after the first
+delivery: a member far ahead of the others, as a newcomer may be, would make them all late.
 """
 
 from __future__ import annotations
@@ -47,8 +46,8 @@ _WORDS = 2  # of a member on one attempt: an answer, and that it failed there
 class RoundDecision(Exact):
     """The lighthouse's word on a round, or that of a member which has landed.
 
-    outcome: "land" the answer of `attempt`, which holds the work of `members`; "retry": exchange as `attempt` among them.
-    view: the newest one when it was decided; a member that is left out takes part again from a newer view on.
+    outcome: "land" the answer of `attempt`, which holds the work of `members`; "retry": exchange as `attempt` among
+    them. view: the newest one when it was decided; a member that is left out takes part again from a newer view on.
     steps: where those are taken who have delivered, the inner steps in the work of each of `members`.
     """
 
@@ -65,11 +64,10 @@ class Ballot:
     """One round at the lighthouse.
 
     attempts: the members of each, the newest last. landed: the attempt whose answer all land, once decided; view: the
-    newest one then.
-    done: (attempt, member, digest) of answers, as told since the lighthouse's start.
-    out: members that the next attempt leaves out although they live: late, or refused.
-    quorum: share of the living members that is enough; 0: all exchange at once. delivered: (member, inner steps) of those
-    who have. is_closing: the grace for the others is over. taken: (member, inner steps) of the first attempt of them.
+    newest one then. done: (attempt, member, digest) of answers, as told since the lighthouse's start. out: members that
+    the next attempt leaves out although they live: late, or refused. quorum: share of the living members that is
+    enough; 0: all exchange at once. delivered: (member, inner steps) of those who have. is_closing: the grace for the
+    others is over. taken: (member, inner steps) of the first attempt of them.
     """
 
     round: int
@@ -100,8 +98,8 @@ class Ballot:
         return replace(self, out=self.out | {member})
 
     def decision(self, member: int | None = None) -> RoundDecision | None:
-        """What is decided: to land, or the newest attempt that is not the first. For `member`: None where it has no part
-        in it.
+        """What is decided: to land, or the newest attempt that is not the first. For `member`: None where it has no
+        part in it.
         """
         attempt = len(self.attempts) - 1 if self.landed is None else self.landed
         if self.landed is None and attempt == 0:

@@ -1,22 +1,14 @@
-"""What every worker of a member does next: decided once, by the member's leader, and obeyed by all.
+"""What every worker of a member does next, and with whom: decided once, by the member's leader, and obeyed by all.
 
-A member is a worker by itself, or an island of several. Where its decisions come from is of no account to who obeys:
-    leader     a worker that talks with the lighthouse (`isles.training.elastic.leader`)
-    follower   the leader, over the island's network (`island.IslandGroup`)
+A member is a worker by itself, or an island of several. Who obeys does not care where decisions come from:
+    leader     a worker that is connected with the lighthouse (`isles.training.elastic.leader`)
+    follower   the leader, over the island's network (`IslandGroup`)
     replay     the record of a run (`isles.training.elastic.replay`)
 
-The workers of an island that is one member of a world that changes: who leads it, and who follows.
-
-    leader      has the member: it talks with the lighthouse, and says what all of them do
-    follower    does what it is told, and exchanges its share with the workers at its place in other islands
-
-Who takes part in a round, and who of them is lost, the leader says; whether an exchange was whole is asked of all
-places. So an island lands a round as a whole or not at all, and does it alone as a whole or not at all. Of pairs and
-groups the other islands may land a round that this one has done alone, as it is with single workers.
-
-What the leader of a member decides of its rounds: with whom each is exchanged, and what becomes of it.
-
-Who takes part in each exchange of a world that changes, by the views that the leader of this member knows of.
+A follower exchanges its share with the workers of the same rank in other islands. The leader decides who takes part in
+a round, and who of them is lost (`RoundLeader`); whether an exchange was whole is asked of all ranks. So an island
+lands a round as a whole or not at all. Of pairs and groups the other islands may land a round that this one has done
+alone, as single workers may.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What an elastic run leaves on record beside its views, for its report, its Goodput and its repetition. Pure.
+"""What an elastic run leaves on record beside its views, for its report, its Goodput and its replay. Pure.
 
-RUN/members.jsonl      `RoundsCoordinator`'s entries, each with its moment `at`
-RUN/exchanges.jsonl    a `RoundRecord` for each round of each worker, and a `StartRecord` for each state that one began with
+RUN/members.jsonl      the coordinator's entries, each with its moment `at`
+RUN/exchanges.jsonl    a `RoundRecord` for each round of each worker, a `StartRecord` for each state that one began with
 """
 
 from __future__ import annotations
@@ -69,9 +69,9 @@ def read_record(value: Any) -> RoundRecord | StartRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class RunHistory:
-    """What `members.jsonl` says: by member the stretches (from, until) in seconds in which it was connected; the views as
-    (moment, number, first round, members); counts of entries, and of words: "again" those for which a round was tried
-    again. outages: of the lighthouse, (from its last entry, until it was lit again).
+    """What `members.jsonl` says: by member the stretches (from, until) in seconds in which it was connected; the views
+    as (moment, number, first round, members); counts of entries, and of words: "again" those for which a round was
+    tried again. outages: of the lighthouse, (from its last entry, until it was lit again).
     """
 
     present: Mapping[int, list[tuple[float, float]]]
@@ -91,13 +91,13 @@ def read_history(entries: Iterable[Mapping[str, Any]], end: float = 0.0) -> RunH
     last: float | None = None
     for entry in entries:
         at, event, member = float(entry.get("at", 0.0)), entry["event"], entry.get("member", -1)
-        if event == "lit" and last is not None:
+        if event == "restart" and last is not None:
             outages.append((last, at))
         last, end = at, max(end, at)
         counts[event] += 1
         if event in ("join", "back"):
             since.setdefault(member, at)
-        elif event in ("gone", "shut") and member in since:
+        elif event in ("lost", "ban") and member in since:
             present.setdefault(member, []).append((since.pop(member), at))
         elif event == "view":
             view = entry["view"]

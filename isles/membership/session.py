@@ -1,12 +1,12 @@
 """What the control plane of a run needs of whatever carries it: all of its messages, all of its time, all of its waits.
 
-`session.Session` is one between processes, `membership.simulated.SimulatedSession` one on the virtual clock.
+`tls_session.Session` is one between processes, `simulated.SimulatedSession` one on the virtual clock.
 
     callbacks   one at a time, in the order of what came; no callback waits
     condition   guards what callbacks and a worker's own thread share; its `wait_for` is the only place where one waits
-    later       in the place of threads of one's own
+    later       replaces threads of one's own
 
-What was not taken from others, counted: by the member that said it, and by the reason.
+A session also counts what was not accepted from others (`Rejections`): by the member that sent it, and by the reason.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ _Rows = Annotated[
 
 
 class Rejections(Counter[tuple[int, str]]):
-    """By (member, reason); member -1: somebody without a member, or in another's name. Safe to call from several threads."""
+    """By (member, reason); member -1: somebody without a member, or in another's name. Safe to call from several
+    threads.
+    """
 
     def __init__(self) -> None:
         super().__init__()

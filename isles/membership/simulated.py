@@ -1,24 +1,20 @@
 """What becomes of a run on the virtual clock through a trace's joins, deaths, pauses and outages.
 
-    join          a member, at the start of the worker's thread
-    kill          its thread ends and what is on its line is lost; `_TOLD` later the others' connections break
+    join          a member id, at the start of the worker's thread
+    kill          its thread ends and what is on its link is lost; `_NOTICED` later the others' connections break
     pause         a lease later the connection counts as broken, until it is back
-    leave         the worker is told to
-    lighthouse    away: no questions are answered; then another one goes on from its journal
+    leave         the worker is asked to
+    lighthouse    away: no requests are answered; then another one continues from its journal
 
-The lighthouse, and the lines to it, are those between processes (`Lighthouse`, `MembershipClient`), over sessions of the virtual
-clock (`session`); between workers messages take what the links say. Who waits is asked again when something has
-changed, as if it had asked all the time.
-
-Sessions of a run on the virtual clock, as `isles.membership.tls_session.Session` is one between processes.
+The lighthouse and its clients are those between processes (`Lighthouse`, `MembershipClient`), over sessions of the
+virtual clock; between workers messages take what the links say.
 
     ask          takes `WAY` there and `WAY` back; none after `BACK` where nobody serves, or the asker is cut off
     later        an event of the timeline
-    condition    the turn of a worker, whose `wait_for` blocks in virtual time
+    condition    the turn of a worker, whose `wait_for` blocks in virtual time: a waiting worker looks again when
+                 something has changed, as if it had looked all the time
 
 What is for a paused worker comes when it is back, what is for a dead one never.
-
-Who speaks, on the virtual clock: known, where between processes it is heard.
 """
 
 from __future__ import annotations
@@ -321,7 +317,7 @@ class SimulatedFailureDetector(FailureDetector):
             self._heard[member] = self._paused_at.get(member, at) - BEAT / 2 if is_away else at
 
 
-_TOLD = 0.2  # seconds until a death is noticed
+_NOTICED = 0.2  # seconds until a death is noticed
 
 
 class _Memory(Journal):
@@ -359,7 +355,7 @@ class SimulatedMembership:
         self.rules, self.trace, self.lease, self._heard = rules, trace, lease, heard
         self.journal: list[dict[str, Any]] = []
         self.counts: Counter[str] = Counter()
-        self.read_history: dict[int, tuple[float, float | None]] = {}
+        self.incarnations: dict[int, tuple[float, float | None]] = {}
         self.clients: dict[int, MembershipClient] = {}
         self.finished: set[int] = set()
         self.is_over = False
@@ -401,12 +397,12 @@ class SimulatedMembership:
 
     def alive(self) -> list[int]:
         """Seats that have come and are neither dead nor gone."""
-        return [member for member, (_, end) in self.read_history.items() if end is None]
+        return [member for member, (_, end) in self.incarnations.items() if end is None]
 
-    def gone(self, member: int) -> None:
+    def ended(self, member: int) -> None:
         """`member` has ended by itself."""
         if not self.is_over:
-            self.read_history[member] = self.read_history[member][0], self.timeline.now
+            self.incarnations[member] = self.incarnations[member][0], self.timeline.now
             self.sessions[member].close()
             self._break(member)
 
@@ -426,38 +422,38 @@ class SimulatedMembership:
         """Where the lighthouse is away a worker gets its member late, and what happens to it happens after that."""
         if self.is_over:
             return
-        if member not in self.read_history:
+        if member not in self.incarnations:
             self._at(self.timeline.now + BACK, partial(self._once_there, member, act))
-        elif self.read_history[member][1] is None:
+        elif self.incarnations[member][1] is None:
             act(member)
 
     def _join(self, member: int) -> None:
         if self.is_over:
             return
         if self._lighthouse is None or member > len(
-            self.read_history
+            self.incarnations
         ):  # members are given in the order of those who come
             self._at(self.timeline.now + BACK, partial(self._join, member))
             return
-        self.read_history[member] = self.timeline.now, None
+        self.incarnations[member] = self.timeline.now, None
         self._lighthouse.act(lambda now: self._assembly.join(now, "virtual"))
         entry = Entry(member, self._keys.of(member))
         client = self.clients[member] = MembershipClient(self.sessions[member], entry)
         client.waits = self.transports[member]
         self.transports[member].suspect = partial(self._doubt, client)
-        for other in self.read_history:
-            if self.read_history[other][1] is not None or other in self._cut:
+        for other in self.incarnations:
+            if self.incarnations[other][1] is not None or other in self._cut:
                 client.connection(other, broken=True)
         self._seated[member].notify_all()
 
     def _kill(self, member: int) -> None:
         self.counts["deaths"] += 1
-        self.read_history[member] = self.read_history[member][0], self.timeline.now
+        self.incarnations[member] = self.incarnations[member][0], self.timeline.now
         self.sessions[member].close()
         self.wire.dead(member)
         self.transports[member].died(self.timeline.now, PeerLost(member, "it died"))
         self.scheduler.kill(self.scheduler.workers[member])
-        self._at(self.timeline.now + _TOLD, partial(self._break, member))
+        self._at(self.timeline.now + _NOTICED, partial(self._break, member))
 
     def _break(self, member: int) -> None:
         self._cut.add(member)
@@ -540,7 +536,7 @@ class SimulatedMembership:
         self._session.later(self._tick, GRACE)
 
     def _return(self, member: int) -> None:
-        if self._lighthouse is not None and self.read_history[member][1] is None and member not in self._cut:
+        if self._lighthouse is not None and self.incarnations[member][1] is None and member not in self._cut:
             self._seen(member, there=True)
             self._poke(member)
 

@@ -1,15 +1,16 @@
-"""Who is of a swarm: a pure state machine beside `membership`, for worlds whose peers agree among themselves.
+"""Who is of a swarm: a pure state machine beside `coordinator`, for worlds whose peers agree among themselves.
 
-    waiting     a peer that has its member; it asks again and again what to do
-    begin       once every stage has its peers: these, at these stages, from what is kept on the disk
-    enter       where a swarm is at work: ask its members, who let it in at a step's border
-    serving     its members say who they are; the lighthouse votes on nothing
+    waiting     a peer that has its member id; it asks again and again what to do
+    begin       once every stage has its peers: these, at these stages, from what is saved on the disk
+    join        where a swarm is at work: ask its members, who let the peer in at the end of a step
+    serving     its members say who they are; the lighthouse does not vote
 
-A swarm that has nobody left is over; the next one is of those who wait by then, and goes on from what is kept. A swarm
-that was torn in two goes on twice for as long as neither half is heard of: the half that is heard first goes on, and
-the peers of the other come again. So `epoch` and membership, as the lighthouse has it, are the run's one history.
+A swarm that has nobody left is over; the next one consists of the peers that wait by then, and continues from what is
+saved. A swarm that was partitioned runs twice until one half is heard of: the half that is heard first continues, and
+the peers of the other rejoin. So `epoch` and membership, as the lighthouse has it, are the run's one history.
 
-Calls in, orders out, as `membership`: no clock, no sockets; `SwarmCoordinator(rules, entries)` goes on from its journal.
+Calls in, effects out, as `coordinator`: no clock, no sockets; `SwarmCoordinator(rules, entries)` continues from its
+journal.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ class SwarmCoordinator(Coordinator):
         self.peers: dict[int, _Peer] = {}
         self.members: dict[int, int] = {}
         """The stage of each of the swarm's, as it was told last."""
-        self.epoch = self.step = self.kept = 0
+        self.epoch = self.step = self.saved = 0
         self.ended: str | None = None
         """Set where the run is over: its reason, "" where all went well."""
         self._run: int | None = None
@@ -110,13 +111,13 @@ class SwarmCoordinator(Coordinator):
         self._reply(Admitted(member))
         return self._taken()
 
-    def gone(self, now: float, member: int) -> list[Effect]:
+    def disconnected(self, now: float, member: int) -> list[Effect]:
         """The connection of a worker broke."""
         if member in self.peers and self.peers[member].connected:
-            self._record("gone", member=member)
+            self._record("lost", member=member)
         return self._taken()
 
-    def back(self, now: float, member: int) -> list[Effect]:
+    def reconnected(self, now: float, member: int) -> list[Effect]:
         """The connection of a worker is there (again)."""
         self._awaited.discard(member)
         if member in self.peers and not self.peers[member].connected:
@@ -147,8 +148,8 @@ class SwarmCoordinator(Coordinator):
 
     def keep(self, step: int) -> list[Effect]:
         """The states of all stages after `step` are on the disk."""
-        if step > self.kept:
-            self._record("kept", step=step)
+        if step > self.saved:
+            self._record("saved", step=step)
         return self._taken()
 
     def end(self, now: float, reason: str = "") -> list[Effect]:
@@ -188,7 +189,7 @@ class SwarmCoordinator(Coordinator):
         wanted = "" if self.alive() else self._wanted()
         step, last = self.step, self.rules.last
         more = tuple(rows), tuple(refused), self.rules.clustered
-        return SwarmStatus(self.epoch, step, last, since, self.kept, wanted, *more)
+        return SwarmStatus(self.epoch, step, last, since, self.saved, wanted, *more)
 
     # What follows
 
@@ -216,7 +217,7 @@ class SwarmCoordinator(Coordinator):
         alive = self.alive()
         if member in alive:
             members = tuple(sorted(self.members))
-            return StartSwarm(self.epoch, self.kept, members, tuple(self.members[one] for one in members))
+            return StartSwarm(self.epoch, self.saved, members, tuple(self.members[one] for one in members))
         heard = [one for one in alive if one not in self._awaited]  # who was not heard since a restart may be gone
         if heard:
             return JoinSwarm(self.epoch, tuple(heard))
@@ -247,7 +248,7 @@ class SwarmCoordinator(Coordinator):
         members = {one: at for one, at in members.items() if one in stages or self._is_of(one)}
         if members != self.members:
             self._record("serve", step=self.step, members=list(members), stages=list(members.values()))
-        self._reply(StatesSaved(self.kept) if self.ended is None else Over(self.ended))
+        self._reply(StatesSaved(self.saved) if self.ended is None else Over(self.ended))
 
     def _is_of(self, member: int) -> bool:
         """Whether it is one of the swarm, by what the others there have said last."""
@@ -269,7 +270,7 @@ class SwarmCoordinator(Coordinator):
         if whole or (some and now - self._came >= AGAIN):
             members = sorted(found)
             self._record(
-                "begin", epoch=self.epoch + 1, step=self.kept, members=members, stages=[found[s] for s in members]
+                "begin", epoch=self.epoch + 1, step=self.saved, members=members, stages=[found[s] for s in members]
             )
 
     def _assigned(self) -> dict[int, int]:
@@ -300,7 +301,7 @@ class SwarmCoordinator(Coordinator):
         match entry:
             case {"event": "join", "member": member, "certificates": certificates}:
                 self.peers[member] = _Peer(identity_of(certificates))
-            case {"event": "gone", "member": member}:
+            case {"event": "lost", "member": member}:
                 self.peers[member].connected, self.peers[member].wish = False, None
             case {"event": "back", "member": member}:
                 self.peers[member].connected = True
@@ -314,7 +315,7 @@ class SwarmCoordinator(Coordinator):
                 for member in self.members.keys() - {*members}:
                     self.peers[member].is_out = True
                 self.step, self.members = step, dict(zip(members, stages, strict=True))
-            case {"event": "kept", "step": step}:
-                self.kept = step
+            case {"event": "saved", "step": step}:
+                self.saved = step
             case _:
                 of_another_version(entry)

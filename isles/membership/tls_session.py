@@ -1,17 +1,13 @@
-"""What the processes of an elastic run say to each other behind a few verbs: over TLS 1.3, passed on by a `Hub`.
+"""The session between processes: over TLS 1.3, passed on by a `Hub`.
 
     open_router(credentials, address)    the lighthouse: a hub
-    open_session(token, address)         whoever goes to it; what it says to other clients goes over that one
-    ask / answer / serve                 a question and its answer (`answer` waits for it)
-    present / watch                      who is there: told when a process ends, stands still or is cut off
+    open_session(token, address)         a client of it; what it sends to other clients goes through the hub
+    ask / answer / serve                 a request and its reply (`answer` waits for it)
+    present / watch                      who is there: notified when a process ends, stands still or is cut off
 
-A client whose connection breaks makes it anew by itself, under whatever address its hub's name then has, and says again
-what it serves, where it is seen and what it watches; meanwhile its questions have no answer, and nobody is there. A
-process may fork, and end without closing its session.
-
-A client's connection to a hub: made anew whenever it breaks, and everything declared on it said again.
-
-All of it runs in the loop's thread, but for `opened` and `close`.
+A client whose connection breaks reconnects by itself (`Uplink`), under whatever address its hub's name then has, and
+declares again what it serves, where it is present and what it watches; meanwhile its requests have no answer, and
+nobody is there. A process may fork, and end without closing its session.
 """
 
 from __future__ import annotations

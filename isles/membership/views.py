@@ -1,9 +1,8 @@
-"""Who is in which round: a view names the workers of the rounds from `since` on, until a newer view takes over.
+"""Which members take part in which rounds, and by what fingerprints members know each other.
 
-What a member is known by: the certificates that its workers make, which views name by their fingerprints.
-
-The lighthouse says where a member is, and vouches for it; that it vouches for the same one to everybody, views show, on
-which members agree, and people who compare what their workers print (`spoken`).
+A view names the members of the rounds from `since` on, until a newer view takes over. Workers make their own
+certificates; the lighthouse says where a member is and vouches for its fingerprint. That it vouches for the same one to
+everybody is shown by the views, on which members agree, and by people who compare what their workers print (`spoken`).
 """
 
 from __future__ import annotations

@@ -145,7 +145,7 @@ def test_where_a_lighthouse_listens(answer: Answer, monkeypatch: pytest.MonkeyPa
     assert f"isles join {where}:{port} --token " in told and read_stand(Path("run")).host == where
 
 
-@pytest.mark.parametrize("journal", ["folder", '{"event":"gone","member":4}\n'])
+@pytest.mark.parametrize("journal", ["folder", '{"event":"lost","member":4}\n'])
 def test_a_journal_that_makes_no_sense(answer: Answer, tmp_path: Path, journal: str) -> None:
     run = tmp_path / "run"
     run.mkdir()

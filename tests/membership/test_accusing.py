@@ -38,7 +38,7 @@ def answers(run: RoundsCoordinator, attempt: int, digests: dict[int, int], round
 
 
 def shut(run: RoundsCoordinator) -> list[int]:
-    return [member for member, worker in run.workers.items() if worker.state == "shut"]
+    return [member for member, worker in run.workers.items() if worker.state == "banned"]
 
 
 def test_one_accuser_of_four_takes_no_round() -> None:
@@ -95,8 +95,8 @@ def test_who_alone_has_an_answer_does_not_go_on_alone() -> None:
 def test_who_accuses_somebody_outside_goes_on() -> None:
     run, _ = founded(3, agrees=True)
     run.done(0.0, 1, Done(1, 0, 7))
-    assert decisions(run.gone(0.0, 2)) == [RoundDecision(1, "retry", 1, (0, 1), view=0)]
-    run.back(0.0, 2)
+    assert decisions(run.disconnected(0.0, 2)) == [RoundDecision(1, "retry", 1, (0, 1), view=0)]
+    run.reconnected(0.0, 2)
     assert refuse(run, 1, 2, attempt=1) == [] and answers(run, 1, {0: 8, 1: 8})[-1].outcome == "land"
 
 

@@ -81,16 +81,16 @@ def test_whoever_is_waited_for_in_vain_and_has_not_spoken_is_told_of() -> None:
 def test_who_was_there_and_is_gone_is_remembered_until_it_is_back() -> None:
     present = FailureDetector()
     present.changed(2, False)
-    assert not present.is_gone(2)  # nobody has seen it
+    assert not present.is_lost(2)  # nobody has seen it
     for there in (True, False):
         present.changed(2, there)
-    assert present.is_gone(2) and not present.is_gone(1)
+    assert present.is_lost(2) and not present.is_lost(1)
     present.changed(2, True)
-    assert not present.is_gone(2)
+    assert not present.is_lost(2)
     for member in range(10, 6000):
         present.changed(member, True)
         present.changed(member, False)
-    assert present.is_gone(5999) and not present.is_gone(10) and len(present._gone) <= 4096
+    assert present.is_lost(5999) and not present.is_lost(10) and len(present._gone) <= 4096
 
 
 def test_whoever_waits_asks_after_a_second_and_not_at_every_glance() -> None:

@@ -10,8 +10,8 @@ import pytest
 
 from isles.comm.errors import PeerLost
 from isles.comm.tags import Tag
-from isles.membership.p2p.inbox import EARLY, EARLY_OF_ALL, Inbox
-from isles.membership.p2p.stream import CHUNK, KEPT, PIECE, REFUSED, Head
+from isles.membership.p2p.inbox import UNEXPECTED, UNEXPECTED_OF_ALL, Inbox
+from isles.membership.p2p.stream import CHUNK, PIECE, REFUSED, TAKEN, Head
 
 TAG = Tag("outer", 7)
 
@@ -57,10 +57,10 @@ def test_a_message_that_breaks_off_and_comes_again(size: int, posted_after: int)
     if posted_after == 1:
         posted = Posted(inbox, size)
     for _ in range(draw.randint(1, 3)):
-        assert take(inbox, TAG, data) == KEPT
+        assert take(inbox, TAG, data) == TAKEN
     posted = posted or Posted(inbox, size)
     assert posted.ended == [None] and posted.out.tobytes() == data and inbox.held() == 0
-    assert take(inbox, TAG, data) == KEPT  # the word on it was lost: said again
+    assert take(inbox, TAG, data) == TAKEN  # the word on it was lost: said again
     assert inbox.held() == 0 and posted.ended == [None]
 
 
@@ -83,7 +83,7 @@ def test_another_length_than_was_asked_for_is_refused_and_the_right_one_taken() 
     assert take(inbox, TAG, bytes(11)) == REFUSED
     assert piece(inbox, Head(PIECE, 1, 0, 1 << 40, TAG), bytes(CHUNK)) == REFUSED  # a terabyte is announced
     assert inbox.refused == {(3, "another length than was asked for"): 1, (3, "a message longer than any"): 1}
-    assert take(inbox, TAG, b"0123456789", number=2) == KEPT
+    assert take(inbox, TAG, b"0123456789", number=2) == TAKEN
     assert posted.ended == [None] and posted.out.tobytes() == b"0123456789"
 
 
@@ -91,14 +91,14 @@ def test_what_nobody_asked_for_is_kept_up_to_a_limit() -> None:
     """64 MB: the first 16 are kept, for the rest there is no room; of all together no more than 32."""
     inbox, data = Inbox(), bytes(CHUNK)
     verdicts = [take(inbox, Tag("outer", n), data, number=n) for n in range(64)]
-    assert verdicts == [KEPT] * (EARLY // CHUNK) + ["later"] * (64 - EARLY // CHUNK)
+    assert verdicts == [TAKEN] * (UNEXPECTED // CHUNK) + ["later"] * (64 - UNEXPECTED // CHUNK)
     for sender in range(4, 9):
         for number in range(16):
             take(inbox, Tag("outer", number), data, number=number, sender=sender)
-    assert inbox.held() == EARLY_OF_ALL
+    assert inbox.held() == UNEXPECTED_OF_ALL
     posted = Posted(inbox, CHUNK, Tag("outer", 0))
-    assert posted.ended == [None] and inbox.held() == EARLY_OF_ALL - CHUNK
-    assert take(inbox, Tag("outer", 63), data, number=63) == KEPT
+    assert posted.ended == [None] and inbox.held() == UNEXPECTED_OF_ALL - CHUNK
+    assert take(inbox, Tag("outer", 63), data, number=63) == TAKEN
 
 
 def test_a_receive_that_ends_while_it_is_read_into_ends_once_nobody_does() -> None:
@@ -111,7 +111,7 @@ def test_a_receive_that_ends_while_it_is_read_into_ends_once_nobody_does() -> No
     assert inbox.end(3, head, whole=False) is None
     assert posted.ended == ["its connection is gone"]
     again = Posted(inbox, 2 * CHUNK)
-    assert take(inbox, TAG, bytes(2 * CHUNK), number=1) == KEPT and again.ended == [None]
+    assert take(inbox, TAG, bytes(2 * CHUNK), number=1) == TAKEN and again.ended == [None]
 
 
 def test_rounds_long_over_are_forgotten() -> None:
@@ -124,7 +124,7 @@ def test_rounds_long_over_are_forgotten() -> None:
     assert missed.ended == [] and inbox.held() == 110
     Posted(inbox, 5, Tag("outer", 10))
     assert missed.ended == ["nobody waits for it any more"] and inbox.held() == 10
-    assert take(inbox, Tag("outer", 1, 1), bytes(100)) == KEPT  # and not kept again
+    assert take(inbox, Tag("outer", 1, 1), bytes(100)) == TAKEN  # and not kept again
     assert inbox.held() == 10
 
 
@@ -135,7 +135,7 @@ def test_messages_of_one_address_are_taken_in_their_order() -> None:
     one = Posted(inbox, size)
     assert take(inbox, TAG, bytes(size), number=3, until=CHUNK) is None
     for data, number in ((first, 4), (second, 9), (first, 4)):
-        assert take(inbox, TAG, data, number=number) == KEPT
+        assert take(inbox, TAG, data, number=number) == TAKEN
     assert one.ended == [None] and one.out.tobytes() == first
     two = Posted(inbox, size)
     assert two.ended == [None] and two.out.tobytes() == second and inbox.held() == 0

@@ -78,18 +78,18 @@ def test_who_was_to_begin_as_drawn_and_came_too_late_for_that_loads_from_a_membe
 
 def test_who_was_to_begin_as_drawn_while_the_only_member_was_away_loads_from_it() -> None:
     run, _ = founded(1)
-    run.gone(1.0, 0)
+    run.disconnected(1.0, 0)
     assert told(run.join(1.0, "another"), Load) == [(1, Load(0, -1))]
-    assert told(run.back(2.0, 0), Load) == [(1, Load(1, 0))]
+    assert told(run.reconnected(2.0, 0), Load) == [(1, Load(1, 0))]
 
 
 def test_a_change_is_for_three_rounds_ahead_and_waits_for_every_promise() -> None:
     run, _ = founded(3)
     run.beat(0.0, 1, Beat(4, 0, 0))
-    orders = run.gone(1.0, 2)
+    orders = run.disconnected(1.0, 2)
     proposal = Proposal(1, 0, 7, (0, 1), lost=(2,))
     assert told(orders, Proposal) == [(0, proposal), (1, proposal)]
-    assert entries(orders) == [{"event": "gone", "member": 2}, {"event": "issue", "number": 1}]
+    assert entries(orders) == [{"event": "lost", "member": 2}, {"event": "issue", "number": 1}]
     assert told(promise(run, 0), View) == []
     orders = promise(run, 1)
     kinds = [type(order) for order in orders]
@@ -113,7 +113,7 @@ def test_a_leaver_votes_and_goes_on_until_the_view_begins() -> None:
     assert run.view is not None and run.view.number == 0
     promise(run, 1)
     assert run.view.members == (0,) and run.workers[1].state == "leaving"
-    run.gone(0.0, 1)
+    run.disconnected(0.0, 1)
     assert run.workers[1].state == "left"
     assert isinstance(replies(run.beat(0.0, 1, Beat(4)))[0], Refusal)
 
@@ -121,10 +121,10 @@ def test_a_leaver_votes_and_goes_on_until_the_view_begins() -> None:
 def test_who_leaves_while_its_connection_is_taken_for_broken_goes_at_once() -> None:
     """It would else come back and train on."""
     run, _ = founded(3)
-    run.gone(0.0, 1)
+    run.disconnected(0.0, 1)
     orders = run.leave(0.0, 1)
     assert entries(orders) == [{"event": "leave", "member": 1}] and run.workers[1].state == "left"
-    run.back(0.0, 1)
+    run.reconnected(0.0, 1)
     promise(run, 0, 2)
     assert run.view is not None and run.view.members == (0, 2)
     (refusal,) = replies(run.beat(0.0, 1, Beat(2, 0, 0)))
@@ -135,27 +135,27 @@ def test_who_leaves_while_its_connection_is_taken_for_broken_goes_at_once() -> N
 
 def test_back_before_anybody_went_on_without() -> None:
     run, _ = founded(2)
-    run.gone(0.0, 1)
+    run.disconnected(0.0, 1)
     run.proposal = None  # not yet
-    orders = run.back(0.0, 1)
+    orders = run.reconnected(0.0, 1)
     assert entries(orders) == [{"event": "back", "member": 1}] and run.workers[1].call == 0
-    run.gone(0.0, 1)
-    run.back(0.0, 1)  # somebody may have promised that view by now: begin again
+    run.disconnected(0.0, 1)
+    run.reconnected(0.0, 1)  # somebody may have promised that view by now: begin again
     assert run.workers[1].call == 1 and run.workers[1].load == Load(1, 0)
 
 
 def test_what_a_worker_got_before_it_took_anothers_state_it_does_not_have() -> None:
     """It tells of it late: after the view that went on without it, and before it begins again."""
     run, _ = founded(3)
-    run.gone(0.0, 1)
-    run.back(1.0, 1)
+    run.disconnected(0.0, 1)
+    run.reconnected(1.0, 1)
     promise(run, 0, 2)
     assert run.view is not None and run.view.members == (0, 2) and run.workers[1].call == 1
     run.beat(1.0, 1, Beat(2, 0, 0, seen=((2, 1),)))
     run.beat(2.0, 1, Beat(2, 1, 1, seen=((0, 0),)))
     promise(run, 0, 2)
     assert run.view.members == (0, 1, 2)
-    run.gone(3.0, 2)
+    run.disconnected(3.0, 2)
     assert any(sample_range[:3] == (0, 2, 0) for sample_range in run.backlog())
 
 
@@ -166,7 +166,7 @@ def test_a_newcomer_loads_from_whoever_is_least_busy_and_then_from_another() -> 
         member = len(run.workers) - 1
         assert told(orders, Load) == [(member, Load(0, donor))]
     assert told(run.reload(0.0, 4), Load) == [(4, Load(0, 1))]
-    assert told(run.gone(0.0, 1), Load) == [(3, Load(0, 0)), (4, Load(0, 0))]
+    assert told(run.disconnected(0.0, 1), Load) == [(3, Load(0, 0)), (4, Load(0, 0))]
     run.beat(0.0, 2, READY)
     promise(run, 0)  # the view without the lost donor comes first
     assert run.proposal is not None and run.proposal.members == (0, 2)
@@ -225,7 +225,7 @@ def test_who_waits_for_its_first_round_begins_it_where_nobody_is_left_who_could(
     run.beat(0.0, 1, READY)
     promise(run, 0)
     assert run.view is not None and (run.view.since, run.newest_round) == (4, 1)
-    run.gone(1.0, 0)
+    run.disconnected(1.0, 0)
     promise(run, 1)
     assert run.view.members == (1,)
     (answer,) = replies(run.beat(2.0, 1, Beat(0, 0, 1)))
@@ -239,7 +239,7 @@ def test_the_run_is_full() -> None:
     run, _ = founded(8)
     (refusal,) = replies(run.join(0.0, "one more"))
     assert isinstance(refusal, Refusal) and "--max-members" in refusal.reason
-    run.gone(0.0, 3)
+    run.disconnected(0.0, 3)
     run.join(0.0, "one more")
     assert run.workers[8].here
 
@@ -249,17 +249,23 @@ def test_unknown_seats_are_refused() -> None:
     for member in (7, -1):
         (refusal,) = replies(run.beat(0.0, member, READY))
         assert isinstance(refusal, Refusal) and "join again" in refusal.reason
-        assert run.gone(0.0, member) == run.back(0.0, member) == run.leave(0.0, member) == run.reload(0.0, member) == []
+        assert (
+            run.disconnected(0.0, member)
+            == run.reconnected(0.0, member)
+            == run.leave(0.0, member)
+            == run.reload(0.0, member)
+            == []
+        )
         assert run.done(0.0, member, Done(1, 0, 0)) == []
 
 
 def test_after_a_restart_nothing_is_decided_until_it_is_clear_who_is_left() -> None:
     _, journal = founded(3)
     run = RoundsCoordinator(Rules(founders=3, sync_every=16), journal, until=6.0)
-    assert entries(run.back(1.0, 0)) == entries(run.back(1.5, 1)) == [] and run.proposal is None
+    assert entries(run.reconnected(1.0, 0)) == entries(run.reconnected(1.5, 1)) == [] and run.proposal is None
     assert run.tick(5.9) == []
     orders = run.tick(6.0)
-    assert entries(orders)[0] == {"event": "gone", "member": 2}
+    assert entries(orders)[0] == {"event": "lost", "member": 2}
     assert run.proposal is not None and run.proposal.members == (0, 1)
 
 
@@ -271,7 +277,7 @@ def test_the_journalled_word_holds_where_the_lighthouse_died_before_it_said_it()
     assert told(orders, RoundDecision) == [(0, decision), (1, decision)]
     journal += entries(orders)  # and there it dies: nobody heard it
     again = RoundsCoordinator(run.rules, journal, until=9.0)
-    again.back(0.0, 0)
+    again.reconnected(0.0, 0)
     again.tick(9.0)  # 1 has not come back: without the journal this would be another attempt, among 0 alone
     assert replies(again.done(10.0, 0, Done(1, 0, 5))) == [decision]
 
@@ -279,10 +285,10 @@ def test_the_journalled_word_holds_where_the_lighthouse_died_before_it_said_it()
 def test_a_loss_in_a_round_is_another_attempt_and_who_missed_a_landing_begins_again() -> None:
     run, _ = founded(3, agrees=True)
     run.done(0.0, 0, Done(1, 0, 5))
-    assert told(run.gone(0.0, 2), RoundDecision) == [
+    assert told(run.disconnected(0.0, 2), RoundDecision) == [
         (member, RoundDecision(1, "retry", 1, (0, 1), view=0)) for member in (0, 1)
     ]
-    run.back(0.0, 2)
+    run.reconnected(0.0, 2)
     run.done(0.0, 0, Done(1, 1, 6))
     orders = run.done(0.0, 1, Done(1, 1, 6))
     assert told(orders, RoundDecision)[0] == (0, RoundDecision(1, "land", 1, (0, 1), view=0))

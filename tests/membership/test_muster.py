@@ -51,7 +51,7 @@ class World:
 
     def gone(self, *members: int) -> None:
         for member in members:
-            self.answer(self.coordinator.gone(self.now, member))
+            self.answer(self.coordinator.disconnected(self.now, member))
 
     def again(self, until: float = 0.0) -> None:
         """The lighthouse is lit again."""
@@ -147,7 +147,7 @@ def test_after_a_restart_who_was_there_is_given_a_while(is_back: bool) -> None:
     world.now = 3.0
     if is_back:
         for member in (0, 1):
-            world.answer(world.coordinator.back(world.now, member))
+            world.answer(world.coordinator.reconnected(world.now, member))
     world.now = 9.0
     world.answer(world.coordinator.tick(world.now))
     assert world.coordinator.alive() == ([0, 1] if is_back else [])
@@ -169,7 +169,7 @@ def test_a_muster_from_its_journal_is_the_same() -> None:
     before = world.coordinator
     world.again()
     after = world.coordinator
-    assert (after.members, after.epoch, after.step, after.kept) == (before.members, before.epoch, 4, 3)
+    assert (after.members, after.epoch, after.step, after.saved) == (before.members, before.epoch, 4, 3)
     assert {s: (p.connected, p.left) for s, p in after.peers.items()} == {
         s: (p.connected, p.left) for s, p in before.peers.items()
     }
@@ -223,7 +223,7 @@ def test_who_is_gone_is_none_of_the_swarm_once_most_have_gone_on_without_it() ->
         world.beat(member, 4, whole)
     world.gone(2)
     assert world.beat(0, 5, whole) == StatesSaved(0) and world.coordinator.members == whole
-    world.answer(world.coordinator.back(0.0, 2))
+    world.answer(world.coordinator.reconnected(0.0, 2))
     assert world.beat(2, 5, whole) == StatesSaved(0)
     world.gone(2)
     for member in (0, 1):

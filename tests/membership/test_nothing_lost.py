@@ -84,7 +84,7 @@ def check(world: World) -> None:
     assert held.keys() | backlog.keys() == set(range(end))  # none never, and none beyond the last cell
     assert max(backlog.values(), default=1) == 1
     twice = sum(held.values()) - len(held) + len(held.keys() & backlog.keys())
-    assert twice <= world.counts["gone"] * world.rules.sync_every  # at most a cell a loss
+    assert twice <= world.counts["lost"] * world.rules.sync_every  # at most a cell a loss
 
 
 @pytest.mark.parametrize("agrees", [False, True], ids=["pairs", "all-reduce"])
@@ -169,7 +169,7 @@ def test_rounds_out_of_turn_that_were_never_told_are_owed_although_others_have_t
     run, journal = founded(3)
     member = settled_member(2, (0, 1, 2))
     assert [member.start_round(round) is not None for round in (2, 3, 4)] == [True, False, False]
-    orders = run.beat(0.0, 0, Beat(4, 0, 0, seen=((2, 3),))) + run.gone(1.0, 2) + run.back(2.0, 2)
+    orders = run.beat(0.0, 0, Beat(4, 0, 0, seen=((2, 3),))) + run.disconnected(1.0, 2) + run.reconnected(2.0, 2)
     assert run.workers[2].call == 1
     member.answered(member.beat(), answer(call=1))
     member.loaded(Load(1, 1), 4)

@@ -79,7 +79,7 @@ class Toy:
         self.told: dict[int, list[RoundDecision]] = {}
         for member in range(founders):
             self.do(self.membership.join(0.0, "toy"))
-            self.do(self.membership.back(0.0, member))
+            self.do(self.membership.reconnected(0.0, member))
             self.do(self.membership.beat(0.0, member, Beat(ready=0)))
 
     def do(self, orders: list[Any]) -> Any:
@@ -151,7 +151,7 @@ def test_who_failed_in_the_exchange_is_asked_again_and_who_died_is_left_out() ->
     for member in range(3):
         toy.deliver(9.0, member, 1, steps=member + 2)
     toy.done(9.5, 0, 1, 1, NOTHING)
-    toy.do(toy.membership.gone(9.6, 2))
+    toy.do(toy.membership.disconnected(9.6, 2))
     assert toy.told[1][-1] == RoundDecision(1, "retry", 2, (0, 1), 0, (2, 3))
 
 

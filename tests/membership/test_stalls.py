@@ -13,8 +13,8 @@ EVERY = 4  # inner steps, of half a second each: a round usually takes 2 s
 
 
 class Watched:
-    """Members at work, each a round in 2 s; `still`: by member, the round in which it stands still. named: (when, member,
-    event) of those who were left out.
+    """Members at work, each a round in 2 s; `still`: by member, the round in which it stands still. named: (when,
+    member, event) of those who were left out.
     """
 
     def __init__(self, members: int, *, agrees: bool = False, last: int = 1000, steps: float = 0.5) -> None:
@@ -99,7 +99,7 @@ def test_one_that_leaves_and_stands_still_is_gone() -> None:
     world.run.leave(0.0, 2)
     world.still[2] = 5
     world.until(100.0)
-    assert [(member, event) for _, member, event in world.named] == [(2, "gone")]
+    assert [(member, event) for _, member, event in world.named] == [(2, "lost")]
     assert world.run.workers[2].state == "left"
 
 

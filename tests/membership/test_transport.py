@@ -28,7 +28,7 @@ from isles.comm.sockets.proof import TokenRefused
 from isles.comm.tags import Tag
 from isles.comm.transport import Transport
 from isles.membership.messages import read_paths
-from isles.membership.p2p.inbox import EARLY
+from isles.membership.p2p.inbox import UNEXPECTED
 from isles.membership.p2p.stream import CHUNK
 from isles.membership.p2p.transport import ElasticTransport
 from isles.membership.session import Query
@@ -173,7 +173,9 @@ def test_what_nobody_asked_for_waits_and_is_delivered_when_it_is(tmp_path: Path)
         works = [one.send(1, data, Tag("outer", 1, number)) for number, data in enumerate(sent)]
 
         def kept() -> bool:
-            return two._inboxes[0].held() == EARLY and sum(work.done() for work in works) == EARLY // (2 * CHUNK)
+            return two._inboxes[0].held() == UNEXPECTED and sum(work.done() for work in works) == UNEXPECTED // (
+                2 * CHUNK
+            )
 
         assert within(10.0, kept)
         time.sleep(0.3)
@@ -181,7 +183,7 @@ def test_what_nobody_asked_for_waits_and_is_delivered_when_it_is(tmp_path: Path)
         got = [torch.zeros_like(data) for data in sent]
         settled(*works, *(two.recv(0, out, Tag("outer", 1, number)) for number, out in enumerate(got)))
         assert all(torch.equal(a, b) for a, b in zip(sent, got, strict=True))
-        assert set(two.refused) == {(0, "more than is kept of what nobody asked for")}
+        assert set(two.refused) == {(0, "more unexpected messages than are buffered")}
 
 
 def test_a_call_that_was_overheard_brings_nobody_in(tmp_path: Path) -> None:
@@ -238,7 +240,7 @@ def test_whoever_ends_fails_its_own_works_alone(tmp_path: Path) -> None:
         one._gone = gone.append
         out = torch.zeros(5, dtype=torch.uint8)
         receive, other = one.recv(2, out, Tag("outer", 1)), one.recv(1, out, Tag("outer", 2))
-        send = one.send(2, random_bytes(EARLY + CHUNK, 0), Tag("outer", 3))
+        send = one.send(2, random_bytes(UNEXPECTED + CHUNK, 0), Tag("outer", 3))
         began = time.monotonic()
         vanish(three)
         settled(receive, send)

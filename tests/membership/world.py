@@ -1,4 +1,5 @@
-"""A world of toy workers round the real `RoundsCoordinator` and `MemberState`: messages with delays, deaths, pauses, cuts, outages.
+"""A world of toy workers round the real `RoundsCoordinator` and `MemberState`: messages with delays, deaths, pauses,
+cuts, outages.
 
 There are no weights. What stands for them is the set of batches whose work they hold, as the bits of an integer: an
 exchange is a union, a death loses what nobody else has. So it can be counted what was read, by whom, and whether it is
@@ -255,11 +256,11 @@ class World:
         if node.alive and (node.frozen or node.cut):  # it tries as long as it takes
             self.after(1.0, lambda: self._return(node))
         elif node.alive and not node.broken:
-            self.command(lambda m: m.back(self.now, node.member))
+            self.command(lambda m: m.reconnected(self.now, node.member))
 
     def break_connection(self, node: Node) -> None:
         node.broken = True
-        self.command(lambda m: m.gone(self.now, node.member))
+        self.command(lambda m: m.disconnected(self.now, node.member))
         for other in self.nodes:
             if other is not node and other.alive and other.state is not None:
                 self.to_node(other, lambda other=other: self._broken(other, node.member))
@@ -270,7 +271,7 @@ class World:
         if node.frozen or node.cut:
             return
         node.broken = False
-        self.command(lambda m: m.back(self.now, node.member))
+        self.command(lambda m: m.reconnected(self.now, node.member))
         for other in self.nodes:
             if other.state is not None and other.alive and other is not node:
                 assert node.state is not None

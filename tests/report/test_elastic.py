@@ -27,8 +27,8 @@ ENTRIES = [
     {"event": "join", "member": 0, "at": 1000.0},
     {"event": "join", "member": 1, "at": 1000.0},
     {"event": "view", "view": view(0, 0, 1), "at": 1000.0},
-    {"event": "gone", "member": 1, "at": 1030.0},
-    {"event": "lit", "at": 1040.0},
+    {"event": "lost", "member": 1, "at": 1030.0},
+    {"event": "restart", "at": 1040.0},
     {"event": "join", "member": 2, "at": 1050.0},
     {"event": "view", "view": view(1, 0, 2), "at": 1060.0},
 ]

@@ -61,7 +61,7 @@ def _swarm(now: SwarmStatus) -> tuple[list[str], list[list[str]], int]:
 
     step = f"step {now.step} of {now.last}"
     step += f", {format_seconds(now.since)} ago" if now.since >= 0 else ""
-    kept = f"step {now.kept}" if now.kept else "none yet"
+    kept = f"step {now.saved}" if now.saved else "none yet"
     begun = "clusters" if now.clustered else "swarms"
     print(f"{step}; states are kept of: {kept}; {begun} begun: {now.epoch}" + (f"; {now.wanted}" if now.wanted else ""))
     if now.clustered:

@@ -1,20 +1,17 @@
 """A connection after its handshake: messages in two lanes, urgent ones before the others and between the frames of a
 long one.
 
-Each end says now and then that it is there. Whoever is silent for too long is gone; each piece of a long message over
-a slow line is a sign of life. A frame fits a TLS record, and what the kernel takes beyond the one that it is sending is
-kept small, or urgent messages would wait behind it.
-
-All of it runs in the loop's thread.
-
-What travels between two machines: frames, measured before they are kept; and JSON, parsed as what strangers wrote.
+Each end says now and then that it is there. An end that is silent for too long is lost; each piece of a long message
+over a slow link is a sign of life. A frame fits a TLS record, and what the kernel takes beyond the one that it is
+sending is bounded, or urgent messages would wait behind it.
 
     frame = b"isle" + length (4 bytes, big-endian) + that many bytes of a message; length 0 says only "I am here"
 
-The two highest bits of the length are flags: `URGENT`, and `MORE` where the message goes on in a later frame. No
-pickle: what comes is plain data, and anything else is `BadFrame`.
+The two highest bits of the length are flags: `URGENT`, and `MORE` where the message goes on in a later frame. A message
+is measured before it is buffered, and its JSON parsed as what strangers wrote. No pickle: what comes is plain data, and
+anything else is `BadFrame`.
 
-Why a connection is of no use, in words; and the little that all who hold one need.
+All of it runs in the loop's thread.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
-"""Can one machine reach another? Asked before gloo or a pair needs it, whose own answer would be a time-out.
+"""Can one machine reach another, and how fast is the link? Asked before gloo or a pair needs it, whose own answer would
+be a time-out.
 
-Who is to be reached opens an `EchoServer` and tells the others its port, in a fixed world one that the system picks;
-each of them asks it for an echo:
+The machine that is to be reached opens an `EchoServer` and tells the others its port, in a fixed world one that the
+system picks; each of them asks it for an echo:
 
     echo_failure(address, port, name)  ---- {"echo": token} ----------------->   EchoServer
                                        <-- {"echoed": token, "name": name} ---
-
-How fast a line is: questions and answers that grow until one takes a while.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The lighthouse's knowledge of where workers can be reached directly: it tries each address itself, once it is told.
+"""Where workers can be reached directly: the lighthouse tries each address itself, once it is announced.
 
-An address that the lighthouse reaches may still be out of another worker's reach: then those two go over the
-lighthouse, as everybody does who does not listen. For each worker the lighthouse vouches by the fingerprint of the
-certificate with which it joined.
+An address that the lighthouse reaches may still be out of another worker's reach: then those two are relayed, as is
+everybody who does not listen. For each worker the lighthouse vouches by the fingerprint of the certificate with which
+it joined.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""The receiving side of messages in pieces, without a network: what has come, what is waited for, what nobody wants.
+"""The receiving side of messages in segments, without a network: unexpected messages, posted receives, closed rounds.
 
-The pieces of a message come one behind the other; those of another message in between mean that its sender has given
-the first one up. They are read straight into the buffer of the receive that was posted for their address, or kept while
-there is none: up to `EARLY` bytes a sender and `EARLY_OF_ALL` together. Beyond that the sender's connection is not read
-until there is room, so that TCP holds it back. A message that comes twice, for its connection broke, is taken once. A
-receive takes exactly what was posted: another length is refused. What belongs to a round that is over is not taken, so
-that its sender does not wait for an answer.
+The segments of a message come one behind the other; those of another message in between mean that its sender has given
+the first one up. They are read straight into the buffer of the receive that was posted for their address, or buffered
+while there is none: up to `UNEXPECTED` bytes a sender and `UNEXPECTED_OF_ALL` together. Beyond that the sender's
+connection is not read until there is room, so that TCP holds it back. A message that comes twice, for its connection
+broke, is taken once. A receive takes exactly what was posted: another length is refused. What belongs to a round that
+is closed is not taken, so that its sender does not wait for an answer.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ import numpy as np
 
 from isles.comm.errors import PeerLost, RoundClosed
 from isles.comm.tags import Channel, Tag
-from isles.membership.p2p.stream import KEPT, PASSED, REFUSED, Head
+from isles.membership.p2p.stream import REFUSED, ROUND_CLOSED, TAKEN, Head
 from isles.membership.session import Rejections
 
-EARLY = 16 << 20
-EARLY_OF_ALL = 32 << 20
+UNEXPECTED = 16 << 20
+UNEXPECTED_OF_ALL = 32 << 20
 _LONGEST = 1 << 36  # bytes of a message
 _STALE = 8  # rounds: whoever posts a receive of round r waits no more for those of rounds before r - 8
-_LEAST = 4096  # bytes that a message counts for which is kept
+_LEAST = 4096  # bytes that a message counts for which is whole
 _GLANCE = 0.1  # seconds
 ANOTHER = "another attempt of that round has begun"
 
@@ -59,25 +59,25 @@ class Receive:
 
 @dataclass(eq=False)
 class _Coming:
-    """A message that comes: into the receive that waits for it, or to be kept, or to nowhere."""
+    """A message that comes: into the receive that waits for it, or to be whole, or to nowhere."""
 
     head: Head
     receive: Receive | None = None
-    kept: bytearray | None = None
-    verdict: int = KEPT
+    unclaimed: bytearray | None = None
+    result: int = TAKEN
     next: int = 0  # the offset of its next piece
 
 
 @dataclass
 class _Sender:
     """What is known of one sender. newest, held_back: numbers of the newest message that was taken, and of that for
-    which there was no room. kept: by tag, those that nobody has asked for yet.
+    which there was no room. unclaimed: by tag, those that nobody has asked for yet.
     """
 
     newest: int = -1
     held_back: int = -1
     posted: dict[Tag, Receive] = field(default_factory=dict)
-    kept: dict[Tag, list[bytearray]] = field(default_factory=dict)
+    unclaimed: dict[Tag, list[bytearray]] = field(default_factory=dict)
     bytes: int = 0
     coming: _Coming | None = None
 
@@ -101,18 +101,18 @@ class Inbox:
             known = self._senders.setdefault(sender, _Sender())
             given_up = self._forget_old(known, tag)
             has_passed = self._has_passed(tag)
-            kept = None
+            whole = None
             if not has_passed:
-                kept = self._take_kept(known, tag, len(out))
-                if kept is None:
+                whole = self._take_unclaimed(known, tag, len(out))
+                if whole is None:
                     known.posted[tag] = receive
             self._changed.notify_all()
         for old in given_up:
             old.ended("nobody waits for it any more")
         if has_passed:
             ended(RoundClosed(sender, ANOTHER))
-        elif kept is not None:
-            out[:] = np.frombuffer(kept, np.uint8)
+        elif whole is not None:
+            out[:] = np.frombuffer(whole, np.uint8)
             ended(None)
 
     def begin(self, sender: int, head: Head, cut: Callable[[], None]) -> memoryview | None:
@@ -137,9 +137,9 @@ class Inbox:
                 receive.cut = cut
                 return receive.out.data[head.offset : coming.next]
             if receive is not None:
-                coming.receive, coming.verdict = None, PASSED
-            if coming.kept is not None:
-                return memoryview(coming.kept)[head.offset : coming.next]
+                coming.receive, coming.result = None, ROUND_CLOSED
+            if coming.unclaimed is not None:
+                return memoryview(coming.unclaimed)[head.offset : coming.next]
             return memoryview(bytearray(head.size))
 
     def end(self, sender: int, head: Head, *, whole: bool) -> int | None:
@@ -147,7 +147,7 @@ class Inbox:
         while more of it comes.
         """
         ended: tuple[Receive, str | PeerLost | None] | None = None
-        verdict = None
+        result = None
         with self._changed:
             known = self._senders.setdefault(sender, _Sender())
             coming = known.coming
@@ -158,20 +158,20 @@ class Inbox:
                     ended = receive, receive.why[0]
             if not whole:
                 self._abandon(known)
-            elif coming is not None and (coming.next >= head.total or coming.verdict != KEPT):
-                verdict = coming.verdict
+            elif coming is not None and (coming.next >= head.total or coming.result != TAKEN):
+                result = coming.result
                 if coming.next >= head.total:
-                    known.newest = max(known.newest, head.number) if verdict == KEPT else known.newest
+                    known.newest = max(known.newest, head.number) if result == TAKEN else known.newest
                     known.coming = None
                     if receive is not None and ended is None:
                         known.posted.pop(head.tag, None)
                         ended = receive, None
-                    elif coming.kept is not None:
-                        ended = self._keep(known, head, coming.kept)
+                    elif coming.unclaimed is not None:
+                        ended = self._keep(known, head, coming.unclaimed)
             self._changed.notify_all()
         if ended is not None:
             ended[0].ended(ended[1])
-        return verdict
+        return result
 
     def over(self, channel: Channel, round: int) -> list[tuple[int, Tag]]:
         """Rounds of `channel` up to `round` are over, and no later ones: nothing of them is taken any more.
@@ -181,8 +181,8 @@ class Inbox:
         with self._changed:
             self._over[channel] = round
             for sender, known in self._senders.items():
-                for tag in [tag for tag in known.kept if self._is_over(tag)]:
-                    self._drop_kept(known, tag)
+                for tag in [tag for tag in known.unclaimed if self._is_over(tag)]:
+                    self._drop_unclaimed(known, tag)
                     vain.append((sender, tag))
             ended = self._ended(self._is_over, "that round is over here")
         self._call(ended)
@@ -208,7 +208,7 @@ class Inbox:
             ended = self._ended(lambda tag: True, why, sender)
             known = self._senders.get(sender)
             if known is not None:
-                known.kept.clear()
+                known.unclaimed.clear()
                 known.bytes = 0
         self._call(ended)
 
@@ -218,9 +218,11 @@ class Inbox:
             self._changed.wait(_GLANCE)
 
     def held(self) -> int:
-        """Bytes kept of messages that nobody has asked for."""
+        """Bytes whole of messages that nobody has asked for."""
         with self._changed:
-            return sum(len(one) for known in self._senders.values() for kept in known.kept.values() for one in kept)
+            return sum(
+                len(one) for known in self._senders.values() for waiting in known.unclaimed.values() for one in waiting
+            )
 
     # Under the lock
 
@@ -233,7 +235,7 @@ class Inbox:
         if head.number <= known.newest:
             return _Coming(head)  # it has come before, and is taken again to nowhere
         if self._is_over(head.tag):
-            return _Coming(head, verdict=PASSED)
+            return _Coming(head, result=ROUND_CLOSED)
         receive = known.posted.get(head.tag)
         if receive is not None:
             if head.total != len(receive.out):
@@ -241,47 +243,47 @@ class Inbox:
             return None if receive.cut is not None else _Coming(head, receive)
         size = max(head.total, _LEAST)
         others = sum(other.bytes for other in self._senders.values())
-        if known.bytes + size <= EARLY and others + size <= EARLY_OF_ALL:
+        if known.bytes + size <= UNEXPECTED and others + size <= UNEXPECTED_OF_ALL:
             known.bytes += size
-            return _Coming(head, kept=bytearray(head.total))
+            return _Coming(head, unclaimed=bytearray(head.total))
         if known.held_back != head.number:
             known.held_back = head.number
-            self.refused.note(sender, "more than is kept of what nobody asked for")
+            self.refused.note(sender, "more unexpected messages than are buffered")
         return None
 
     def _refuse(self, sender: int, head: Head, why: str) -> _Coming:
         self.refused.note(sender, why)
-        return _Coming(head, verdict=REFUSED)
+        return _Coming(head, result=REFUSED)
 
     def _abandon(self, known: _Sender) -> None:
         """What came of a message so far is for nothing."""
-        if known.coming is not None and known.coming.kept is not None:
+        if known.coming is not None and known.coming.unclaimed is not None:
             known.bytes -= max(known.coming.head.total, _LEAST)
         known.coming = None
 
-    def _keep(self, known: _Sender, head: Head, kept: bytearray) -> tuple[Receive, str | None] | None:
-        """A message is whole that was to be kept: perhaps it is waited for by now."""
+    def _keep(self, known: _Sender, head: Head, whole: bytearray) -> tuple[Receive, str | None] | None:
+        """A message is whole that was to be whole: perhaps it is waited for by now."""
         receive = known.posted.get(head.tag)
-        if receive is None or receive.cut is not None or len(receive.out) != len(kept):
-            known.kept.setdefault(head.tag, []).append(kept)
+        if receive is None or receive.cut is not None or len(receive.out) != len(whole):
+            known.unclaimed.setdefault(head.tag, []).append(whole)
             return None
-        known.bytes -= max(len(kept), _LEAST)
-        receive.out[:] = np.frombuffer(kept, np.uint8)
+        known.bytes -= max(len(whole), _LEAST)
+        receive.out[:] = np.frombuffer(whole, np.uint8)
         del known.posted[head.tag]
         return receive, None
 
-    def _take_kept(self, known: _Sender, tag: Tag, size: int) -> bytearray | None:
-        waiting = known.kept.get(tag, [])
+    def _take_unclaimed(self, known: _Sender, tag: Tag, size: int) -> bytearray | None:
+        waiting = known.unclaimed.get(tag, [])
         found = next((one for one in waiting if len(one) == size), None)
         if found is not None:
-            known.kept[tag] = [one for one in waiting if one is not found]
+            known.unclaimed[tag] = [one for one in waiting if one is not found]
             known.bytes -= max(size, _LEAST)
-            if not known.kept[tag]:
-                del known.kept[tag]
+            if not known.unclaimed[tag]:
+                del known.unclaimed[tag]
         return found
 
-    def _drop_kept(self, known: _Sender, tag: Tag) -> None:
-        known.bytes -= sum(max(len(one), _LEAST) for one in known.kept.pop(tag, []))
+    def _drop_unclaimed(self, known: _Sender, tag: Tag) -> None:
+        known.bytes -= sum(max(len(one), _LEAST) for one in known.unclaimed.pop(tag, []))
 
     def _ended(
         self, which: Callable[[Tag], bool], why: str | PeerLost | None, sender: int | None = None
@@ -316,7 +318,7 @@ class Inbox:
         def old(other: Tag) -> bool:
             return other.channel == tag.channel and other.round < tag.round - _STALE
 
-        for other in [other for other in known.kept if old(other)]:
-            self._drop_kept(known, other)
+        for other in [other for other in known.unclaimed if old(other)]:
+            self._drop_unclaimed(known, other)
         found = [known.posted.pop(other) for other in [other for other in known.posted if old(other)]]
         return [receive for receive in found if receive.end("nobody waits for it any more")]

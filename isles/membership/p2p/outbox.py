@@ -1,4 +1,4 @@
-"""The sending side: all messages to one peer, in their order, each kept until the peer has said what became of it.
+"""The sending side: all messages to one peer, in their order, each buffered until the peer has said what became of it.
 
 A connection that breaks is made anew, and what the peer has not taken is sent on it once more, from its first byte.
 """
@@ -17,7 +17,7 @@ from isles.comm.errors import PeerLost, RoundClosed
 from isles.comm.gloo.transfers import PostedWork
 from isles.comm.sockets.connection import LinkLost
 from isles.comm.tags import Tag
-from isles.membership.p2p.stream import CHUNK, KEPT, PASSED, PIECE, REFUSED, Head, Stream
+from isles.membership.p2p.stream import CHUNK, PIECE, REFUSED, ROUND_CLOSED, TAKEN, Head, Stream
 
 _LOOK = 30.0  # seconds until it is asked again whether a peer is reached directly to which nothing is to be sent
 _AGAIN, _SELDOM = 0.1, 3.0  # seconds until the next try to reach a peer: twice as many each time
@@ -74,7 +74,9 @@ class PartedWork:
 
 
 class OutgoingMessage:
-    """A part of one on its way out: (n,) uint8 `data` for the address `tag`. kind: `PIECE`, or `OVER` without data."""
+    """A part of one on its way out: (n,) uint8 `data` for the address `tag`. kind: `PIECE`, or `CLOSE_ROUND` without
+    data.
+    """
 
     def __init__(self, work: PartedWork, data: np.ndarray, tag: Tag, kind: int = PIECE) -> None:
         self.work, self.data, self.tag, self.kind = work, data, tag, kind
@@ -212,10 +214,10 @@ class Outgoing:
                 message = self._messages.pop(number, None)
             if message is None:
                 continue
-            if kind == PASSED:
+            if kind == ROUND_CLOSED:
                 message.work.finished(RoundClosed(self._peer))
                 self._carrier.passed(self._peer, message.tag)
             elif kind == REFUSED:
                 message.work.finished(PeerLost(self._peer, "it refused what was sent to it"))
-            elif kind == KEPT:
+            elif kind == TAKEN:
                 message.work.finished()

@@ -1,17 +1,13 @@
-"""The connections of one worker to others: who dials whom, and who is who.
+"""The connections of one worker to others: who dials whom, and how each knows the other.
 
     direct     the sender dials, where the lighthouse knows that the other one is reached; or is dialled by it, where it
                is itself
-    relayed    both dial a worker that carries for others, else the lighthouse, with one ticket, which makes the two
+    relayed    both dial a worker that relays for others, else the lighthouse, with one ticket, which makes the two
                connections one
 
 The lighthouse vouches for the certificate of each worker by its fingerprint, which the dialler compares, and gives it
-an introduction, the knowledge of which both prove inside TLS. What it has said is kept, so that two who have met go on
-without it. Which way it goes is told in a line.
-
-By what a worker knows the members that it is connected with: whom views name, and who showed itself.
-
-Where a worker is reached by others of its run, and by those for whom it carries.
+a peer key, the knowledge of which both prove inside TLS. Its answers are cached, so that two who have met go on without
+it. `KnownMembers` compares who showed itself with whom views name. Which way a connection goes is reported in a line.
 """
 
 from __future__ import annotations
@@ -162,9 +158,10 @@ class PairedTransport(Protocol):
 class PeerConnections:
     """Of the worker in the member of `entry`; the `PeerKeys` of what it gives and takes.
 
-    ask: asks the lighthouse, as `MembershipClient.ask`. mine: this worker's key and certificate. lease: seconds of silence after
-    which a connection counts as broken. notice: called with a line for a person. place: this worker's in its island; it
-    is connected with the workers at the same place of other islands. certificates: fingerprints of its whole island.
+    ask: asks the lighthouse, as `MembershipClient.ask`. mine: this worker's key and certificate. lease: seconds of
+    silence after which a connection counts as broken. notice: called with a line for a person. place: this worker's in
+    its island; it is connected with the workers at the same place of other islands. certificates: fingerprints of its
+    whole island.
 
     seen: the address from which the lighthouse sees this worker.
     """

@@ -1,15 +1,16 @@
-"""Two connections made one: what comes on one leaves on the other, unread; for pairs without a way to each other.
+"""Relays for pairs without a way to each other: two connections become one, and what comes on one leaves on the other,
+unread.
 
-What they say is encrypted from end to end. Of each direction so much is kept as the other end has not taken yet, and no
-more is read meanwhile: a slow pair holds up itself alone. One thread for all of them, beside the loop's.
+    ticket = number (8 random bytes), MAC of it by the relay's key (16)
 
-Tickets with which two connections become one: at the lighthouse, and at workers that carry for others.
+Both ends show the same ticket (`TicketExchange`), at the lighthouse or at a worker that relays. The lighthouse knows
+the relay's key, and gives a pair a ticket; nothing is said between those who issue and who accept tickets.
 
-    ticket = number (8 random bytes), proof of it by a key of whoever makes the two one (16)
+What the pair says is encrypted from end to end. Of each direction `Splices` buffers only what the other end has not
+taken yet, and reads no more meanwhile: a slow pair holds up itself alone. One thread serves all pairs, beside the
+loop's.
 
-The lighthouse knows that key, and gives a pair a ticket; nothing is said between those who give and who take tickets.
-
-How many bytes a lighthouse carries for others: what its clients say to each other, counted by its session.
+`RelayCount` adds up the bytes that a lighthouse has relayed over its restarts.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
-"""One TLS 1.3 connection of a pair: one end sends messages in pieces, the other one says what became of them.
+"""One TLS 1.3 connection of a pair: one end sends messages in segments, the other one acknowledges them.
 
-    forward    head (kind, number, offset, bytes of all, tag), then the piece's bytes, straight into their place
-    back       head (kind, number): taken, refused, or that its round is over; and now and then that it is there
+    forward    head (kind, number, offset, bytes of all, tag), then the segment's bytes, straight into their buffer
+    back       head (kind, number): taken, refused, or that its round is closed; and now and then that it is there
 
 Each direction of a pair has a connection of its own, so each end is read and written by one thread: TLS in Python is
-not safe for two, and what is taken is said however much is on its way back. TCP holds back whoever sends too much.
+not safe for two, and acknowledgements leave however much is on its way back. TCP holds back a sender that is too fast.
 
-The dialler's proof that it has the key of its certificate, said inside TLS with whoever's it has compared.
+Inside TLS the dialler proves that it has the key of its certificate, to the worker whose certificate it has compared:
 
     certificate (DER), fingerprints of all workers of its island, signature of the fingerprint of who is dialled
 
-Nobody but whom it names reads that signature, and to nobody else is it worth anything: so there is no challenge.
+Nobody but the worker that it names reads that signature, and to nobody else is it of any use: so there is no challenge.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ WAYS = ("direct", "relayed")
 """How what workers say to each other goes; "relayed by worker N" where that is not the lighthouse."""
 CARRIED = (*WAYS, "relayed_by_workers")
 """Of which a worker counts bytes: what it sends, and what it carries for others."""
-PIECE, OVER, ALIVE, KEPT, REFUSED, PASSED = range(6)
+PIECE, CLOSE_ROUND, ALIVE, TAKEN, REFUSED, ROUND_CLOSED = range(6)
 _HEAD = struct.Struct(f"<B{len(Tag._fields) + 3}q")
 _BACK = struct.Struct("<Bq")
 _HELLO = struct.Struct("<qHBB")
@@ -70,8 +70,8 @@ class Head(NamedTuple):
 
 
 class PairHello(NamedTuple):
-    """Who dials: a member, and a place in its island. sends: whether it is the one that sends. lane: which of the pair's
-    connections in that direction this is.
+    """Who dials: a member, and a place in its island. sends: whether it is the one that sends. lane: which of the
+    pair's connections in that direction this is.
     """
 
     member: int
@@ -310,7 +310,9 @@ def show(talk: ssl.SSLSocket, mine: Credentials, certificates: Sequence[str], ho
 
 
 def shown(talk: ssl.SSLSocket, host: str, island_rank: int) -> str:
-    """The identity of the member whose worker at `island_rank` has dialled this one, of the fingerprint `host`. LinkLost."""
+    """The identity of the member whose worker at `island_rank` has dialled this one, of the fingerprint `host`.
+    LinkLost.
+    """
     try:
         der, said, island = (exactly(talk, size) for size in _SIZES.unpack(exactly(talk, _SIZES.size)))
         key = x509.load_der_x509_certificate(der).public_key()

@@ -1,4 +1,4 @@
-"""The transport of elastic worlds: messages between members over connections of their own (`p2p`), direct or relayed.
+"""The transport of elastic worlds: messages between members over connections of their own, direct or relayed.
 
 A rank is a member. Each peer has a thread that sends to it and one that takes what comes from it, so that a slow peer
 delays nobody else. A message counts as sent once the peer has it. A peer that ends, stands still or is cut off fails
@@ -30,7 +30,7 @@ from isles.membership.failure_detector import SuspicionReporter
 from isles.membership.messages import MOST, PathRow
 from isles.membership.p2p.inbox import ANOTHER, Inbox, before
 from isles.membership.p2p.outbox import Outgoing, OutgoingMessage, PartedWork, lost_peer
-from isles.membership.p2p.stream import ALIVE, CARRIED, KEPT, OVER, PIECE, Stream
+from isles.membership.p2p.stream import ALIVE, CARRIED, CLOSE_ROUND, PIECE, TAKEN, Stream
 from isles.membership.session import Rejections
 from isles.membership.tls_session import Session
 
@@ -64,10 +64,10 @@ class ElasticTransport(OnHostClock):
 
     session: to the lighthouse. member: this worker's, its rank. size: number of workers of the world that it begins in.
     gone, back: called with a member, in some thread, when nothing connects this worker with it any more, and when
-    something does again. doubt: called with a member that is waited for in vain. guide: what reaches others. place: this
-    worker's in its island; it reaches the workers at the same place of other islands. beside: the transport inside the
-    island; both count together, by one clock. connections: with each peer in each direction, over which a large message
-    is spread; the same number at all workers.
+    something does again. doubt: called with a member that is waited for in vain. guide: what reaches others. place:
+    this worker's in its island; it reaches the workers at the same place of other islands. beside: the transport inside
+    the island; both count together, by one clock. connections: with each peer in each direction, over which a large
+    message is spread; the same number at all workers.
 
     resent: messages sent again. carried: bytes of the messages that went out, by "direct" and "relayed",
     and of what went through this worker, "relayed_by_workers".
@@ -211,7 +211,9 @@ class ElasticTransport(OnHostClock):
                 line = None if sender in self._lost else self._line(sender)
             if line is not None:
                 nothing = np.zeros(0, np.uint8)
-                line.add(OutgoingMessage(PartedWork(PostedWork(sender, nothing, self.now), 1), nothing, tag, OVER))
+                line.add(
+                    OutgoingMessage(PartedWork(PostedWork(sender, nothing, self.now), 1), nothing, tag, CLOSE_ROUND)
+                )
 
     def again(self, tag: Tag) -> None:
         """The attempt of `tag` has begun, without some of those of before: who waits in earlier ones of its round, in a
@@ -312,10 +314,10 @@ class ElasticTransport(OnHostClock):
 
     def _take_one(self, member: int, stream: Stream) -> None:
         head, inbox = stream.head(), self._inboxes[min(stream.lane, len(self._inboxes) - 1)]
-        if head.kind == OVER:
+        if head.kind == CLOSE_ROUND:
             self.passed(member, head.tag)
         if head.kind != PIECE:
-            stream.say(KEPT if head.kind == OVER else ALIVE, head.number)
+            stream.say(TAKEN if head.kind == CLOSE_ROUND else ALIVE, head.number)
             return
         while (buffer := inbox.begin(member, head, stream.cut)) is None:
             stream.holds()
@@ -328,9 +330,9 @@ class ElasticTransport(OnHostClock):
         with self._lock:
             self._taken[member] += head.size
         with stream.busy:
-            verdict = inbox.end(member, head, whole=True)
-            if verdict is not None:
-                stream.say(verdict, head.number)
+            result = inbox.end(member, head, whole=True)
+            if result is not None:
+                stream.say(result, head.number)
 
     # Who is there
 

@@ -55,7 +55,7 @@ class ElasticClusterNode(PeerWork):
         *,
         descriptor: int,
         members_now: Callable[[], Collection[int] | None],
-        await_kept: Callable[[int], object],
+        await_saved: Callable[[int], object],
     ) -> None:
         self._member, self.config, self.epoch, self._descriptor = member, member.config, part.epoch, descriptor
         self._founders = sorted(part.members) if isinstance(part, StartSwarm) else []
@@ -64,7 +64,7 @@ class ElasticClusterNode(PeerWork):
         self.inbox = inbox_of(self.config, self.world, met=(*self._founders, *self._members))
         self._worker: ClusterWorker | None = None
         self._leaving, self._has_left = False, False
-        self._members_now, self._await_kept = members_now, await_kept
+        self._members_now, self._await_saved = members_now, await_saved
         self._asked_at = self._stepped_at = member.transport.now()
         self._seen = 0  # steps, when they were last told of
         self._fetch_saved: State | None = None
@@ -127,7 +127,7 @@ class ElasticClusterNode(PeerWork):
         and the run waits for whoever comes.
         """
         if self._leaving:
-            self._await_kept(step)
+            self._await_saved(step)
             self._has_left = True
         return self._leaving
 
@@ -245,7 +245,7 @@ class ClusterParticipant(SwarmParticipant):
             part,
             descriptor=encode_node(self._descriptor or self._measured()) if isinstance(part, JoinSwarm) else NO_FIGURES,
             members_now=self._members_now,
-            await_kept=lambda step: self.client.await_kept(step, self.config.run.grace / 2),
+            await_saved=lambda step: self.client.await_saved(step, self.config.run.grace / 2),
         )
 
     @override

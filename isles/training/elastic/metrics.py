@@ -43,7 +43,7 @@ def elastic_metrics(
         inner_steps_backlog=count_steps(membership.ledger.outstanding(last + 1, membership.members())),
         inner_steps_repeated=repeated(journal, records),
         joins=there.counts["join"],
-        losses=there.counts["gone"],
+        losses=there.counts["lost"],
         leaves=there.counts["leave"],
         views=there.counts["view"],
         outages=len(there.outages),

@@ -104,8 +104,8 @@ def _landed(incarnation: RecordedIncarnation) -> RecordedIncarnation:
     for record in rounds:
         if record.outcome in (ALONE, LATE):
             raise ValueError(
-                f"worker {record.member} did not land round {record.round} in time: where rounds are put off, or a quorum is "
-                "enough, a run is not repeated"
+                f"worker {record.member} did not land round {record.round} in time: where rounds are put off, or a quorum "
+                "is enough, a run is not repeated"
             )
     return RecordedIncarnation(incarnation.start, rounds)
 

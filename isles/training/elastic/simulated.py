@@ -87,7 +87,7 @@ class SimulatedElasticRun(SimulatedWorld):
                 worker.run()
                 client.close()
                 with client.changed:
-                    self.simulation.gone(client.member)
+                    self.simulation.ended(client.member)
             except Exception:
                 with client.changed:
                     self.simulation.end()  # else the others wait for this one for ever

@@ -160,7 +160,9 @@ class States:
         return facts.get("round", 0)
 
     def adopt(self) -> int:
-        """Take on the state that was fetched; the round that it is of. StateUnavailable where it is not one of this run."""
+        """Take on the state that was fetched; the round that it is of. StateUnavailable where it is not one of this
+        run.
+        """
         try:
             self.taken = self._fetched.stat().st_size
             self.of = self._adopt(self._fetched)

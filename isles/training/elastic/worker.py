@@ -119,8 +119,8 @@ class ElasticWorker:
 
     def load(self, decision: Decision) -> tuple[int, dict[int, int]]:
         """Take on the state of `donor`, see `States.fetch`: its round, and whom the donor knew by then to be left out.
-        All of an island take states of one round. StateUnavailable for all where one has none: all are as before, but for
-        NotAdopted.
+        All of an island take states of one round. StateUnavailable for all where one has none: all are as before, but
+        for NotAdopted.
         """
         mismatch = "the workers of this island got states of different rounds"
         fetch = partial(self.states.fetch, decision.donor, decision.seconds, after=decision.round, wait=decision.wait)
@@ -138,8 +138,8 @@ class ElasticWorker:
         return round, self.states.left_out
 
     def _same(self, call: Callable[[], int]) -> int | None:
-        """What `call` comes to at all of the island, 0 or more; None where that differs. StateUnavailable for all where it is
-        that at one.
+        """What `call` comes to at all of the island, 0 or more; None where that differs. StateUnavailable for all where
+        it is that at one.
         """
         number, why = -1, StateUnavailable("")
         try:

@@ -21,7 +21,8 @@ _AT_ONCE = 1 << 24  # bytes of all files together
 
 
 def consolidate(models: Mapping[int, Path], out: Path, *, alike: bool, ratio: float) -> dict[int, str]:
-    """Write the one model of those of `models`, by member, to `out`, where there is one; by member, why one is left out.
+    """Write the one model of those of `models`, by member, to `out`, where there is one; by member, why one is left
+    out.
 
     alike: all have landed the same means, so it is the one that most of them have, bit for bit; else the mean of those
     that are at most `ratio` (`world.trust_ratio`) times as far from the median of all, entry by entry, as is usual.

@@ -51,7 +51,7 @@ class SwarmLighthouseServer(LighthouseServer):
         self._offers: dict[int, dict[int, list[int]]] = {}  # by step and part: who has it
         self._offering = threading.Lock()
         self._states = Checkpoints(self.out, "states")
-        for step in sorted({self.coordinator.kept} - {0}):
+        for step in sorted({self.coordinator.saved} - {0}):
             self._offer_states(step)
         return self.coordinator
 
@@ -79,7 +79,7 @@ class SwarmLighthouseServer(LighthouseServer):
             if self.coordinator.epoch > begun:
                 begun, step = (
                     self.coordinator.epoch,
-                    self.coordinator.kept or "0, for no state is kept (run.checkpoint_every)",
+                    self.coordinator.saved or "0, for no state is kept (run.checkpoint_every)",
                 )
                 self.on_notice(f"all peers were lost: the run begins again at step {step}")
             if self.stopping.is_set():
@@ -130,7 +130,10 @@ class SwarmLighthouseServer(LighthouseServer):
     def _summary(self, holder: int, seconds: float) -> SummaryTable:
         results = [self.results[holder], *(one for member, one in self.results.items() if member != holder)]
         summary = summarise(self.config, results, seconds)
-        peers, lit = self.coordinator.peers.values(), [one for one in self._journal.entries if one["event"] == "lit"]
+        peers, lit = (
+            self.coordinator.peers.values(),
+            [one for one in self._journal.entries if one["event"] == "restart"],
+        )
         summary |= {
             "replicas": 1,
             "replica_std": 0.0,
@@ -156,7 +159,7 @@ class SwarmLighthouseServer(LighthouseServer):
         parts = integer(told, "parts", *((1, _MOST_PARTS) if self.coordinator.rules.clustered else (stages, stages)))
         stage = integer(told, "stage", 0, parts - 1)
         with self._offering:
-            if step > self.coordinator.kept and member in self.coordinator.members:
+            if step > self.coordinator.saved and member in self.coordinator.members:
                 if self._parts.setdefault(step, parts) != parts:  # of another cluster, which fit with none of before
                     self._parts[step] = parts
                     self._offers.pop(step, None)

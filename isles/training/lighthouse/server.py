@@ -174,7 +174,9 @@ class LighthouseServer(ABC):
     def fetch(
         self, state_server: str, what: str, path: Path, seconds: float, copies: int = COPIES, newest: int = 1 << 53
     ) -> dict[str, Any]:
-        """`fetch_state`, of no more than so many copies of the first model. InterruptedError where the lighthouse stops."""
+        """`fetch_state`, of no more than so many copies of the first model. InterruptedError where the lighthouse
+        stops.
+        """
         weights, keys, stops = self.rules.weights, self.keys.peer_key, self.stopping.is_set
         most = copies * weights + BESIDE if weights else _MOST
         try:

@@ -5,8 +5,8 @@
       +--------- again, in another member: the others have lost this peer, or a stage its last ---+
 
 Seats are never used twice. So a peer that the others have counted out, that stood still for too long, or whose swarm
-has lost a whole stage gives its member back and comes again. Nothing is lost with that: its state is that of the others,
-or is kept by the lighthouse.
+has lost a whole stage gives its member back and comes again. Nothing is lost with that: its state is that of the
+others, or is kept by the lighthouse.
 """
 
 from __future__ import annotations
@@ -195,7 +195,7 @@ class SwarmParticipant:
         return self._left() if self.leaving.is_set() else "again"
 
     def made(self, part: StartSwarm | JoinSwarm) -> PeerWork:
-        return ElasticSwarmTrainer(self.member(), part, wish=self.wish, await_kept=self.client.await_kept)
+        return ElasticSwarmTrainer(self.member(), part, wish=self.wish, await_saved=self.client.await_saved)
 
     def member(self) -> OwnMember:
         return OwnMember(

@@ -3,8 +3,8 @@
 What a peer has in its member of a lighthouse's run, what its peer asks of whatever trains there, and the trainer of a
 swarm there, which offers its states to the lighthouse.
 
-Ranks are members, so its world has as many ranks as a run can give members. Who serves in the other members the peers agree
-on among themselves.
+Ranks are members, so its world has as many ranks as a run can give members. Who serves in the other members the peers
+agree on among themselves.
 """
 
 from __future__ import annotations
@@ -374,7 +374,7 @@ class ElasticSwarmTrainer(SwarmTrainer, PeerWork):
     """A `SwarmTrainer` whose ranks are members.
 
     part: who begin together and at which stages, or whom of a swarm that is at work this peer asks to be let in. wish:
-    the stage that it wants to serve. await_kept: see `SwarmClient.await_kept`.
+    the stage that it wants to serve. await_kept: see `SwarmClient.await_saved`.
 
     No step begins that would take the run further than `run.checkpoint_every` steps from the newest states that the
     lighthouse keeps, so no more is lost with all peers. States are offered twice in so many steps: those of before are
@@ -383,12 +383,12 @@ class ElasticSwarmTrainer(SwarmTrainer, PeerWork):
     """
 
     def __init__(
-        self, member: OwnMember, part: StartSwarm | JoinSwarm, *, wish: int = ANYWHERE, await_kept: Callable[..., bool]
+        self, member: OwnMember, part: StartSwarm | JoinSwarm, *, wish: int = ANYWHERE, await_saved: Callable[..., bool]
     ) -> None:
         stages = dict(zip(part.members, part.stages, strict=True)) if isinstance(part, StartSwarm) else {}
         self._asked = part.members if isinstance(part, JoinSwarm) else ()
         self.epoch, self._wish = part.epoch, wish
-        self._await_kept = await_kept
+        self._await_saved = await_saved
         self._not_awaited = self._told_until = 0  # steps
         self._member = member
         self._ended_at, self.handed_over = member.transport.now(), 0
@@ -435,7 +435,7 @@ class ElasticSwarmTrainer(SwarmTrainer, PeerWork):
         if swarm.bare and not self.handed_over:
             self.handed_over = self.optimizer.steps
             self._save(self._member.folder, self.handed_over)
-            self._await_kept(self.handed_over, self.config.run.grace / 2, though_away=True)
+            self._await_saved(self.handed_over, self.config.run.grace / 2, though_away=True)
         elif not swarm.bare:
             self.handed_over = 0
 
@@ -460,7 +460,7 @@ class ElasticSwarmTrainer(SwarmTrainer, PeerWork):
         if not every or oldest <= self._not_awaited:
             return
         began = time.monotonic()
-        if self._await_kept(oldest, seconds):
+        if self._await_saved(oldest, seconds):
             return
         if time.monotonic() - began >= seconds:
             self._not_awaited = done  # the states after that are waited for again

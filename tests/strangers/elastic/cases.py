@@ -35,7 +35,7 @@ from isles.membership.messages import (
     decode,
     encode,
 )
-from isles.membership.p2p.stream import CHUNK, KEPT, PIECE, REFUSED, TICKET_SIZE, Head
+from isles.membership.p2p.stream import CHUNK, PIECE, REFUSED, TAKEN, TICKET_SIZE, Head
 from isles.membership.tls_session import open_session
 from tests.strangers.callers import GARBAGE
 from tests.strangers.elastic.attacker import NEVER, UNASKED, Attacker, other_run
@@ -267,7 +267,7 @@ def addresses_that_are_none(one: Attacker) -> None:
         assert one.ask(REQUESTS, encode(said), one.word) == NEVER
 
 
-@case("lighthouse", "Listening.certificate: String should match pattern '^[0-9a-f]{32}$'", OWN)
+@case("lighthouse", "AnnounceAddress.certificate: String should match pattern '^[0-9a-f]{32}$'", OWN)
 def a_certificate_that_is_none(one: Attacker) -> None:
     assert one.ask(REQUESTS, encode(AnnounceAddress("127.0.0.1", 9, "", "%%%")), one.word) == NEVER
 
@@ -316,14 +316,14 @@ def words_that_no_pair_says(one: Attacker) -> None:
             stream.wait(0.1)
 
 
-@case("victim", "more than is kept of what nobody asked for", OWN)
+@case("victim", "more unexpected messages than are buffered", OWN)
 def sixty_four_megabytes_unasked(one: Attacker) -> None:
     """A quarter is kept. Then it is held back, by TCP, for as long as it likes to: what it could not send stays with
     it, but for what fits the kernels' buffers on the way.
     """
     heads = [Head(PIECE, (1 << 40) + number, 0, CHUNK, Tag("outer", 1 << 50, number)) for number in range(64)]
     left, said = one.flooded(heads, seconds=6.0)  # two leases
-    assert left < 64 and 0 < [kind for kind, _ in said].count(KEPT) <= 16, (left, said)
+    assert left < 64 and 0 < [kind for kind, _ in said].count(TAKEN) <= 16, (left, said)
 
 
 @case("lighthouse")

@@ -89,8 +89,8 @@ def test_a_run_that_lost_all_goes_on_from_what_the_lighthouse_keeps(tmp_path: Pa
     run = ClusterRun(tmp_path / "run", "run.steps=200", "run.validate_every=0", "run.checkpoint_every=20")
     for _ in range(4):
         run.join()
-    run.until(lambda: run.keeper.coordinator.kept >= 40)
-    retained = run.keeper.coordinator.kept
+    run.until(lambda: run.keeper.coordinator.saved >= 40)
+    retained = run.keeper.coordinator.saved
     for number in range(4):
         run.vanish(number)
     fresh = [run.join() for _ in range(4)]
@@ -117,7 +117,7 @@ def test_who_asks_those_who_are_gone_asks_the_lighthouse_again(tmp_path: Path) -
     more = ("run.steps=200", "run.validate_every=0", "run.checkpoint_every=20", "pipeline.ravnest.clusters=[[2]]")
     run = ClusterRun(tmp_path / "run", *more, "world.workers=2")
     first, plain = [run.join() for _ in range(2)], run.kind
-    run.until(lambda: run.keeper.coordinator.kept >= 20)
+    run.until(lambda: run.keeper.coordinator.saved >= 20)
     run.kind = partial(Late, *plain.args, **plain.keywords)
     late = run.join()
     run.until(lambda: late in run.peers and run.peers[late].client.member >= 2)

@@ -135,11 +135,11 @@ def test_all_and_the_lighthouse_are_killed(commands: Make) -> None:
     run = commands("run.steps=300")
     for _ in range(4):
         run.node()
-    run.until(lambda: len(run.journal("kept")) >= 2)
+    run.until(lambda: len(run.journal("saved")) >= 2)
     for process in run.started:
         process.kill()
         process.wait()
-    retained = run.journal("kept")[-1]["step"]
+    retained = run.journal("saved")[-1]["step"]
     assert run.step() - retained <= 3 * EVERY
     light = run.start("resume", str(run.out))
     again = [run.node() for _ in range(4)]
@@ -156,7 +156,7 @@ def test_who_leaves_and_cannot_be_replaced_is_gone_within_its_grace(commands: Ma
     run.until(lambda: run.step() >= 20)
     leaves.terminate()
     assert leaves.wait(25.0 + 10.0) == 0
-    (retained,) = run.journal("kept")
+    (retained,) = run.journal("saved")
     assert retained["step"] % 4 == 0 and len(run.journal("leave")) == 1
     fresh = run.node()
     run.until(lambda: len(run.journal("begin")) == 2)

@@ -131,8 +131,8 @@ def ended(rows: np.ndarray) -> Counter[str]:
 
 def ledger(books: Iterable[np.ndarray], last: Mapping[int, int]) -> Counter[str]:
     """Bytes of all messages: "sent"; of these "received", and by what ended the others; "unexplained". last: the last
-    round of each, by member, after all have ended: what is of that one or later its end explains. AssertionError for what
-    somebody received that nobody sent like that.
+    round of each, by member, after all have ended: what is of that one or later its end explains. AssertionError for
+    what somebody received that nobody sent like that.
     """
     rows = np.concatenate([*books])
     sent, failed = rows[rows["kind"] == _SENT], rows[(rows["kind"] != _SENT) & (rows["fate"] > _DONE)]

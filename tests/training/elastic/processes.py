@@ -136,7 +136,7 @@ def connected(out: Path) -> set[int]:
         entry = json.loads(line)
         if entry["event"] in ("join", "back"):
             there.add(entry["member"])
-        elif entry["event"] == "gone":
+        elif entry["event"] == "lost":
             there.discard(entry["member"])
     return there
 

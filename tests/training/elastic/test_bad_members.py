@@ -62,8 +62,8 @@ def test_it_is_shut_out(
     bad = world.workers[numbers[2]]
     member = bad.client.member
     lies(bad.transport, member, how, monkeypatch)  # type: ignore[arg-type]
-    world.until(lambda: bool(events(world.out, "shut")))
-    assert [one["member"] for one in events(world.out, "shut")] == [member]
+    world.until(lambda: bool(events(world.out, "ban")))
+    assert [one["member"] for one in events(world.out, "ban")] == [member]
     world.until(lambda: numbers[2] in world.endings)
     assert bad.client.ended is not None and why in str(bad.client.ended), bad.client.ended
     reached = max(map(world.step, numbers[:2]))

@@ -205,7 +205,7 @@ def test_one_that_says_nothing_for_long_is_gone_whatever_the_lease(tmp_path: Pat
     config = small(tmp_path, 4, 24, virtual={"step_seconds": 2.0}, elastic={"lease": 60.0})
     run = churned(config, [ChurnEvent(13.0, "pause", 1), ChurnEvent(38.0, "resume", 1)], tmp_path)
     told = {entry["event"]: entry["at"] for entry in run.simulation.journal if entry.get("member") == 1}
-    assert 22.0 <= told["gone"] <= 24.0 and 38.0 <= told["back"] <= 38.1
+    assert 22.0 <= told["lost"] <= 24.0 and 38.0 <= told["back"] <= 38.1
 
 
 def test_nothing_is_saved_and_that_is_said(tmp_path: Path) -> None:

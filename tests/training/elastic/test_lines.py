@@ -182,9 +182,9 @@ def test_one_is_lost(
         began = time.monotonic()
         victim = workers[2]
         how(victim, places[2])
-        world.until(lambda: any(event["event"] == "gone" for at, event in diary.events if at >= began))
-        (member,) = {event["member"] for at, event in diary.events if at >= began and event["event"] == "gone"}
-        told = diary.when("gone", member, began)
+        world.until(lambda: any(event["event"] == "lost" for at, event in diary.events if at >= began))
+        (member,) = {event["member"] for at, event in diary.events if at >= began and event["event"] == "lost"}
+        told = diary.when("lost", member, began)
         world.until(lambda: member not in events(world.out, "view")[-1]["view"]["members"])
         others = [other for other in diary.rounds if other != member]
         reached = {other: len(diary.rounds[other]) for other in others}
@@ -235,7 +235,7 @@ def test_one_among_fast_ones(tmp_path: Path, trouble: str, direct: bool) -> None
         TROUBLES[trouble](workers[3], places[3])
         world.until(lambda: time.monotonic() > began + 25.0)
         usual = statistics.median(diary.gaps(list(diary.rounds), 0.0, began))
-        gone = {event["member"] for at, event in diary.events if at >= began and event["event"] == "gone"}
+        gone = {event["member"] for at, event in diary.events if at >= began and event["event"] == "lost"}
         if trouble in ("cut", "stopped"):
             (member,) = gone
             assert diary.when("back", member, began) is not None, world.logs()

@@ -18,7 +18,7 @@ import isles
 from isles.comm.errors import RendezvousFailed
 from isles.comm.mesh import Mesh
 from isles.membership.messages import Load
-from isles.membership.state_transfer import FetchRequest, StateNotFound, StateServer, StateUnavailable, take
+from isles.membership.state_transfer import FetchRequest, StateNotFound, StateServer, StateUnavailable, fetch_state
 from isles.membership.tls_session import open_session
 from isles.replicas.loop.outer import OuterSync
 from isles.training.config.world import JoinState
@@ -133,7 +133,7 @@ def test_a_donor_that_begins_with_another_s_state_gives_nothing_of_its_own(tmp_p
             def asked(what: str, seconds: float) -> str:
                 request = FetchRequest(source="3", what=what, most=1 << 30, seconds=seconds)
                 with pytest.raises(StateUnavailable) as why:
-                    take(guest, request, tmp_path / "taken")
+                    fetch_state(guest, request, tmp_path / "taken")
                 return str(why.value)
 
             try:
@@ -143,7 +143,7 @@ def test_a_donor_that_begins_with_another_s_state_gives_nothing_of_its_own(tmp_p
                 )
                 means.begins(3)
                 assert states.landed(3, {}, [True, False])
-                take(guest, FetchRequest(source="3", what=STATE, most=1 << 30, seconds=20.0), tmp_path / "taken")
+                fetch_state(guest, FetchRequest(source="3", what=STATE, most=1 << 30, seconds=20.0), tmp_path / "taken")
                 forgotten = threading.Timer(0.3, lambda: (states.forget(), means.forget()))
                 forgotten.start()
                 assert asked("mean-4", 60.0) == "there is none"
@@ -180,7 +180,7 @@ def test_a_donor_of_100_mb_goes_on(tmp_path: Path) -> None:
                     with highest() as most:
                         taken = tmp_path / f"taken-{trial}"
                         asked = FetchRequest(source="3", what=STATE, most=1 << 30, seconds=20.0)
-                        taking = threading.Thread(target=take, args=(guest, asked, taken))
+                        taking = threading.Thread(target=fetch_state, args=(guest, asked, taken))
                         taking.start()
                         while not state_server.is_requested(STATE):
                             time.sleep(0.001)

@@ -142,7 +142,7 @@ def test_a_stage_that_has_lost_all_of_its_peers_is_begun_again(tmp_path: Path) -
     run = SwarmRun(elastic_config(*settings("[1,2,1]", steps, "run.checkpoint_every=5")), tmp_path / "run")
     for number in range(4):
         run.join([0, 1, 1, 2][number])
-    run.until(lambda: run.keeper.coordinator.kept >= 10)
+    run.until(lambda: run.keeper.coordinator.saved >= 10)
     run.vanish(3)
     run.until(lambda: run.keeper.coordinator.alive() == [])
     run.join()
@@ -158,12 +158,12 @@ def test_all_and_the_lighthouse_are_lost(tmp_path: Path) -> None:
     run = SwarmRun(elastic_config(*settings("[1,1,1]", steps, f"run.checkpoint_every={every}")), tmp_path / "run")
     for stage in range(3):
         run.join(stage, again=False)
-    run.until(lambda: run.keeper.coordinator.kept >= 10)
+    run.until(lambda: run.keeper.coordinator.saved >= 10)
     newest = run.step(0)
     for number in range(3):
         run.vanish(number)
     run.stop()
-    kept = run.keeper.coordinator.kept
+    kept = run.keeper.coordinator.saved
     assert newest - kept <= every
     run.keep()
     for stage in range(3):
@@ -190,7 +190,7 @@ def test_no_step_is_further_than_the_interval_from_what_is_kept(tmp_path: Path) 
     seen = set[int]()
     while 0 not in run.endings:
         newest = max(run.step(number) for number in range(3))
-        seen.add(newest - run.keeper.coordinator.kept)
+        seen.add(newest - run.keeper.coordinator.saved)
         time.sleep(0.001)
     summary = run.end()
     assert max(seen) == every and summary["begun"] == 1
@@ -351,7 +351,7 @@ def test_the_last_of_a_stage_hands_its_state_over(tmp_path: Path) -> None:
     run.until(lambda: run.step(0) > 2)
     run.ask_to_leave(1)
     run.until(lambda: 1 in run.endings)
-    assert run.endings[1] == "left" and run.keeper.coordinator.kept == run.step(1) > 0
+    assert run.endings[1] == "left" and run.keeper.coordinator.saved == run.step(1) > 0
     run.join()
     summary = run.end(120)
     assert furthest(weights(run), undisturbed(tmp_path, "[1,1]", steps)) == 0
@@ -374,7 +374,7 @@ def test_a_swarm_that_begins_again_says_from_where(tmp_path: Path) -> None:
             run.keeper.lighthouse.act(call)
         run.until(lambda epoch=epoch: coordinator.epoch == epoch)
         run.until(lambda epoch=epoch: len([line for line in run.notices if said in line]) == epoch - 1)
-        coordinator.kept = 5 * (epoch - 1)
+        coordinator.saved = 5 * (epoch - 1)
     told = [line.removeprefix(said) for line in run.notices if said in line]
     assert told == ["0, for no state is kept (run.checkpoint_every)", "5"]
     run.stop()

@@ -129,7 +129,7 @@ def test_all_and_the_lighthouse_are_killed(commands: Callable[..., Commands], tm
     for process in run.started:
         process.kill()
         process.wait()
-    reached, kept = run.step(), run.journal("kept")[-1]["step"]
+    reached, kept = run.step(), run.journal("saved")[-1]["step"]
     assert at <= reached <= kept + EVERY
     light = run.start("resume", str(run.out))
     again = [run.peer(), run.peer()]
