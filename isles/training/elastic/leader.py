@@ -425,7 +425,7 @@ class Participant:
         answered_at, patience = self.transport.now(), self.config.world.eval_deadline
         while not isinstance(self.client.ended, Over):
             if isinstance(self.client.ended, Examine):
-                self._judge()
+                self._evaluate()
                 self.client.ended = None
             if self.client.ask(Finished()) is not None:
                 answered_at = self.transport.now()
@@ -434,14 +434,14 @@ class Participant:
             self.client.wait(lambda: self.client.ended is not None, 1.0)
         self.client.reported(_WAIT)
 
-    def _judge(self) -> None:
+    def _evaluate(self) -> None:
         path = self.folder / "whole.safetensors"
         try:
             self.transfers.fetch(FetchRequest(source=LIGHTHOUSE, what=MODEL, most=1 << 62, seconds=SLOW), path)
         except StateUnavailable as why:
             self.notice(f"the one model did not come ({why}): it is not judged")
             return
-        self.client.report({"judged": self.worker.judge(path)})
+        self.client.report({"evaluated": self.worker.evaluate(path)})
 
     def _report(self, event: Any) -> None:
         """What the trainer tells whoever started it: lines of metrics go to the lighthouse, words to the user."""

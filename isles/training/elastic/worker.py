@@ -251,7 +251,7 @@ class ElasticWorker:
         refused = together(read_rejections(one) for one, _ in gathered)
         return {"carried": carried, "refused": refused, "paths": sorted(paths, key=lambda row: -row[3])[:MOST]}
 
-    def judge(self, file: Path) -> float | None:
+    def evaluate(self, file: Path) -> float | None:
         """Validation loss of the one model, which is in `file`. ValueError where it does not fit this run's."""
         trainer, config = self.trainer, self._config
         if trainer.text is None or not trainer.judges:

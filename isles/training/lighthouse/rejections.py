@@ -16,13 +16,13 @@ class RejectionLog:
 
     def __init__(self, own: Rejections, notice: Callable[[str], None]) -> None:
         self._own, self._notice = own, notice
-        self._told: dict[int, list[RejectionRow]] = {}  # by the member that refuses
+        self._reported: dict[int, list[RejectionRow]] = {}  # by the member that refuses
         self._named: set[tuple[int, int, str]] = set()
 
-    def told(self, by: int, rows: Any) -> None:
+    def update(self, by: int, rows: Any) -> None:
         """What worker `by` says that it has refused so far. ValueError where that is no such list."""
-        self._told[by] = read_rejections(rows)
-        self._name(by, self._told[by])
+        self._reported[by] = read_rejections(rows)
+        self._name(by, self._reported[by])
 
     def look(self) -> None:
         """Name what is new of the lighthouse's."""
@@ -30,7 +30,7 @@ class RejectionLog:
 
     def rows(self) -> list[tuple[int, int, str, int]]:
         """(by whom, of whom, why, how often). -1: the lighthouse; somebody without a member, or in another's name."""
-        every = {LIGHTHOUSE: self._own.rows(), **self._told}
+        every = {LIGHTHOUSE: self._own.rows(), **self._reported}
         return [(by, *row) for by, rows in sorted(every.items()) for row in rows]
 
     def table(self) -> list[dict[str, Any]]:

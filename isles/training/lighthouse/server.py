@@ -65,13 +65,13 @@ class LighthouseServer(ABC):
         config: Config,
         out: Path,
         address: str,
-        told: Callable[[str], None],
+        on_ready: Callable[[str], None],
         on_line: Callable[[dict[str, Any]], None],
         on_notice: Callable[[str], None],
     ) -> None:
         self.config, self.out, self.address = config, out, address
         self.rules, self.text = rules(config), to_toml(config)  # what workers who join get
-        self.told, self.on_line, self.on_notice = told, on_line, on_notice
+        self.on_ready, self.on_line, self.on_notice = on_ready, on_line, on_notice
         self.stopping = threading.Event()
         self.results: dict[int, dict[str, Any]] = {}
         self.carried: dict[int, dict[str, int]] = {}
@@ -88,8 +88,8 @@ class LighthouseServer(ABC):
             return self._run()
         except OSError as error:
             if no_room(error):
-                mend = f"make room and go on with: isles resume {self.out}"
-                raise OSError(f"{self.out}: {no_room(error)} ({error.strerror}); {mend}") from error
+                hint = f"make room and go on with: isles resume {self.out}"
+                raise OSError(f"{self.out}: {no_room(error)} ({error.strerror}); {hint}") from error
             raise
         finally:
             with contextlib.suppress(OSError):
@@ -124,7 +124,7 @@ class LighthouseServer(ABC):
                 self.keys,
                 config=self.text,
                 version=__version__,
-                on_report=self._heard,
+                on_report=self._on_report,
                 island_size=self.config.world.inner,
             )
             stack.callback(self.lighthouse.close)
@@ -134,10 +134,10 @@ class LighthouseServer(ABC):
             )
             if is_new and journal.entries:
                 self.on_notice("its credentials were not there: whoever took part must join anew, with the new token")
-            self.told(str(mine.token))
+            self.on_ready(str(mine.token))
             summary = None
             with contextlib.suppress(InterruptedError):
-                summary = self.keep()
+                summary = self.serve()
         if summary is not None:
             forget(self.out)
         return summary
@@ -160,7 +160,7 @@ class LighthouseServer(ABC):
         """Seats of those who take part now."""
 
     @abstractmethod
-    def keep(self) -> SummaryTable | None:
+    def serve(self) -> SummaryTable | None:
         """What there is to do until the end, or until `stopping`."""
 
     @abstractmethod
@@ -168,7 +168,7 @@ class LighthouseServer(ABC):
         """How the run stands: the message for whoever asks."""
 
     @abstractmethod
-    def hear(self, member: int, kind: str, value: Any) -> bool:
+    def on_event(self, member: int, kind: str, value: Any) -> bool:
         """An event of one key that is of this kind of run alone; False where it is none. ValueError refuses it."""
 
     def fetch(
@@ -193,25 +193,25 @@ class LighthouseServer(ABC):
 
     def paths(self) -> MemberPaths:
         """What workers have told; those with the most bytes first."""
-        told = [(member, *row) for member, rows in sorted(self._paths.items()) for row in rows]
-        return tuple(sorted(told, key=lambda row: -row[4]))
+        reported = [(member, *row) for member, rows in sorted(self._paths.items()) for row in rows]
+        return tuple(sorted(reported, key=lambda row: -row[4]))
 
-    def _heard(self, member: int, event: Any) -> None:
+    def _on_report(self, member: int, event: Any) -> None:
         """What a worker reports, in the session's thread. ValueError refuses it."""
         try:
-            if isinstance(event, dict) and len(event) == 1 and self._hear_one(member, *next(iter(event.items()))):
+            if isinstance(event, dict) and len(event) == 1 and self._on_event(member, *next(iter(event.items()))):
                 return
-            line = self.schema("event", event, {member})
-            if set(line) == {"notice"}:
-                self.on_notice(f"worker {member}: {line['notice']}")
+            row = self.schema("event", event, {member})
+            if set(row) == {"notice"}:
+                self.on_notice(f"worker {member}: {row['notice']}")
                 return
-            self._lines.write(as_json({key: value for key, value in line.items() if value is not None}) + "\n")
+            self._lines.write(as_json({key: value for key, value in row.items() if value is not None}) + "\n")
             self._lines.flush()
-            self.on_line(line)
+            self.on_line(row)
         except Unfit as error:
             raise ValueError(str(error)) from None
 
-    def _hear_one(self, member: int, kind: str, value: Any) -> bool:
+    def _on_event(self, member: int, kind: str, value: Any) -> bool:
         if kind == "result":
             self.results[member] = self.schema("done", value, {member})
         elif kind == "carried":
@@ -220,7 +220,7 @@ class LighthouseServer(ABC):
         elif kind == "paths":
             self._paths[member] = read_paths(value)
         elif kind == "refused":
-            self.refused.told(member, value)
+            self.refused.update(member, value)
         else:
-            return self.hear(member, kind, value)
+            return self.on_event(member, kind, value)
         return True
