@@ -1,18 +1,15 @@
-"""Runs without a lighthouse whose peers come and go on the virtual clock, as a trace says (`isles.network.churn`): in a
-swarm, and in clusters.
+"""Runs whose workers come and go on the virtual clock as a trace says (`isles.network.churn`): what all of them
+share, and peers without a lighthouse, in a swarm and in clusters.
 
-RUN/checkpoints/          where `run.checkpoint_every` says so, of those who save together
-RUN/model.safetensors     at the end
+RUN/config.toml          at once
+RUN/churn.jsonl          what happens to whom when, as `isles.network.churn` reads it
+RUN/metrics.jsonl        what the workers report
+RUN/checkpoints/         where `run.checkpoint_every` says so, of those who save together
+RUN/model.safetensors, RUN/summary.json   at the end
 
-One that is killed is gone with what was on its line, and the others hear of it at once; one that leaves does so when
-its method lets it. One that stands still is waited for, or gone after a while, and somebody else once it goes on.
-
-Workers that come and go on the virtual clock, as a trace says: who is there when, whatever they do together.
-
-RUN/config.toml       at once
-RUN/churn.jsonl       what happens to whom when, as `isles.network.churn` reads it
-RUN/metrics.jsonl     what the workers report
-RUN/summary.json      at the end
+A peer that is killed is lost with the messages that it had not sent, and the others hear of it at once; one that leaves
+does so when its method lets it. One that stands still is waited for, or lost after a while, and joins anew once it goes
+on.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A peer's messages, sorted by the epoch that they belong to.
 
-A epoch is what lies between two agreements: all peers take the same ones, so a message of an earlier epoch is too late,
-and one of a later epoch waits until this peer gets there.
+An epoch is what lies between two agreements. All peers take part in the same agreements, so a message of an earlier
+epoch is too late, and one of a later epoch waits until this peer gets there.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ def message_lengths(
 
 
 class PeerInbox:
-    """Over `queue`. epoch: number of the agreements that began. answers: what is done with messages of some kinds as soon
-    as this peer looks, whatever it waits for and whichever epoch they are of.
+    """Over `queue`. epoch: number of the agreements that began. answers: what is done with messages of some kinds as
+    soon as this peer looks, whatever it waits for and whichever epoch they are of.
     """
 
     def __init__(self, queue: MessageQueue) -> None:

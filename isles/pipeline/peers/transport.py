@@ -5,9 +5,9 @@
     run       steps the protocol as its messages come, wherever this peer waits for one of its transfers
 
 An exchange belongs to the epoch in which it began (`isles.pipeline.peers.inbox`): what is left of one that failed is of
-an earlier epoch, and meets nobody. Who has begun the next agreement has sent all that it sends of this epoch, so whatever
-has not come from it then ends as lost: nobody waits for who gave the exchange up, for it has refused another's message.
-Beside the exchange everything goes on that messages are answered for.
+an earlier epoch, and meets nobody. Who has begun the next agreement has sent all that it sends of this epoch, so
+whatever has not come from it then ends as lost: nobody waits for who gave the exchange up, for it has refused another's
+message. Beside the exchange everything goes on that messages are answered for.
 """
 
 from __future__ import annotations

@@ -1,24 +1,22 @@
 """Which clusters are whole, agreed on by all who are left, and whether what they did together counts.
 
-All take part, those of broken clusters and those who stand by as well, as often as it takes:
+All take part, nodes of broken clusters and on standby as well, as often as it takes:
 
-    agree      who is left, who leaves, who has come: all know of the same clusters
-    then the work is tried over those that are whole, by messages of this epoch; whoever hears that somebody is lost, or
-               agrees already, has failed
-    agree      done | failed      all done: it counts. Else from the top
+    agree      who is left, who leaves, who has come: all know the same clusters
+    attempt    the whole clusters do the work, by messages of this epoch; a node that learns of a loss, or of the next
+               agreement, has failed
+    agree      done | failed      all done: it counts. Otherwise from the top
 
-Guarantee, that of `isles.pipeline.peers.agreement`: whoever is lost, as many as there are and at any moment, all who
-are left come to the same clusters, and either all of them count what was done or none does. A worker that is late and
-not lost (DeadlinePassed) ends the run by name: it may come back, so nobody goes on without it. Who serves what changes
-by what all have agreed on alone. Who has come is one of them from the next time on (`admit`).
+Guarantee, that of `isles.pipeline.peers.agreement`: however many nodes are lost, at any moment, all who are left reach
+the same clusters, and either all of them count what was done or none does. A worker that is late and not lost
+(DeadlinePassed) ends the run by name: it may come back, so nobody goes on without it. The assignment changes by what
+all have agreed on alone. A node that has come is a member from the next time on (`admit`).
 
-    word     of a world of fixed size: nothing but who is lost. Where nodes come and leave: leaves | `COMERS` x (who
-             came, what it tells of itself, see `isles.network.clusters.nodes`)
+    vote     in a world of fixed size: nothing but who is lost. Where nodes come and leave: leaves | `COMERS` x (who
+             came, its descriptor, see `isles.network.clusters.nodes`)
 
-How a node comes to clusters that are at work, as `isles.pipeline.peers.join` has it.
-
-asks with     what it offers (`isles.network.clusters.nodes`)
-is told       `ClusterWelcome`, right after the average at which all agreed that it has come
+A node joins as in `isles.pipeline.peers.join`: it asks with its descriptor, and gets a `ClusterWelcome` right after the
+average at which all agreed that it has come.
 """
 
 from __future__ import annotations
@@ -80,8 +78,8 @@ class Attempt(Generic[T]):
 
 
 class ClusterAgreement:
-    """Over `world`, in whose positions `assignment` are told, by `inbox` of all of these. growth: how new clusters are made
-    of those who come; None: nobody comes or leaves.
+    """Over `world`, in whose positions `assignment` are told, by `inbox` of all of these. growth: how new clusters are
+    made of those who come; None: nobody comes or leaves.
     """
 
     def __init__(
@@ -160,8 +158,8 @@ class ClusterAgreement:
 
     def together(self, attempt: Callable[[], Attempt[T]]) -> T:
         """The result of `attempt` once all who are left have made it. It may be called again where a node is lost
-        meanwhile: it must leave nothing behind, go by `assignment`, on which all have agreed then, and send by `messages`.
-        DeadlinePassed where somebody is late, PeerLost where no cluster is whole.
+        meanwhile: it must leave nothing behind, go by `assignment`, on which all have agreed then, and send by
+        `messages`. DeadlinePassed where somebody is late, PeerLost where no cluster is whole.
         """
         while True:
             self.settle()

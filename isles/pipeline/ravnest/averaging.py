@@ -1,21 +1,19 @@
-"""Averages over clusters that are cut at different blocks, segment by segment at the same time.
+"""Averages over clusters that are cut at different blocks, segment by segment at once (Ravnest's parallel rings).
+
+Segments are the common refinement of the clusters' cuts. Parameters that the same nodes hold are one segment, of which
+each cluster has exactly one holder:
+
+    cluster 0     | a b c | d e f |           holders of a, b: (0, 2, 5)       of d: (1, 3, 5)
+    cluster 1     | a b | c d e | f |                       c: (0, 3, 5)         e: (1, 3, 5)     f: (1, 4, 5)
+    cluster 2     | a b c d e f |
 
     w <- mean_c w_c            equal, or by the samples of each: mean_c (n_c w_c) / mean_c n_c
 
 Bytes sent by a node and average: 2 (C - 1) / C times what it holds, for C clusters, and a header for each segment and
 cluster: a ring's volume, by the two-shot mean (`isles.comm.collectives.mean`), which gives the same bits everywhere.
 
-A cluster that is complete again takes the others' weights and optimizer state, each node its segments from those who
+A cluster that is complete again loads the others' weights and optimizer state, each node its segments from those who
 hold them in a whole cluster.
-
-Who averages what with whom, where clusters are cut at different blocks: the common refinement of their cuts.
-
-    cluster 0     | a b c | d e f |           holders of a, b: (0, 2, 5)       of d: (1, 3, 5)
-    cluster 1     | a b | c d e | f |                       c: (0, 3, 5)         e: (1, 3, 5)     f: (1, 4, 5)
-    cluster 2     | a b c d e f |
-
-Parameters that the same nodes hold are one segment, of which each cluster has exactly one holder. Segments are averaged
-at the same time, each over its holders: Ravnest's parallel rings.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@
     theta_t = update(theta_(t-1), gradient of step t at theta_(t-2)),  theta_(-1) = theta_0
 
 After SWARM's delayed parameter updates (arXiv 2301.11913) and ZeRO-Offload's. Where somebody is lost before its share
-of a sum came, those who are left go back into that step, with the weights and the ledger of then: what it had counted is
-run again, and added up at once. So the guarantee is that of `Swarm`, of these updates.
+of a sum came, those who are left go back into that step, with the weights and the ledger of then: what it had counted
+is run again, and added up at once. So the guarantee is that of `Swarm`, of these updates.
 
 Memory: the ledger, the gradients and the weights of one more step.
 """

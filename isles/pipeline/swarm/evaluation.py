@@ -1,10 +1,10 @@
-"""Judging weights that a swarm holds: the forward pass alone, on the way of microbatches, whoever is lost meanwhile.
+"""The weights that a swarm holds: their validation loss, and the whole model at one peer, whoever is lost meanwhile.
+
+The loss is taken by forward passes alone, on the way of microbatches:
 
 origin   the first peer of stage 0: batches -> LOOK -> a peer of stage 1 -> ... -> LOSS from the last stage
 others   serve until the origin has all losses
 all      agree on the sum; where the origin is lost they begin again with the next one
-
-The stages of a swarm put together at one peer, whoever is lost meanwhile.
 """
 
 from __future__ import annotations

@@ -44,8 +44,8 @@ class RepairPlan(NamedTuple):
 def plan_repairs(
     ledger: Mapping[int, Collection[int]], stages: Sequence[Sequence[int]], microbatches: int
 ) -> RepairPlan:
-    """What is to be done about `microbatches` of a step. ledger: by peer, of all who are left. stages: the peers of each
-    stage that are left, sorted. Where several have counted one, the lowest keeps it. What is lacking is shared out
+    """What is to be done about `microbatches` of a step. ledger: by peer, of all who are left. stages: the peers of
+    each stage that are left, sorted. Where several have counted one, the lowest keeps it. What is lacking is shared out
     evenly. LookupError, naming the stage, where one has no peer.
     """
     for stage, peers in enumerate(stages):

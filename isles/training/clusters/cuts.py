@@ -1,7 +1,4 @@
-"""Where each cluster of a run cuts the model, and which worker holds what of it.
-
-What this machine offers to clusters: memory, and how fast it is, measured.
-"""
+"""Where each cluster cuts the model, which worker holds what of it, and what this machine offers to a cluster."""
 
 from __future__ import annotations
 

@@ -1,20 +1,15 @@
-"""One worker of a run in clusters.
+"""One worker of a run in clusters, in a world of fixed size or where workers come and leave.
 
     until the last step:
-        a stretch of updates, which ends drained      at the next average, validation, checkpoint, or after 200 updates
+        a segment of updates, which ends drained      at the next average, validation, checkpoint, or after 200 updates
         average with the other clusters               every replicas.sync_every updates, and at the end
-        mend                                          who stands by takes lost ones' places, new clusters begin
+        repair                                        standby nodes take lost ones' places, new clusters begin
         validate, save, stop                          as any worker, see `isles.training.trainer`
 
-Steps are updates; each stage counts its own, and all have done as many where a stretch ends. A worker that is lost
-takes its cluster out (`isles.pipeline.ravnest.agreement`), until at an average one that stands by takes its place; the
-others go on to the end.
-
-Which text the clusters of a run read, where new ones begin and others end: at each step every cluster the next
-batch of one order (`isles.data.loader`), so no two read the same, and what is read is in the order.
-
-How a worker of a run in clusters begins: in a world of fixed size with what was drawn, its own state, or none; where
-workers come and leave as a founder, or later.
+Steps are updates; each stage counts its own, and all have done as many where a segment ends. A worker that is lost
+takes its cluster out (`isles.pipeline.ravnest.agreement`), until at an average a standby node takes its place; the
+others go on to the end. At each step every cluster reads the next batch of one order (`isles.data.loader`), so no two
+read the same, and what is read is in the order, wherever clusters begin and end.
 """
 
 from __future__ import annotations

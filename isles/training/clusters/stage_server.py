@@ -1,9 +1,9 @@
-"""What a worker of a run in clusters holds, as its place changes: who serves what is settled at averages.
+"""What a worker of a run in clusters holds, as its assignment changes at averages.
 
-stands by              nothing, until it takes a lost one's place or a new cluster begins
-serves                 its stage of the model with optimizer and schedule, and at the root the text
-cluster is broken      its stage: what it did since the last average is worthless, until somebody mends the cluster
-leaves                 its stage, until whoever takes its place has it
+on standby            nothing, until it takes a lost one's place or a new cluster begins
+serves                its stage of the model with optimizer and schedule, and at the root the text
+cluster is broken     its stage: what it did since the last average does not count, until the cluster is repaired
+leaves                its stage, until its successor has loaded it
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
-"""How a worker comes into a run: certificate, session, configuration, text, member.
+"""How a worker joins a run whose workers come and go: certificate, session, configuration, data, member id.
 
-Taking part in a run whose workers come and go: as one worker, or as the workers of an island, of whom one has its
-member and leads, and the others follow it.
-
-What each machine says for itself in a run that it joined. A joiner takes no path and no code from a lighthouse, nor
-how its own machine is used: it has what was typed there (`--set`), or the defaults. Loads no torch.
+It joins as one worker, or as the workers of an island: the leader of the island has the member id, and the others
+follow it. A joiner takes no path and no code from a lighthouse, nor how its own machine is used: for those it has what
+was typed there (`--set`), or the defaults.
 """
 
 from __future__ import annotations

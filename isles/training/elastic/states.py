@@ -1,18 +1,16 @@
-"""The states that joiners begin with, as files that their donors give.
+"""The states that joiners begin with, and the means of rounds that they missed, as files under names that all know.
 
     full       weights, anchors, momenta, the inner optimizer's state: the joiner trains on as its donor does
     anchors    anchors and outer momenta alone, a third or less of that: its inner optimizer begins anew, and its rate
                rises to that of the others over its first `WARM_UP` rounds
 
-A donor copies its state once, right after a landing; the copy becomes a file, and goes, while the donor trains on.
+A donor copies its state once, right after a landing; the copy becomes a file and is sent while the donor trains on.
 
-Shadow rounds: how a joiner's state becomes that of members who land one mean together.
+Where members land one mean together, a joiner catches up from its donor's log:
 
 donor     after a copy of its state was asked for: the mean of each of the next `RETAINED` landed rounds, as a file
 joiner    has the state after round r: fetches the means of r + 1, r + 2, ... and lands them with the same rule,
           until it is where the others are; the hash of its anchor must be theirs
-
-Under which names workers, and the lighthouse, give each other states and models.
 """
 
 from __future__ import annotations
