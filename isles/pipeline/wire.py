@@ -124,13 +124,13 @@ class StageForm:
         """The bytes of a message backward."""
         with host_work():
             own = gradient.detach().to(self.dtype), loss.reshape(1).to(self.loss_dtype)
-            stream, told = to_host(own)
-            return torch.cat([self.gradient_codec.encode(stream.contiguous().view(-1)), as_bytes(told)])
+            stream, loss = to_host(own)
+            return torch.cat([self.gradient_codec.encode(stream.contiguous().view(-1)), as_bytes(loss)])
 
     def unpack_back(self, wire: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
         """Gradient of the payload, and the microbatch's mean loss (a scalar)."""
-        told = wire[self.gradient_bytes :].clone().view(self.loss_dtype).reshape(())
-        parts = [self._decoded(self.gradient_codec, wire[: self.gradient_bytes]), told]
+        loss = wire[self.gradient_bytes :].clone().view(self.loss_dtype).reshape(())
+        parts = [self._decoded(self.gradient_codec, wire[: self.gradient_bytes]), loss]
         gradient, loss = to_device(parts, device)
         return gradient, loss
 

@@ -100,7 +100,7 @@ class SimulatedWorld(ABC):
         """To the end; what those came to whose model it is."""
 
     @abstractmethod
-    def told(self) -> dict[str, Any]:
+    def summary_fields(self) -> dict[str, Any]:
         """What the summary tells beside what all tell."""
 
     def run(self) -> SummaryTable:
@@ -117,13 +117,13 @@ class SimulatedWorld(ABC):
             write_trace(self.trace, str(self.out / CHURN))
             with (self.out / METRICS).open("a", encoding="utf-8") as self._metrics:
                 results = self.train(load_corpus(self.config.data))
-                self.summary = summarise(self.config, results, time.perf_counter() - began) | self.told()
+                self.summary = summarise(self.config, results, time.perf_counter() - began) | self.summary_fields()
                 write_text(self.out / SUMMARY, as_json(self.summary, indent=2) + "\n")
         return self.summary
 
-    def write(self, told: Mapping[str, Any]) -> None:
+    def write(self, values: Mapping[str, Any]) -> None:
         """A line of metrics."""
-        line = {key: value for key, value in told.items() if value is not None}
+        line = {key: value for key, value in values.items() if value is not None}
         self._metrics.write(as_json(line) + "\n")
         self._metrics.flush()
         self.on_line(line)
@@ -204,7 +204,7 @@ class SimulatedPeers(SimulatedWorld):
         return ()
 
     @override
-    def told(self) -> dict[str, Any]:
+    def summary_fields(self) -> dict[str, Any]:
         return self.counts
 
     @override
@@ -288,7 +288,7 @@ class SimulatedSwarm(SimulatedPeers):
         return trainer.run(self.out)
 
     @override
-    def told(self) -> dict[str, Any]:
+    def summary_fields(self) -> dict[str, Any]:
         if self.config.pipeline.swarm.stage_lost != "rebuild":
             return self.counts
         return self.counts | {"rebuilt": sum(trainer.model_step.rebuilt for trainer in self.workers.values())}
@@ -329,7 +329,7 @@ class SimulatedClusters(SimulatedPeers):
         return self.workers[rank].agreement.assignment.living
 
     @override
-    def told(self) -> dict[str, Any]:
+    def summary_fields(self) -> dict[str, Any]:
         """Clusters are those that were whole at the end."""
         ended: ClusterWorker = next(self.workers[rank] for rank in self.results)
         return self.counts | {"replicas": len(ended.agreement.assignment.whole)}

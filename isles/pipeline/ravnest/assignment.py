@@ -54,11 +54,11 @@ class ClusterAssignment:
 
     @classmethod
     def of_plain(cls, plain: Any, size: int) -> ClusterAssignment:
-        """From `to_plain`. ValueError for what are no seats of a world of so many."""
+        """From `to_plain`. ValueError for what is no assignment in a world of so many."""
         try:
-            clusters, cuts, standby, lost, out, descriptors, leaving = read(_Plain, plain, "seats")
+            clusters, cuts, standby, lost, out, descriptors, leaving = read(_Plain, plain, "assignment")
         except Unfit:
-            raise ValueError("no seats of clusters") from None
+            raise ValueError("no assignment of clusters") from None
         made = cls(clusters, cuts, standby, lost, out, dict(descriptors), leaving)
         assigned = [position for cluster in made.clusters for position in cluster]
         named = [*assigned, *made.standby, *made.lost, *made.descriptors, *made.leaving]
@@ -70,7 +70,7 @@ class ClusterAssignment:
             and all(map(is_encoded_node, made.descriptors.values()))
         )
         if not fits:
-            raise ValueError("no seats of clusters")
+            raise ValueError("no assignment of clusters")
         return made
 
     def to_plain(self) -> list[Any]:

@@ -150,7 +150,7 @@ class ClusterAverage:
         (`serve`). Refused, naming who gives, where what comes are no weights.
         """
         tensors = {share.number: self._tensors(share, True) for share in self._shares}
-        found, joined = self.agreement.together(lambda: self._gifts(tensors))
+        found, joined = self.agreement.together(lambda: self._transfer_state(tensors))
         for number, (source, flat) in found.items():
             if not flat.isfinite().all():
                 raise Refused(self.agreement.world.ranks[source], "weights that are not finite")
@@ -168,19 +168,21 @@ class ClusterAverage:
         for share, own in zip(self._shares, tensors, strict=True) if self.agreement.trains else ():
             buffer = self._weighed(_flat(own), samples)
             if not buffer.isfinite().all():
-                told = "its weights are not finite: lower the learning rate (inner.lr)"
-                raise WorkerFailed(self.agreement.world.transport.rank, told)
+                reason = "its weights are not finite: lower the learning rate (inner.lr)"
+                raise WorkerFailed(self.agreement.world.transport.rank, reason)
             call = self._among(self.agreement.messages, share, clusters).call(fragment=share.number, round=0)
             protocols.append(mean(call, buffer, codec("none"), Stamp(step=step)))
             buffers.append(buffer)
         return Attempt(buffers, protocols, 2 * sum(buffer.nbytes for buffer in buffers))
 
-    def _gifts(self, tensors: dict[int, list[Tensor]]) -> Attempt[tuple[dict[int, tuple[int, Tensor]], list[int]]]:
+    def _transfer_state(
+        self, tensors: dict[int, list[Tensor]]
+    ) -> Attempt[tuple[dict[int, tuple[int, Tensor]], list[int]]]:
         """What this node is given, by segment, beside who gives it."""
         messages, joined = self.agreement.messages, self.agreement.assignment.complete
         found: dict[int, tuple[int, Tensor]] = {}
         protocols, nbytes = [], 0
-        for fragment, source, takers in self._given(joined):
+        for fragment, source, takers in self._planned_transfers(joined):
             if takers and messages.rank in (source, *takers):
                 flat = _flat(tensors[fragment])
                 call = messages.among([source, *takers]).call(fragment=fragment, round=0)
@@ -190,7 +192,7 @@ class ClusterAverage:
                     found[fragment] = source, flat
         return Attempt((found, joined), protocols, nbytes)
 
-    def _given(self, joined: Sequence[int]) -> Iterator[tuple[int, int, list[int]]]:
+    def _planned_transfers(self, joined: Sequence[int]) -> Iterator[tuple[int, int, list[int]]]:
         """Of each segment who gives it to whom: the first whole cluster to `joined`, who leaves to its successor."""
         assignment = self.agreement.assignment
         first, successors = assignment.whole[0], dict(assignment.handovers)

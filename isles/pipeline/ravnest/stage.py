@@ -57,14 +57,14 @@ class WeightVersions:
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         self._parameters = list(parameters)
         self._users: Counter[int] = Counter()
-        self._kept: dict[int, list[Tensor]] = {}
+        self._retained: dict[int, list[Tensor]] = {}
         self.newest = 0
         """Number of updates so far."""
 
     @property
     def live(self) -> int:
         """How many versions take memory now, the newest among them."""
-        return 1 + len(self._kept)
+        return 1 + len(self._retained)
 
     def hold(self) -> int:
         """Keep the newest for whoever asks, until it is released. Returns its number."""
@@ -76,7 +76,7 @@ class WeightVersions:
         self._users[version] -= 1
         if not self._users[version]:
             del self._users[version]
-            self._kept.pop(version, None)
+            self._retained.pop(version, None)
 
     @contextmanager
     def at(self, version: int) -> Iterator[None]:
@@ -85,7 +85,7 @@ class WeightVersions:
             yield
             return
         newest = [parameter.data for parameter in self._parameters]
-        self._put(self._kept[version])
+        self._put(self._retained[version])
         try:
             yield
         finally:
@@ -100,8 +100,8 @@ class WeightVersions:
     def update(self) -> None:
         """Call before the parameters are written to: what is still needed of them stays as it is."""
         if self.newest in self._users:
-            self._kept[self.newest] = [parameter.data for parameter in self._parameters]
-            self._put([data.clone() for data in self._kept[self.newest]])
+            self._retained[self.newest] = [parameter.data for parameter in self._parameters]
+            self._put([data.clone() for data in self._retained[self.newest]])
         self.newest += 1
 
     def _put(self, weights: Iterable[Tensor]) -> None:

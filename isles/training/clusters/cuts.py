@@ -103,9 +103,9 @@ def memory(device: torch.device) -> float:
 
     if device.type == "cuda":
         return float(torch.cuda.mem_get_info(device)[0])
-    told = Path("/proc/meminfo")
-    if told.exists():
-        fields = dict(line.split(":") for line in told.read_text(encoding="ascii").splitlines())
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        fields = dict(line.split(":") for line in meminfo.read_text(encoding="ascii").splitlines())
         return 1024.0 * int(fields["MemAvailable"].split()[0])
     return float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
 

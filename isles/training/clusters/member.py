@@ -212,10 +212,10 @@ def _restore(worker: ClusterWorker, saved: State) -> None:
     for name, parameter in worker.server.model.named_parameters():
         state = worker.server.optimizer.state.get(parameter, {})
         moments = [value for value in state.values() if value.shape == parameter.shape]
-        for own, given in zip_longest([parameter, *moments], held.get(name, [])[: 1 + len(moments)]):
-            if not isinstance(given, Tensor) or given.shape != own.shape:
+        for own, found in zip_longest([parameter, *moments], held.get(name, [])[: 1 + len(moments)]):
+            if not isinstance(found, Tensor) or found.shape != own.shape:
                 raise ValueError(f"the lighthouse's state does not fit this model: {name}")
-            own.copy_(given)
+            own.copy_(found)
         for value in state.values():
             if not value.ndim:
                 value.fill_(step)

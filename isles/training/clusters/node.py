@@ -111,7 +111,7 @@ class ClusterWorker(TrainingLoop):
         self.steps = self.averaged = step
         self.reading = replace(self.reading, since=since, before=before)
         self._has_come = True  # and goes on where the others are, right after an average
-        self._mend()
+        self._repair()
 
     def leave(self) -> None:
         """After the next average, where workers may. May be called in any thread."""
@@ -220,7 +220,7 @@ class ClusterWorker(TrainingLoop):
                 self.average.average(until, (until - self.averaged) * samples)
                 self.averaged = until
                 self._admit()
-                self._mend()
+                self._repair()
             elif self._settles(until):
                 self.agreement.settle()
 
@@ -283,7 +283,7 @@ class ClusterWorker(TrainingLoop):
             if self.world.rank == self.agreement.assignment.living[0]:  # who says what all know
                 self._cluster_state.note(f"worker {comer} has come, and stands by from step {self.steps} on")
 
-    def _mend(self) -> None:
+    def _repair(self) -> None:
         """Where somebody stands by for who was lost or leaves, their clusters go on from the others' weights; so do new
         ones.
         """

@@ -286,11 +286,11 @@ class ClusterState:
         is_new, assignment = self.server is None, self._agreement.assignment
         self._serve().begin_after(steps, sequences)
         if is_new:
-            told = f"worker {self._world.rank} serves stage {stage} of cluster {cluster} from step {steps} on"
-            self.note(told if self._is_open else f"{told}, in place of one that was lost")
+            notice = f"worker {self._world.rank} serves stage {stage} of cluster {cluster} from step {steps} on"
+            self.note(notice if self._is_open else f"{notice}, in place of one that was lost")
         if stage == 0 and self._is_open and cluster in assignment.out:
-            told = f"cluster {cluster} begins at step {steps} with the others' weights"
-            self.note(f"{told}: {assignment.describe_cluster(cluster)}")
+            notice = f"cluster {cluster} begins at step {steps} with the others' weights"
+            self.note(f"{notice}: {assignment.describe_cluster(cluster)}")
 
     def _serve(self) -> StageServer:
         """Hold what this worker's place is now."""

@@ -122,11 +122,11 @@ class SimulatedElasticRun(SimulatedWorld):
         return members
 
     @override
-    def told(self) -> dict[str, Any]:
+    def summary_fields(self) -> dict[str, Any]:
         lines = [read_record(line) for line in self.lines]
         computed = sum(transport.compute_seconds for transport in self.simulation.transports)
         membership = self.simulation.membership
         assert membership is not None, "it was there at the end"
         last = last_round(self.config, membership.view)
-        told = elastic_metrics(self.simulation.journal, lines, membership, last, computed).record()
-        return {"workers": len(self._members), "replica_std": self.spread, **told}
+        summary_fields = elastic_metrics(self.simulation.journal, lines, membership, last, computed).record()
+        return {"workers": len(self._members), "replica_std": self.spread, **summary_fields}

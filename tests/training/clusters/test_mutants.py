@@ -27,7 +27,7 @@ def takes_the_wrong_segment(patch: Patch) -> None:
         turned = {key: [*held[1 : counts[key]], held[0], *held[counts[key] :]] for key, held in tensors.items()}
         return transfers(own, turned)
 
-    patch.setattr(ClusterAverage, "_gifts", mutant)
+    patch.setattr(ClusterAverage, "_transfer_state", mutant)
 
 
 def begins_the_optimizer_anew(patch: Patch) -> None:
