@@ -160,7 +160,7 @@ def test_the_keeper_names_whom_it_leaves_out(
         path.write_bytes((tmp_path / f"given-{asked.source}").read_bytes())
         return {}
 
-    monkeypatch.setattr(keeping, "take", take)
+    monkeypatch.setattr(keeping, "fetch_state", take)
     notices: list[str] = []
     settings = ("run.steps=20", f"replicas.method={method}", f"model.dtype={dtype}")
     made = RoundsLighthouseServer(config(*settings), tmp_path, "127.0.0.1:1", print, print, notices.append)

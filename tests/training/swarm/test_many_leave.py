@@ -39,7 +39,7 @@ def test_a_hundred_peers_leave(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         run.until(lambda: all(run.step(number) > 0 for number in comers))  # noqa: B023
         for number in here:
             run.ask_to_leave(number)
-        assert [run.ending(number) for number in here] == ["left"] * len(here)
+        assert [run.end_reason(number) for number in here] == ["left"] * len(here)
         reached.append(max(run.step(number) for number in here))
         here = comers
     over.set()
