@@ -20,12 +20,13 @@ _Plain = tuple[_Rows, _Rows, Ints, _Set, _Set, Annotated[tuple[tuple[Int, Int], 
 @dataclass(frozen=True, slots=True)
 class ClusterAssignment:
     """clusters: of each, by stage, the position in the world that serves it, or did. cuts: of each, the first block of
-    every stage but the first. waiting: positions that stand by, in the order of their turn. lost: who is gone. out:
+    every stage but the first. standby: positions that stand by, first come first. lost: who is gone. out:
     clusters that are no part of the averaging: somebody of theirs is lost, or their nodes have not loaded the others'
     weights since.
 
-    Where nodes come and leave. told: by position, what those who came have told of themselves. leaving: who wants to
-    go, and is still here. handed: pairs of one who gives its place, and one who takes it, and has its state not yet.
+    Where nodes come and leave. descriptors: by position, of those who came. leaving: who wants to
+    go, and is still here. handovers: pairs of one that gives its stage up, and one that takes it and does not have its
+    state yet.
     """
 
     clusters: tuple[tuple[int, ...], ...]
@@ -205,7 +206,7 @@ class ClusterAssignment:
         return assignment
 
     def _grown(self, growth: ClusterGrowth) -> ClusterAssignment:
-        """New clusters, of those who wait and of those who told of themselves in clusters that nobody can mend."""
+        """New clusters, of those who wait and of those with descriptors in clusters that nobody can repair."""
         stuck = [number for number in sorted(self.out) if self._missing(number)]
         left = [p for number in stuck for p in self.clusters[number] if p not in self.lost and self._node(p)]
         free = [*left, *self.standby[: max(0, len(self.standby) - growth.spares)]]

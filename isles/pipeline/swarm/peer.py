@@ -31,7 +31,7 @@ class SwarmOptions:
     """How microbatches travel. room: that an origin has under way at most; None: as many as there are. forward,
     backward: seconds until another peer is asked, from sending a microbatch until it is told to be done, and from then
     until its gradient is here. chooses_again: whether there are such deadlines. patience: seconds without any message
-    after which DeadlinePassed ends the wait. keeps: whether the ledger are kept.
+    after which DeadlinePassed ends the wait. keeps: whether passes are saved in the ledger.
     """
 
     room: int | None = None
@@ -45,7 +45,7 @@ class SwarmOptions:
 @dataclass(slots=True)
 class SwarmCounts:
     """Of a run so far. sent_again: microbatches, to another peer; repaired: run by the ledger; taken_back: doubles;
-    begun_again: steps; counted: microbatches added to gradients. seconds: computed for those of this step.
+    restarted: steps; counted: microbatches added to gradients. seconds: computed for those of this step.
     """
 
     sent_again: int = 0

@@ -50,7 +50,7 @@ LONGEST = 200
 
 class ClusterWorker(TrainingLoop):
     """One worker, whose `step` is a stretch of updates. corpus: that of `config.data`, where it was loaded already.
-    seats: who serves what. post: messages between all, those who may come included; None: made
+    assignment: who serves what. inbox: messages between all, those who may come included; None: made
     here. growth: how new clusters are made; None: nobody comes or leaves.
     """
 
@@ -86,7 +86,7 @@ class ClusterWorker(TrainingLoop):
         self.reading = SharedReading(len(assignment.clusters), batch)
         self.stale, self._has_come = 0.0, False
         self._end_at = self._taken = 0
-        """Losses of the stretch under way that are among `losses`, or were told."""
+        """Losses of the segment under way that are among `losses`, or were reported."""
         self._cluster_state = ClusterState(config, world, corpus, self.agreement, cuts, self._update)
         self.average = self._cluster_state.average
 
@@ -304,7 +304,7 @@ class ClusterWorker(TrainingLoop):
 
     @override
     def report(self, val_loss: float | None) -> None:
-        """Where there is a loss to tell: it may have just taken a place."""
+        """Where there is a loss to tell: it may have just been assigned a stage."""
         if self.server is None or not self.trains:
             return
         self._take(self.server)
@@ -398,7 +398,7 @@ def found(
     inbox: PeerInbox | None = None,
     growth: ClusterGrowth | None = None,
 ) -> ClusterWorker:
-    """One of the first, `founders` of `world`, which has positions for all who may come. post, growth: as in
+    """One of the first, `founders` of `world`, which has positions for all who may come. inbox, growth: as in
     `ClusterWorker`. ValueError where they fill no cluster.
     """
     cuts = [first_blocks(cut) for cut in cluster_cuts(config)]
@@ -418,7 +418,7 @@ def enter(
     inbox: PeerInbox | None = None,
     gives_up: Callable[[], bool] = lambda: False,
 ) -> ClusterWorker:
-    """One that comes later, once the `others` who are left have let it in. told: see
+    """One that comes later, once the `others` who are left have let it in. descriptor: see
     `isles.network.clusters.nodes`. Left where it has come too late, or gives up before.
     """
     inbox = inbox or inbox_of(config, world)

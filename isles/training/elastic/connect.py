@@ -72,8 +72,8 @@ def with_own(theirs: Tables, own: Tables) -> Tables:
         value = table.pop(key, None)
         if name in _NEEDED and value not in (None, "", "bytes") and key not in table_of(own, name)[0]:
             raise ValueError(
-                f"the run has {name} = {printable(as_typed(value), 100)}, and a joiner takes no path and no code from a "
-                f"lighthouse: say what it is on this machine, --set {name}=..."
+                f"the run has {name} = {printable(as_typed(value), 100)}, and a joiner takes no path and no code from "
+                f"a lighthouse: say what it is on this machine, --set {name}=..."
             )
     return over(theirs, own)
 
@@ -164,7 +164,7 @@ def admit(
     fit: Callable[[Config], Config] = in_rounds,
 ) -> RunConnection:
     """Come to the lighthouse, until `stack` ends. fit: the run's configuration as workers here take it; ValueError
-    where they cannot. tell: called with lines for a person.
+    where they cannot. notify: called with lines for a person.
 
     ValueError, in one line, for what a person can fix; OSError where nobody answers.
     """
@@ -234,9 +234,9 @@ def connect(
     notify: Callable[[str], None],
 ) -> tuple[ElasticTransport, StateServer]:
     """Connect the worker whose line to the lighthouse `line` is with those of other members, until `stack` ends: over
-    what it talks to them, and what it gives them.
+    what it talks to them, and what serves them its states.
 
-    It listens where this machine's user has said. places: its island, of which `certificates` are. size: workers of the
+    It listens where this machine's user has said. island: its island, of which `certificates` are. size: workers of the
     world that it begins in. ValueError where the address to listen at cannot be had.
     """
     session, entry, here, island_rank = connection.session, line.entry, connection.here, island.island_rank

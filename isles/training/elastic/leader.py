@@ -165,8 +165,8 @@ class Participant:
     """One worker, or the leader of an island, from its first state to the end of the run: it decides what its member
     does (`decisions`), and does its own part in that (`worker`).
 
-    client: its line to the lighthouse. transport, gifts: between members; the caller closes them. folder: for files on
-    their way. notice: called with a line for a person. places: the workers of the island that this worker leads, of
+    client: asks the lighthouse. transport, transfers: between members; the caller closes them. folder: for files on
+    their way. notice: called with a line for a person. island: the workers of the island that this worker leads, of
     which what they count is reported beside the metrics (`ElasticWorker.counted`); None: on the virtual clock. shown:
     called with each line of metrics.
 

@@ -53,7 +53,7 @@ class RecordedIncarnation:
 
 @dataclass(frozen=True)
 class ReplayLog:
-    """lives: by member. views: by number."""
+    """incarnations: by member. views: by number."""
 
     incarnations: Mapping[int, Sequence[RecordedIncarnation]]
     views: Mapping[int, View]
@@ -82,8 +82,8 @@ def replay_log(
         if isinstance(record, StartRecord):
             if record.donor < 0 and record.has:
                 raise ValueError(
-                    f"worker {record.member} began with a state from the lighthouse's disk, which is not kept: only runs "
-                    "that never lost all of their workers can be repeated"
+                    f"worker {record.member} began with a state from the lighthouse's disk, which is not kept: only "
+                    "runs that never lost all of their workers can be repeated"
                 )
             own.append(RecordedIncarnation(record))
         elif own:
@@ -104,8 +104,8 @@ def _landed(incarnation: RecordedIncarnation) -> RecordedIncarnation:
     for record in rounds:
         if record.outcome in (ALONE, LATE):
             raise ValueError(
-                f"worker {record.member} did not land round {record.round} in time: where rounds are put off, or a quorum "
-                "is enough, a run is not repeated"
+                f"worker {record.member} did not land round {record.round} in time: where rounds are put off, or a "
+                "quorum is enough, a run is not repeated"
             )
     return RecordedIncarnation(incarnation.start, rounds)
 

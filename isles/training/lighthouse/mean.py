@@ -87,7 +87,7 @@ def _distances(models: Sequence[Path], center: Callable[[np.ndarray], np.ndarray
 
 class _Model:
     """A file of tensors. header: its first bytes, up to the tensors. form: their types and shapes by name, and notes.
-    places: by name, the first byte of each and the one behind its last.
+    offsets: by name, the first byte of each and the one behind its last.
     """
 
     def __init__(self, path: Path) -> None:

@@ -54,7 +54,7 @@ _MOST = 1 << 40  # bytes of a file where the model's are not known
 class LighthouseServer(ABC):
     """The lighthouse of the run `config` in the directory `out`, at `address`.
 
-    told: called once it can be joined, with its token. on_line, on_notice: as in `isles.running.run.launch`.
+    on_ready: called once it can be joined, with its token. on_line, on_notice: as in `isles.running.run.launch`.
     """
 
     joins_with: ClassVar[str]
@@ -79,7 +79,7 @@ class LighthouseServer(ABC):
         self.schema = Schema(config)
 
     def run(self) -> SummaryTable | None:
-        """Keep it until the run ends; its summary, or None where it was stopped (`stopping`).
+        """Serve it until the run ends; its summary, or None where it was stopped (`stopping`).
 
         ValueError where the directory holds another kind of run, or the address cannot be had. PeerLost where nobody
         is left to tell what the run came to. OSError, with the mend, for a full disk.
@@ -157,7 +157,7 @@ class LighthouseServer(ABC):
 
     @abstractmethod
     def members(self) -> list[int]:
-        """Seats of those who take part now."""
+        """Members that take part now."""
 
     @abstractmethod
     def serve(self) -> SummaryTable | None:

@@ -84,8 +84,8 @@ def take_part(address: str, token: Token, here: LocalSettings, wish: int, *, not
 
 
 class SwarmParticipant:
-    """One peer in one member, until `stack` ends. wish, tell, errors: as in `take_part`. leaving: set once this peer is
-    to leave.
+    """One peer in one member, until `stack` ends. wish, notify, errors: as in `take_part`. leaving: set once this peer
+    is to leave.
     """
 
     def __init__(

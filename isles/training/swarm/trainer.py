@@ -294,10 +294,10 @@ _KEPT = 2  # steps of which a peer goes on to offer its state
 
 @dataclass
 class OwnMember:
-    """What a seated trainer is made with.
+    """What a member of a run trains with.
 
-    transport: between members. gifts: through which this peer gives its states. folder: for files on their way. report:
-    called with events for the lighthouse. stop_here: asked after each step whether this peer ends.
+    transport: between members. transfers: through which this peer serves its states. folder: for files on their way.
+    report: called with events for the lighthouse. stop_here: asked after each step whether this peer ends.
     """
 
     config: Config
@@ -328,7 +328,7 @@ class OwnMember:
 
 
 class PeerWork(ABC):
-    """What trains in one member. post: its messages to those in the others."""
+    """What trains as one member. inbox: its messages to those in the others."""
 
     inbox: PeerInbox
 
