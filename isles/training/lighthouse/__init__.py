@@ -2,6 +2,5 @@
 
 `server`       `LighthouseServer`: what all lighthouses do; `rounds`: of replicas; `peers`: of swarms and clusters
 `mean`         the one model of what workers hand in, without torch
-`rejections`   who has refused whom, and why
 `resume_info`  what a stopped run left, for `isles resume`
 """

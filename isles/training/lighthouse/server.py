@@ -14,7 +14,7 @@ import contextlib
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -30,13 +30,13 @@ from isles.membership.keys import LIGHTHOUSE, STATUS, MemberKeys
 from isles.membership.lighthouse import GRACE, Lighthouse
 from isles.membership.messages import MemberPaths, PathRow, encode, read_paths
 from isles.membership.p2p.stream import CARRIED
+from isles.membership.session import RejectionRow, Rejections, read_rejections
 from isles.membership.state_transfer import FetchRequest, StateServer, StateUnavailable, fetch_state
 from isles.membership.tls_session import open_router
 from isles.training.config.reading import to_toml
 from isles.training.config.sections import Config
 from isles.training.elastic.states import BESIDE, COPIES
 from isles.training.elastic.support import rules
-from isles.training.lighthouse.rejections import RejectionLog
 from isles.training.records.events import Schema
 from isles.training.records.rundir import CONFIG, METRICS, SUMMARY, as_json, held, keep_config
 from isles.training.records.summary import SummaryTable
@@ -224,3 +224,43 @@ class LighthouseServer(ABC):
         else:
             return self.on_event(member, kind, value)
         return True
+
+
+_BY_LIGHTHOUSE = -1
+_NAMED = 100  # lines for a person
+
+
+class RejectionLog:
+    """own: the lighthouse's, as it grows. notice: called with a line for each (by whom, of whom, why) that is new."""
+
+    def __init__(self, own: Rejections, notice: Callable[[str], None]) -> None:
+        self._own, self._notice = own, notice
+        self._reported: dict[int, list[RejectionRow]] = {}  # by the member that refuses
+        self._named: set[tuple[int, int, str]] = set()
+
+    def update(self, by: int, rows: Any) -> None:
+        """What worker `by` says that it has refused so far. ValueError where that is no such list."""
+        self._reported[by] = read_rejections(rows)
+        self._name(by, self._reported[by])
+
+    def look(self) -> None:
+        """Name what is new of the lighthouse's."""
+        self._name(_BY_LIGHTHOUSE, self._own.rows())
+
+    def rows(self) -> list[tuple[int, int, str, int]]:
+        """(by whom, of whom, why, how often). -1: the lighthouse; somebody without a member, or in another's name."""
+        every = {_BY_LIGHTHOUSE: self._own.rows(), **self._reported}
+        return [(by, *row) for by, rows in sorted(every.items()) for row in rows]
+
+    def table(self) -> list[dict[str, Any]]:
+        """`rows`, for the summary."""
+        return [dict(zip(("by", "member", "reason", "times"), row, strict=True)) for row in self.rows()]
+
+    def _name(self, by: int, rows: Iterable[RejectionRow]) -> None:
+        for member, why, _ in rows:
+            if (by, member, why) in self._named or len(self._named) >= _NAMED:
+                continue
+            self._named.add((by, member, why))
+            where = "the lighthouse" if by == _BY_LIGHTHOUSE else f"worker {by}"
+            whom = "somebody" if member < 0 else f"worker {member}"
+            self._notice(f"{where} refuses {whom}: {why}")
