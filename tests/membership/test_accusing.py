@@ -217,13 +217,13 @@ class Siege:
         for _ in range(count):
             self.run.join(0.0, "text")
         for member in range(count):
-            self.run.on_event(0.0, member, READY)
+            self.run.hear(0.0, member, READY)
 
     def beats(self, round: int) -> None:
         """All begin `round` and promise what is proposed; whoever is outside has another's state at once."""
         run = self.run
         for member, worker in run.workers.items():
-            run.on_event(0.0, member, Beat(worker.round if worker.state == "outside" else round, worker.call, 0))
+            run.hear(0.0, member, Beat(worker.round if worker.state == "outside" else round, worker.call, 0))
         while run.proposal is not None and not set(run._voters_of_view()) <= run._acks:
             promise(run, *run._voters_of_view())
 
@@ -234,8 +234,8 @@ class Siege:
             charge = draw.choice(["late", "refused", "refused"])
             whom, by = draw.randrange(self.count), draw.choice([-1, -1, *range(self.count)])
             told = PeerReport(max(round + draw.choice([-1, 0, 0, 1]), 1), attempt, whom, charge, "x", by)
-            self.run.on_event(0.0, member, told)
-        self.run.on_event(0.0, member, Done(round, attempt, draw.choice([7, NOTHING, 99])))
+            self.run.hear(0.0, member, told)
+        self.run.hear(0.0, member, Done(round, attempt, draw.choice([7, NOTHING, 99])))
 
     def sent(self, members: tuple[int, ...], liar: int) -> dict[int, PeerReport | None]:
         """What the honest ones of an attempt have of what `liar` sends: their accusations, None for an answer."""
@@ -259,8 +259,8 @@ class Siege:
                 self.lies(member, round, attempt)
                 continue
             if (peer_report := found[member]) is not None:
-                self.run.on_event(0.0, member, replace(peer_report, round=round, attempt=attempt))
-            self.run.on_event(0.0, member, Done(round, attempt, 7 if peer_report is None else NOTHING))
+                self.run.hear(0.0, member, replace(peer_report, round=round, attempt=attempt))
+            self.run.hear(0.0, member, Done(round, attempt, 7 if peer_report is None else NOTHING))
 
     def land(self, round: int) -> int:
         """The attempts that `round` took until it landed."""

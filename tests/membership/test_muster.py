@@ -43,11 +43,11 @@ class World:
         return self.answer(self.coordinator.join(self.now, "text"))
 
     def ask(self, member: int, stage: int = ANY, run: int = RUN) -> Any:
-        return self.answer(self.coordinator.on_event(self.now, member, RequestWork(stage, run)))
+        return self.answer(self.coordinator.hear(self.now, member, RequestWork(stage, run)))
 
     def beat(self, member: int, step: int, stages: dict[int, int], epoch: int = 1) -> Any:
         said = SwarmBeat(epoch, step, tuple(stages), tuple(stages.values()), 0.1, 1.0, 4, 0.2, ())
-        return self.answer(self.coordinator.on_event(self.now, member, said))
+        return self.answer(self.coordinator.hear(self.now, member, said))
 
     def gone(self, *members: int) -> None:
         for member in members:
@@ -163,7 +163,7 @@ def test_a_muster_from_its_journal_is_the_same() -> None:
     for member in (0, 1, 3, 0, 3):
         world.beat(member, 4, {0: 0, 1: 1, 3: 1})
     assert world.coordinator.members == {0: 0, 1: 1, 3: 1}
-    world.answer(world.coordinator.on_event(0.0, 2, Leave()))
+    world.answer(world.coordinator.hear(0.0, 2, Leave()))
     world.answer(world.coordinator.keep(3))
     world.gone(1)
     before = world.coordinator
@@ -189,7 +189,7 @@ def test_what_cannot_be_is_refused() -> None:
     for stages in ({0: 0}, {0: 0, 1: 2}, {0: 0, 1: -1}, {1: 1, 77: 0}):
         with pytest.raises(ValueError, match="cannot be"):
             world.beat(1, 5, stages)
-    assert world.coordinator.on_event(0.0, 0, "something else") is None
+    assert world.coordinator.hear(0.0, 0, "something else") is None
 
 
 def test_seats_are_bounded_and_never_used_twice() -> None:
@@ -264,7 +264,7 @@ def test_numbers_that_no_peer_has_are_refused(more: dict[str, Any]) -> None:
     world = begun(1, 1)
     good = {"epoch": 1, "step": 3, "members": (0, 1), "stages": (0, 1), "seconds": 0.1, "queue": 1.0, "counted": 4}
     good |= {"since": 0.2, "coordinates": ()}
-    assert world.answer(world.coordinator.on_event(0.0, 0, SwarmBeat(**good))) == StatesSaved(0)
+    assert world.answer(world.coordinator.hear(0.0, 0, SwarmBeat(**good))) == StatesSaved(0)
     with pytest.raises(ValueError, match="cannot be"):
-        world.coordinator.on_event(0.0, 0, SwarmBeat(**good | more))
+        world.coordinator.hear(0.0, 0, SwarmBeat(**good | more))
     assert world.coordinator.peers[0].serving == SwarmBeat(**good)

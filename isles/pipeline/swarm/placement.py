@@ -53,7 +53,7 @@ class StageChange:
     after: int
 
 
-class Placement:
+class StagePlacement:
     """stages: by position, which stage it serves, or `NOWHERE`. costs: what a sample costs at each stage, in any unit.
     balance: None where nobody moves.
     """

@@ -33,7 +33,7 @@ from isles.pipeline.peers.agreement import Agreement
 from isles.pipeline.peers.inbox import ASK, COMERS, as_bits, as_number
 from isles.pipeline.swarm.ledger import as_words, from_words, lacking, plan_repairs
 from isles.pipeline.swarm.peer import SwarmPeer
-from isles.pipeline.swarm.placement import NOWHERE, PeerStats, Placement, StageChange, origins
+from isles.pipeline.swarm.placement import NOWHERE, PeerStats, StageChange, StagePlacement, origins
 from isles.pipeline.swarm.reduction import StageSum
 
 _NO_SQUARE = -1.0
@@ -79,7 +79,7 @@ class Swarm:
         peer: SwarmPeer,
         agreement: Agreement,
         parameters: Sequence[nn.Parameter],
-        placement: Placement,
+        placement: StagePlacement,
         microbatches: int,
         *,
         consistency: Consistency = "exact",

@@ -32,7 +32,7 @@ from isles.pipeline.swarm.delayed import DelayedSwarm
 from isles.pipeline.swarm.evaluation import SwarmEvaluator, gathered, state_bytes
 from isles.pipeline.swarm.outer import OwnSwarm
 from isles.pipeline.swarm.peer import SwarmOptions, SwarmPeer
-from isles.pipeline.swarm.placement import NOWHERE, Placement, StageChange
+from isles.pipeline.swarm.placement import NOWHERE, StageChange, StagePlacement
 from isles.pipeline.swarm.rebalancer import Rebalancer
 from isles.pipeline.swarm.stage_recovery import StageStateServer, hint, take, take_neighbours
 from isles.pipeline.swarm.stage_work import StageWork
@@ -144,7 +144,7 @@ class Swarmed:
             peer,
             agreement,
             self._trained(),
-            Placement(stages, costs, balance),
+            StagePlacement(stages, costs, balance),
             pipeline.microbatches,
             consistency=pipeline.swarm.consistency,
         )

@@ -43,9 +43,9 @@ def run_of(members: int) -> RoundsCoordinator:
     run = RoundsCoordinator(Rules(founders=members, sync_every=5, last=20, agrees=True, quorum=0.5))
     for member in range(members):
         run.join(0.0, "text")
-        run.on_event(0.0, member, Beat(ready=0))
+        run.hear(0.0, member, Beat(ready=0))
     for member in range(members):
-        run.on_event(0.0, member, Beat(5, 0, 0))
+        run.hear(0.0, member, Beat(5, 0, 0))
     return run
 
 
@@ -64,16 +64,16 @@ def run_of(members: int) -> RoundsCoordinator:
 def test_words_of_members(said: Any) -> None:
     run = run_of(3)
     with pytest.raises(ValueError, match="that"):
-        run.on_event(1.0, 1, said)
+        run.hear(1.0, 1, said)
     assert not run.ballots.are_open
-    assert run.on_event(1.0, 1, Delivered(5, 5, 1.0)) is not None and run.ballots.are_open
+    assert run.hear(1.0, 1, Delivered(5, 5, 1.0)) is not None and run.ballots.are_open
 
 
 def test_words_that_no_member_says_are_nobody_s() -> None:
     """Whatever they hold: of every kind that there is."""
     run = run_of(3)
     for said in (RoundDecision(5, "land", 0, (1,), steps=(5,)), Later(1e300, "x"), Load(0, HUGE, -1.0), Silent(HUGE)):
-        assert run.on_event(1.0, 1, said) is None
+        assert run.hear(1.0, 1, said) is None
 
 
 @pytest.mark.parametrize("key", ["round", "step", "parts", "participants", "digest", "size", "number", "crc32"])
@@ -133,7 +133,7 @@ def test_a_state_of_no_round_deletes_none_and_ends_nobody(tmp_path: Path) -> Non
             made = RoundsLighthouseServer(config("run.steps=20"), tmp_path, address, print, print, notices.append)
             made.session, made.keys, made._states = host, keys, kept
             made.membership = run_of(len(rounds))
-            made.membership.on_event(0.0, 0, Beat(20, 0, 0))  # one of them alone says that it is there
+            made.membership.hear(0.0, 0, Beat(20, 0, 0))  # one of them alone says that it is there
             made.lighthouse = SimpleNamespace(look=lambda at: at(0.0))  # type: ignore[assignment]
             made.state_server = StateServer(host, LIGHTHOUSE, print)
             for member, told in enumerate(rounds):

@@ -164,7 +164,7 @@ def test_the_keeper_names_whom_it_leaves_out(
     notices: list[str] = []
     settings = ("run.steps=20", f"replicas.method={method}", f"model.dtype={dtype}")
     made = RoundsLighthouseServer(config(*settings), tmp_path, "127.0.0.1:1", print, print, notices.append)
-    made.session = made.keys = type("Nobody", (), {"introduction": None})()  # type: ignore[assignment]
+    made.session = made.keys = type("Nobody", (), {"peer_key": None})()  # type: ignore[assignment]
     assert made._collect(range(4)) == [1, 2, 3]
     assert len(notices) == 1 and notices[0].startswith("worker 0's model is left out: it is ")
     weight = load_file(tmp_path / "model.safetensors")["weight"]

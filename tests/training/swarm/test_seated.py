@@ -367,7 +367,7 @@ def test_a_swarm_that_begins_again_says_from_where(tmp_path: Path) -> None:
         calls = [partial(coordinator.disconnected, member=member) for member in coordinator.members]
         calls += [partial(coordinator.join, description="") for _ in members]
         calls += [
-            partial(coordinator.on_event, member=member, message=RequestWork(stage, 7))
+            partial(coordinator.hear, member=member, message=RequestWork(stage, 7))
             for stage, member in enumerate(members)
         ]
         for call in calls:
