@@ -100,7 +100,7 @@ def connected(stack: ExitStack, folder: str, address: str, member: int, size: in
     entry = Entry(member, MemberKeys(Path(folder)).of(member))
     pairs = PeerConnections(session, entry, ask, own, lease=3.0, notice=lambda line: None)
     stack.callback(pairs.close)
-    transport = ElasticTransport(session, member, size, guide=pairs)
+    transport = ElasticTransport(session, member, size, peers=pairs)
     stack.callback(transport.close)
     if listen:
         host, _, port = listen.rpartition(":")

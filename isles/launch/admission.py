@@ -25,7 +25,8 @@ _MANY = 1 << 20  # nodes
 
 
 class Admission:
-    """The other nodes' launchers. Their links are closed at the end of the context, with its error, unless kept.
+    """The other nodes' launchers. Their links are closed at the end of the context, with its error, unless they were
+    released.
 
     listening: where they come; closed at the end. mine: the run's. agree, tell: as in `rendezvous.host`.
     """
@@ -46,7 +47,7 @@ class Admission:
         self._arrived: queue.SimpleQueue[tuple[Link, Any]] = queue.SimpleQueue()
         self._turned_away: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._throttle = Throttle(lambda text: self._turned_away.put(text))
-        self._kept = False
+        self._released = False
         self._listener = Listener(
             listening,
             self._hear,
@@ -63,15 +64,15 @@ class Admission:
         with contextlib.suppress(queue.Empty):
             while True:
                 self._arrived.get_nowait()[0].close()
-        if self._kept:
+        if self._released:
             return
         reason = error if isinstance(error, Exception) else RendezvousFailed("node 0 was stopped")
         for link in self.links.values():
             _dismiss(link, reason)
 
-    def keep(self) -> None:
+    def release(self) -> None:
         """All is well: whoever has the links closes them."""
-        self._kept = True
+        self._released = True
 
     @property
     def missing(self) -> list[int]:
@@ -89,7 +90,7 @@ class Admission:
     def admit(self) -> None:
         """Look for a moment at who has come, what they said, and who goes."""
         with contextlib.suppress(queue.Empty):
-            self._judge(*self._arrived.get(timeout=_GLANCE))
+            self._decide(*self._arrived.get(timeout=_GLANCE))
         with contextlib.suppress(queue.Empty):
             while True:
                 self.tell(self._turned_away.get_nowait())
@@ -116,7 +117,7 @@ class Admission:
         hello = await heard(reader, STRANGERS)
         self._arrived.put((Link(reader, writer), hello))
 
-    def _judge(self, link: Link, hello: Any) -> None:
+    def _decide(self, link: Link, hello: Any) -> None:
         try:
             node = self._admitted(hello, link)
         except Unfit as error:

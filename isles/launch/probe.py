@@ -61,7 +61,7 @@ class Findings:
     rate_back: float
 
 
-class _Line:
+class _ProbeConnection:
     """A connection between two doctors. All of it raises LinkLost where it breaks."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -111,11 +111,11 @@ def call(host: str, at: int) -> Findings:
         except TimeoutError:
             raise LinkLost(f"it is not done after {_LASTING:g} s") from None
 
-    async def begin() -> _Line:
-        return _Line(*await dial(host, at, PATIENCE))
+    async def begin() -> _ProbeConnection:
+        return _ProbeConnection(*await dial(host, at, PATIENCE))
 
     try:
-        line = loop.run(begin())
+        connection = loop.run(begin())
     except OSError as error:
         why = reason(error, PATIENCE)
         mend = {
@@ -124,13 +124,13 @@ def call(host: str, at: int) -> Findings:
         }.get(why, f"the address is wrong, or a firewall drops it; let TCP port {at} in there")
         raise LinkLost(f"{why}: {mend}") from error
     try:
-        with EchoServer(line.here) as echo:
-            found = run(_both_ways(line, echo.port, calls=True))
-        rates = measure_link(lambda out, back: run(line.exchange(out, back)), _LARGEST * len(_CHUNK))
-        run(line.send(rates._asdict()))
+        with EchoServer(connection.here) as echo:
+            found = run(_both_ways(connection, echo.port, calls=True))
+        rates = measure_link(lambda out, back: run(connection.exchange(out, back)), _LARGEST * len(_CHUNK))
+        run(connection.send(rates._asdict()))
         return found(round_trip=rates.round_trip, rate_out=8 * rates.out, rate_back=8 * rates.back)
     finally:
-        loop.run(line.close())
+        loop.run(connection.close())
 
 
 def wait_for_call(listening: socket.socket, seconds: float, on_failure: Callable[[str], None]) -> Findings:
@@ -148,9 +148,9 @@ def wait_for_call(listening: socket.socket, seconds: float, on_failure: Callable
     with EchoServer(listening.getsockname()[0]) as echo:
 
         async def hear(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            line = _Line(reader, writer)
-            found.put(await _answered(line, echo.port))
-            await line.close()
+            connection = _ProbeConnection(reader, writer)
+            found.put(await _answered(connection, echo.port))
+            await connection.close()
 
         with Listener(listening, hear, seconds=_LASTING, refused=refused):
             while time.monotonic() < ends_at:
@@ -162,34 +162,34 @@ def wait_for_call(listening: socket.socket, seconds: float, on_failure: Callable
     raise LinkLost(f"nobody called within {seconds:g} s")
 
 
-async def _answered(line: _Line, echo_port: int) -> Findings:
+async def _answered(connection: _ProbeConnection, echo_port: int) -> Findings:
     """The checks with one that calls. LinkLost."""
-    found = await _both_ways(line, echo_port, calls=False)
-    while isinstance(said := await line.receive(_ANSWER), dict) and said.keys() & {"fill", "want"}:
+    found = await _both_ways(connection, echo_port, calls=False)
+    while isinstance(said := await connection.receive(_ANSWER), dict) and said.keys() & {"fill", "want"}:
         if "want" in said:
-            await line.burst(_checked(_Chunks, said, "want"), 0)
+            await connection.burst(_checked(_Chunks, said, "want"), 0)
     out, back, round_trip = (_checked(Nonnegative, said, key) for key in ("back", "out", "round_trip"))
     return found(round_trip=round_trip, rate_out=8 * out, rate_back=8 * back)
 
 
-async def _both_ways(line: _Line, echo_port: int, *, calls: bool) -> Callable[..., Findings]:
+async def _both_ways(connection: _ProbeConnection, echo_port: int, *, calls: bool) -> Callable[..., Findings]:
     """The findings but for the rates. LinkLost."""
     mine = {"doctor": __version__, "port": echo_port, "ports": port_range()}
     if calls:
-        await line.send(mine)
-    hello = await line.receive(PATIENCE)
+        await connection.send(mine)
+    hello = await connection.receive(PATIENCE)
     version, port, ports = (
         _checked(kind, hello, key) for key, kind in (("doctor", OneLine), ("port", Port), ("ports", OneLine))
     )
     if not calls:
-        await line.send(mine)
-    out = await echo_failure(line.there, port)
-    await line.send({"reached": out})
-    back = _checked(OneLine, await line.receive(2 * PATIENCE), "reached")
+        await connection.send(mine)
+    out = await echo_failure(connection.there, port)
+    await connection.send({"reached": out})
+    back = _checked(OneLine, await connection.receive(2 * PATIENCE), "reached")
     return partial(
         Findings,
-        here=line.here,
-        there=line.there,
+        here=connection.here,
+        there=connection.there,
         version_there=version,
         port_out=port,
         port_back=echo_port,

@@ -92,7 +92,7 @@ def host(
         ]
         if blocked:
             raise RendezvousFailed(f"{'; '.join(blocked)}; to see more: isles doctor, docs/two-machines.md")
-        admission.keep()
+        admission.release()
         return node_group
 
 

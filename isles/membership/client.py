@@ -60,34 +60,34 @@ EXCLUDED = "a view without it is on its way"
 """Why one is not waited for any more that did not ask to leave."""
 
 
-def cancel_waits(waits: PendingTransfers | None, message: Any) -> None:
+def cancel_waits(transfers: PendingTransfers | None, message: Any) -> None:
     """Have what `message` says is waited for in vain be waited for no longer."""
-    if waits is None:
+    if transfers is None:
         return
     match message:
         case Proposal(lost=lost):
             for member in lost:
-                waits.give_up(member, EXCLUDED)
+                transfers.give_up(member, EXCLUDED)
         case Silent(member=member):
-            waits.give_up(member, PeerSilent(member))
+            transfers.give_up(member, PeerSilent(member))
         case RoundDecision(round=round, attempt=attempt):
-            waits.again(Tag("outer", round, attempt=attempt))
+            transfers.again(Tag("outer", round, attempt=attempt))
         case Failed(round=round, attempt=attempt):
-            waits.again(Tag("outer", round, attempt=attempt + 1))
+            transfers.again(Tag("outer", round, attempt=attempt + 1))
 
 
-def failure_notifier(line: LighthouseClient, island_rank: int, island_size: int) -> Callable[[int, int], None]:
+def failure_notifier(client: LighthouseClient, island_rank: int, island_size: int) -> Callable[[int, int], None]:
     """What tells the others of an island of `island_size` workers, called with (round, attempt), that the one at
     `island_rank` has no answer of that attempt: so none of them waits for somebody who waits itself for one that was
     lost.
     """
 
-    def tell(round: int, attempt: int) -> None:
+    def notify(round: int, attempt: int) -> None:
         for other in range(island_size):
             if other != island_rank:
-                line.send(add_sequence(0, encode(Failed(round, attempt))), key=notify_key(line.entry.member, other))
+                client.send(add_sequence(0, encode(Failed(round, attempt))), key=notify_key(client.entry.member, other))
 
-    return tell
+    return notify
 
 
 class Notifications:
@@ -101,11 +101,11 @@ class Notifications:
         """The lighthouse's order, or the word of another worker of this island; None, and counted, where somebody else
         says it, or says again what was overheard, or where it is none.
         """
-        said, entry = query.payload, self._entry
-        if not hmac.compare_digest(query.attachment, signature(entry.member, entry.key, self._where, said)):
+        payload, entry = query.payload, self._entry
+        if not hmac.compare_digest(query.attachment, signature(entry.member, entry.key, self._where, payload)):
             return self._refuse(query, "an order that is not the lighthouse's")
         try:
-            number, text = split_sequence(said)
+            number, text = split_sequence(payload)
             message = decode(text, limit=LONGEST)
         except ValueError as error:
             query.reply()
@@ -130,18 +130,18 @@ class FollowerClient(LighthouseClient):
 
     def __init__(self, session: ControlSession, entry: Entry, island_rank: int) -> None:
         super().__init__(session, entry)
-        self._orders = Notifications(session, entry, island_rank)
-        session.serve(notify_key(entry.member, island_rank), self._told)
+        self._notifications = Notifications(session, entry, island_rank)
+        session.serve(notify_key(entry.member, island_rank), self._on_notification)
 
-    def _told(self, query: Query) -> None:
-        message = self._orders.take(query)
+    def _on_notification(self, query: Query) -> None:
+        message = self._notifications.take(query)
         if isinstance(message, View) and self.meets is not None:
             self.meets(message)
-        cancel_waits(self.waits, message)
+        cancel_waits(self.transfers, message)
 
 
 _SOON = 0.2  # seconds until the next beat while it waits for its first round; for an answer before it begins one
-_TOLD_AGAIN = 0.3  # seconds until an answer is told again
+_REPEAT_AFTER = 0.3  # seconds until an answer is told again
 _UNDECIDED = 3.0  # seconds for a view that is on its way
 _LONGEST_REASON = 200
 _NEVER = 1 << 20  # an attempt that nobody comes to
@@ -168,10 +168,10 @@ class MembershipClient(LighthouseClient):
         self._given_up: frozenset[int] = frozenset()
         self._met = -1  # the newest view whose members this worker knows
         self._silent: dict[int, float] = {}  # until when
-        self._orders = Notifications(session, entry, 0)
-        session.serve(notify_key(entry.member, 0), self._told)
+        self._notifications = Notifications(session, entry, 0)
+        session.serve(notify_key(entry.member, 0), self._on_notification)
         with self.changed:
-            self.poke()
+            self.beat_now()
 
     # What the training thread asks
 
@@ -180,7 +180,7 @@ class MembershipClient(LighthouseClient):
         with self.changed:
             is_new, self.state.seconds = not self.state.seconds, seconds
             if is_new:
-                self.poke()
+                self.beat_now()
 
     def start_round(self, round: int) -> View | None:
         """This worker is in `round` now; the view whose cell it reads, see `MemberState.start_round`.
@@ -192,14 +192,14 @@ class MembershipClient(LighthouseClient):
         with self.changed:
             view = self.state.start_round(round)
             self._training = True
-            self.poke()
+            self.beat_now()
         return view
 
     def skip(self, round: int) -> None:
         """This worker does no step of `round`, see `MemberState.skip`."""
         with self.changed:
             self.state.skip(round)
-            self.poke()
+            self.beat_now()
 
     def round_members(self, round: int) -> RoundMembers:
         """Who takes part in the exchange of `round`."""
@@ -251,12 +251,12 @@ class MembershipClient(LighthouseClient):
         done = Done(round, attempt, NOTHING if digest is None else digest)
         decision = self.decisions.newer(round, attempt)
         while decision is None and not self.is_over:
-            heard = self.ask(done)
-            if isinstance(heard, RoundDecision):
-                self.decisions.hear(heard)
-            elif heard is None:
+            answer = self.ask(done)
+            if isinstance(answer, RoundDecision):
+                self.decisions.hear(answer)
+            elif answer is None:
                 break
-            self.wait(lambda: self.decisions.newer(round, attempt) is not None or self.is_over, _TOLD_AGAIN)
+            self.wait(lambda: self.decisions.newer(round, attempt) is not None or self.is_over, _REPEAT_AFTER)
             decision = self.decisions.newer(round, attempt)
         if decision is not None and decision.outcome == "land" and digest is None:
             self.ask(done)  # whoever was told of it begins with another's state
@@ -282,7 +282,7 @@ class MembershipClient(LighthouseClient):
         """
         with self.changed:
             self._training = False
-            self.poke()
+            self.beat_now()
         self.wait(lambda: self._is_asked() or self.ended is not None, seconds)
         with self.changed:
             return self._load if self._is_asked() else self.ended
@@ -295,7 +295,7 @@ class MembershipClient(LighthouseClient):
         with self.changed:
             self.state.loaded(load, round, left_out)
             self._load = None
-            self.poke()
+            self.beat_now()
 
     def reload(self) -> None:
         """The state did not come, or is not what the others have: ask for another donor's."""
@@ -370,7 +370,7 @@ class MembershipClient(LighthouseClient):
 
     # Beats
 
-    def poke(self) -> None:
+    def beat_now(self) -> None:
         """Beat now, or once the answer that is awaited is here. `changed` is held."""
         if self._is_asking or self._closed:
             self._again = True
@@ -396,14 +396,14 @@ class MembershipClient(LighthouseClient):
             self.say(ack)
         with self.changed:
             if self._again or (answer is None and not self.session.beats and self.ended is None):
-                self.poke()
+                self.beat_now()
             elif self.session.beats and not self._closed:
                 pause = (BEAT if self._training else _SOON) - (self.session.now() - began)
                 self._next = self.session.later(self._beat, max(pause, _AGAIN))
 
     def _beat(self) -> None:
         with self.changed:
-            self.poke()
+            self.beat_now()
 
     # Orders
 
@@ -420,15 +420,15 @@ class MembershipClient(LighthouseClient):
             if self.meets is not None and view.number > self._met:
                 self._met = view.number
                 self.meets(view)
-        if self.waits is not None:
+        if self.transfers is not None:
             for member in new:
-                self.waits.give_up(member, EXCLUDED)
+                self.transfers.give_up(member, EXCLUDED)
             if round is not None:
-                self.waits.again(Tag("outer", round, attempt=_NEVER))
+                self.transfers.again(Tag("outer", round, attempt=_NEVER))
 
-    def _told(self, query: Query) -> None:
+    def _on_notification(self, query: Query) -> None:
         """Take in an order of the lighthouse."""
-        message = self._orders.take(query)
+        message = self._notifications.take(query)
         if isinstance(message, Silent):
             now = self.session.now()
             self._silent = {member: end for member, end in self._silent.items() if end > now}
@@ -440,11 +440,11 @@ class MembershipClient(LighthouseClient):
                 ack = self._take_in(message)
                 if ack is not None:
                     self.say(ack)
-                self.poke()
+                self.beat_now()
                 self.changed.notify_all()
             self._follow()
         if not isinstance(message, Proposal):
-            cancel_waits(self.waits, message)
+            cancel_waits(self.transfers, message)
 
     def _take_in(self, message: Any) -> Ack | None:
         """Note an order of the lighthouse; the answer where it is a proposal. `changed` is held."""
@@ -452,7 +452,7 @@ class MembershipClient(LighthouseClient):
             case Proposal():
                 return self.state.proposed(message)
             case View():
-                self.state.told(message)
+                self.state.receive_view(message)
             case Load():
                 self._load = message
                 self.state.call = max(self.state.call, message.call)

@@ -74,7 +74,7 @@ class Stalls:
             still = now - self._behind[one.member][1]
             own = rules.sync_every * min(one.seconds or usual, _MOST * usual)
             is_busy = one.member == first or rounds[one.member] == last or one.round <= one.entered
-            if still > max(_TIMES * own, _LEAST) + (rules.judges if is_busy else rules.waits):
+            if still > max(_TIMES * own, _LEAST) + (rules.evaluates if is_busy else rules.waits):
                 found[one.member] = still
         return found
 
@@ -144,7 +144,7 @@ class RoundsCoordinator(Coordinator):
         member = len(self.workers)
         self._record("join", member=member, description=description, certificates=[*certificates])
         self._reply(Admitted(member))
-        return self._orders(now)
+        return self._effects(now)
 
     def beat(self, now: float, member: int, beat: Beat) -> list[Effect]:
         """A worker's sign of life."""
@@ -152,7 +152,7 @@ class RoundsCoordinator(Coordinator):
         if refusal is None:
             self._step(now)  # what follows from it is in the answer already
             self._reply(self._answer(member, beat))
-        return refusal or self._orders(now)
+        return refusal or self._effects(now)
 
     def ack(self, now: float, member: int, ack: Ack) -> list[Effect]:
         """A worker's answer to a proposal."""
@@ -162,13 +162,13 @@ class RoundsCoordinator(Coordinator):
                 self._acks.add(member)
             else:
                 self.proposal = None  # somebody was there already: again, later
-        return refusal or self._orders(now)
+        return refusal or self._effects(now)
 
     def disconnected(self, now: float, member: int) -> list[Effect]:
         """The connection of a worker broke: it is dead, frozen or cut off."""
         if member in self.workers and self.workers[member].here:
             self._record("lost", member=member)
-        return self._orders(now)
+        return self._effects(now)
 
     def reconnected(self, now: float, member: int) -> list[Effect]:
         """The connection of a worker is there (again)."""
@@ -177,7 +177,7 @@ class RoundsCoordinator(Coordinator):
             self._record("back", member=member)
             if self.proposal is not None and member not in self.proposal.members and self.workers[member].state == "in":
                 self._record("call", member=member)  # those who promised that view take no work of it any more
-        return self._orders(now)
+        return self._effects(now)
 
     def leave(self, now: float, member: int) -> list[Effect]:
         """A worker leaves at the next view; it goes on until then, and then its connection ends. Where all leave they
@@ -189,7 +189,7 @@ class RoundsCoordinator(Coordinator):
             if leaving == self.members():  # nobody is left for whom another view would be
                 for each in leaving:
                     self._tell(each, Over())
-        return self._orders(now)
+        return self._effects(now)
 
     def reload(self, now: float, member: int) -> list[Effect]:
         """The state that a worker was to load did not come, or is not the others': another one."""
@@ -199,7 +199,7 @@ class RoundsCoordinator(Coordinator):
             worker.load = None
         elif worker is not None:
             self._stray(member)
-        return self._orders(now)
+        return self._effects(now)
 
     def done(self, now: float, member: int, done: Done) -> list[Effect]:
         """A member has the answer of an attempt of a round of an all-reduce method."""
@@ -207,18 +207,18 @@ class RoundsCoordinator(Coordinator):
             self.ballots.done(member, done, self._register.voters(done.round))
             if done.digest == NOTHING and self.ballots.has_landed(done.round):
                 self._stray(member)  # the others took it for lost, and landed what it has not got
-        orders = self._orders(now)
+        effects = self._effects(now)
         decision = self.ballots.decision(done.round, member)
-        return orders if decision is None else [*orders, Reply(decision)]
+        return effects if decision is None else [*effects, Reply(decision)]
 
     def deliver(self, now: float, member: int, delivered: Delivered) -> list[Effect]:
         """A member has its share of a round for which a quorum is enough, and trains on."""
         if self.rules.quorum and self._here(member):
             quorum = 1.0 if delivered.round == self.last else self.rules.quorum  # nothing comes after it
             self.ballots.delivered(now, member, delivered, self._register.voters(delivered.round), quorum)
-        orders = self._orders(now)
+        effects = self._effects(now)
         decision = self.ballots.decision(delivered.round)
-        return orders if decision is None else [*orders, Reply(decision)]
+        return effects if decision is None else [*effects, Reply(decision)]
 
     def report_peer(self, now: float, member: int, peer_report: PeerReport) -> list[Effect]:
         """A member says that another's share of an attempt was late or refused; both are of that round's view, and who
@@ -227,7 +227,7 @@ class RoundsCoordinator(Coordinator):
         round, members, worker = peer_report.round, self.members(), self.workers.get(member)
         voters, both = self._register.voters(round), {member, peer_report.member}
         if worker is None or len(both) < 2 or not both <= {*voters} & {*members} or not worker.knows(round):
-            return self._orders(now)
+            return self._effects(now)
         if peer_report.charge == "refused" and peer_report.by < 0:
             self.ballots.ban_scores.refused(member, peer_report.member, round)
         if self.rules.agrees:
@@ -238,7 +238,7 @@ class RoundsCoordinator(Coordinator):
                 self._record("ban", member=one)
                 why = f"it and half of the others refuse each other's shares ({peer_report.reason[:200]})"
                 self._tell(one, Refusal(f"shut out: {why}"))
-        return self._orders(now)
+        return self._effects(now)
 
     def tick(self, now: float) -> list[Effect]:
         """Time passes: after a restart, who has not come back by `until` is gone. Whose training stands still is left
@@ -248,7 +248,7 @@ class RoundsCoordinator(Coordinator):
         members, first = [self.workers[member] for member in self.members()], self.view.members[0] if self.view else -1
         for member, seconds in self._stalls.look(now, self.rules, members, first, self.last, self.finished).items():
             self._stray(member, still=round(seconds))
-        return self._orders(now)
+        return self._effects(now)
 
     def hear(self, now: float, member: int, message: Any) -> list[Effect] | None:
         """What a worker says; None where no worker says that. ValueError for what cannot be."""
@@ -302,7 +302,7 @@ class RoundsCoordinator(Coordinator):
         if what is not None:
             self._record(what, member=member, **why)
 
-    def _orders(self, now: float) -> list[Effect]:
+    def _effects(self, now: float) -> list[Effect]:
         self._step(now)
         return self._taken()
 
@@ -362,9 +362,9 @@ class RoundsCoordinator(Coordinator):
         identities = known_by if any(known_by) else ()
         view = View(proposal.number, proposal.since, proposal.members, steps, start, backlog, identities)
         self.proposal = None
-        told = {*self._voters_of_view(), *proposal.members}
+        audience = {*self._voters_of_view(), *proposal.members}
         self._record("view", view=plain(view))
-        for member in sorted(told):
+        for member in sorted(audience):
             self._tell(member, view)
 
     def _assign(self) -> None:
@@ -422,20 +422,20 @@ def unfit(membership: RoundsCoordinator, message: Any) -> None:
     """ValueError for a word about rounds, members, steps or seconds that cannot be: it would be kept, or others would
     follow it.
     """
-    last, said = membership.rules.last or _FAR, getattr(message, "beat", message)
-    seconds = said.seconds if isinstance(said, Beat | Delivered) else 0.0
-    steps = said.steps if isinstance(said, Delivered) else 1
+    last, claim = membership.rules.last or _FAR, getattr(message, "beat", message)
+    seconds = claim.seconds if isinstance(claim, Beat | Delivered) else 0.0
+    steps = claim.steps if isinstance(claim, Delivered) else 1
     if not 0 <= seconds <= _LONGEST or not 0 < steps <= last * membership.rules.sync_every:
         raise ValueError("seconds that no step takes, or steps that nobody can have done")
-    match said:
+    match claim:
         case Beat(round=round, skipped=skipped, seen=seen):
             if not all(0 <= one <= last for one in (round, *skipped, *(newest for _, newest in seen))):
                 raise ValueError("a round that this run has not")
             if not all(member in membership.workers for member, _ in seen):
                 raise ValueError("the work of a member that this run has not")
         case Done() | PeerReport() | Delivered():
-            attempt, whose = getattr(said, "attempt", 0), getattr(said, "member", None)
-            if not 0 < said.round <= membership.newest_round + MARGIN or not 0 <= attempt < 1 << 20:
+            attempt, whose = getattr(claim, "attempt", 0), getattr(claim, "member", None)
+            if not 0 < claim.round <= membership.newest_round + MARGIN or not 0 <= attempt < 1 << 20:
                 raise ValueError("an answer of a round that nobody is in")
             if whose is not None and whose not in membership.workers:
                 raise ValueError("the share of a member that this run has not")

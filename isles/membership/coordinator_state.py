@@ -37,8 +37,8 @@ class BanScores:
     def are_enough(self, member: int, members: Collection[int]) -> bool:
         """Whether `member` is to be shut out. members: all who have trained and are there."""
         pairs = (frozenset((member, other)) for other in members if other != member)
-        told = [self._rounds[pair] for pair in pairs if pair in self._rounds]
-        return len(told) >= max(_OTHERS, len(members) / 2) and len(set().union(*told)) >= _ROUNDS
+        rounds = [self._rounds[pair] for pair in pairs if pair in self._rounds]
+        return len(rounds) >= max(_OTHERS, len(members) / 2) and len(set().union(*rounds)) >= _ROUNDS
 
     def worst(self, members: Iterable[int], more: Collection[Pair] = ()) -> int:
         """Who of `members` disagrees with most, of equals the first. more: pairs beside those of refusals."""
@@ -46,7 +46,7 @@ class BanScores:
         return max(members, key=lambda member: sum(member in pair for pair in pairs))
 
 
-_KEPT = 64  # rounds for which a member that slept still hears what became of them
+_RETAINED = 64  # rounds for which a member that slept still hears what became of them
 
 
 class Ballots:
@@ -59,7 +59,7 @@ class Ballots:
     def __init__(self) -> None:
         self._open: dict[int, Ballot] = {}
         self._landed: dict[int, Ballot] = {}
-        self._accused: dict[tuple[int, int, int], dict[int, PeerReport]] = {}  # by round, attempt and accused: by sayer
+        self._reports: dict[tuple[int, int, int], dict[int, PeerReport]] = {}  # by round, attempt and accused: by sayer
         self._out: dict[int, int] = {}  # by member: the newest view when others landed without it
         self._view = -1
         self.graces, self.ban_scores = Graces(), BanScores()
@@ -73,13 +73,13 @@ class Ballots:
         """A member has an answer. members: of the first attempt of its round."""
         ballot = self._of(done.round, members)
         if ballot is not None:
-            self._open[done.round] = ballot.told(done.attempt, member, done.digest)
+            self._open[done.round] = ballot.add_answer(done.attempt, member, done.digest)
 
     def delivered(self, now: float, member: int, delivered: Delivered, members: tuple[int, ...], quorum: float) -> None:
         """A member has a share of a round for which `quorum` is enough."""
         ballot = self._of(delivered.round, members)
         if ballot is not None:
-            self._open[delivered.round] = replace(ballot, quorum=quorum).has(member, delivered.steps)
+            self._open[delivered.round] = replace(ballot, quorum=quorum).add_share(member, delivered.steps)
             self.graces.delivered(now, delivered.round, delivered.seconds)
 
     def reported(self, member: int, peer_report: PeerReport, members: tuple[int, ...], living: Collection[int]) -> None:
@@ -91,22 +91,22 @@ class Ballots:
         reported = peer_report.member
         if ballot is None or peer_report.attempt != len(ballot.attempts) - 1 or reported not in ballot.attempts[-1]:
             return
-        said = self._accused.setdefault((peer_report.round, peer_report.attempt, reported), {})
-        said[member] = peer_report
+        reports = self._reports.setdefault((peer_report.round, peer_report.attempt, reported), {})
+        reports[member] = peer_report
         others = [s for s in ballot.attempts[-1] if s in living and s != reported and s not in ballot.out]
-        sayers = [s for s in others if s in said]
-        counted = [said[s] for s in sayers]
-        if not peer_report.attempt and any((0, reported) == told[:2] for told in ballot.done):
+        sayers = [s for s in others if s in reports]
+        counted = [reports[s] for s in sayers]
+        if not peer_report.attempt and any((0, reported) == rounds[:2] for rounds in ballot.done):
             counted = [one for one in counted if one.charge == "refused"]
         if 2 * len(counted) > len(others) and member in others:
-            judges = [one.by for one in counted if one.by in others]
-            ballot = ballot.without(self.ban_scores.worst((reported, *judges, *sayers)))
+            witnesses = [one.by for one in counted if one.by in others]
+            ballot = ballot.without(self.ban_scores.worst((reported, *witnesses, *sayers)))
         self._open[peer_report.round] = ballot
 
     def _worst(self, round: int) -> Callable[[Sequence[int]], int] | None:
         """Who has most accusations of `round`, or refusals of any, of some members; None where nobody has accused."""
-        said = {key[2]: who for key, who in self._accused.items() if key[0] == round}
-        pairs = {frozenset((reported, member)) for reported, who in said.items() for member in who}
+        reports = {key[2]: who for key, who in self._reports.items() if key[0] == round}
+        pairs = {frozenset((reported, member)) for reported, who in reports.items() for member in who}
         return partial(self.ban_scores.worst, more=pairs) if pairs else None
 
     def due(self, now: float, living: Mapping[int, float]) -> Iterator[RoundDecision]:
@@ -134,8 +134,11 @@ class Ballots:
             self._open[decision.round] = ballot
             return []
         self._open.pop(decision.round, None)
-        self._landed = {**{r: b for r, b in self._landed.items() if r > decision.round - _KEPT}, decision.round: ballot}
-        self._accused = {key: who for key, who in self._accused.items() if key[0] != decision.round}
+        self._landed = {
+            **{r: b for r, b in self._landed.items() if r > decision.round - _RETAINED},
+            decision.round: ballot,
+        }
+        self._reports = {key: who for key, who in self._reports.items() if key[0] != decision.round}
         tried = ballot.attempts[1:] if ballot.taken else ballot.attempts  # who was only late fetches the mean
         left = sorted({member for members in tried for member in members} - set(decision.members))
         self._out |= dict.fromkeys(left, decision.view)

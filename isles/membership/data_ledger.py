@@ -31,8 +31,8 @@ from isles.membership.views import SampleRange, View
 class Batch(NamedTuple):
     """One batch of the data in plain numbers, for `isles.data.order.rows`.
 
-    start: batches before the round's first fresh one. fresh: fresh steps of each place in that round.
-    place, step: whose it is, and which of its fresh steps.
+    start: batches before the round's first fresh one. fresh: fresh steps of each index in that round.
+    index, step: whose it is, and which of its fresh steps.
     """
 
     start: int
@@ -56,7 +56,7 @@ def batches(views: Mapping[int, View], view: View, round: int, index: int) -> li
 
 
 def range_batches(view: View, sample_range: SampleRange) -> list[Batch]:
-    """The batches of a lot of `view`: the numbers of a lot are always those of fresh steps, never of another debt."""
+    """The batches of a range of `view`, whose numbers are always those of fresh steps, never of another backlog."""
     found = []
     for number in range(sample_range.first, sample_range.first + sample_range.steps):
         rounds, step = divmod(number, view.steps[sample_range.index])
@@ -69,7 +69,7 @@ def range_batches(view: View, sample_range: SampleRange) -> list[Batch]:
 
 
 def fresh(view: View, round: int) -> tuple[int, ...]:
-    """Inner steps of each place in `round` that read on in the order of the data, debts taken off."""
+    """Inner steps of each index in `round` that read on in the order of the data, without those of the backlog."""
     total, before = count_steps(view.backlog), _before(view, round, 0)
     if before >= total:
         return view.steps
@@ -81,7 +81,7 @@ def fresh(view: View, round: int) -> tuple[int, ...]:
 
 
 def fresh_before(view: View, round: int) -> int:
-    """Fresh batches of all places in the rounds of the view before `round`."""
+    """Fresh batches of all indices in the rounds of the view before `round`."""
     steps = _before(view, round, 0)
     return max(steps - count_steps(view.backlog), 0)
 
@@ -96,13 +96,13 @@ def last_round(view: View, batches: int) -> int:
 
 
 def ranges_of(view: View, index: int, first: int, until: int) -> list[SampleRange]:
-    """What the cells of `index` in rounds `first` .. `until` - 1 read, for whoever reads it in their stead."""
+    """What the slices of `index` in rounds `first` .. `until` - 1 read, for whoever reads it in their stead."""
     found: list[SampleRange] = []
     own, total = view.steps[index], count_steps(view.backlog)
     for round in range(first, until):
         taken = _taken(view, round, index)
         found += part(view.backlog, _before(view, round, index), taken)
-        if _before(view, round, 0) >= total:  # nothing is owed from here on: the rest is one piece
+        if _before(view, round, 0) >= total:  # no backlog from here on: the rest is one range
             found.append(SampleRange(view.number, index, (round - view.since) * own, (until - round) * own))
             break
         if taken < own:
@@ -111,13 +111,13 @@ def ranges_of(view: View, index: int, first: int, until: int) -> list[SampleRang
 
 
 def left_over(view: View, until: int) -> list[SampleRange]:
-    """The debts that no cell of the view before round `until` was to read."""
+    """The backlog that no slice of the view before round `until` was to read."""
     steps, total = max(_before(view, until, 0), 0), count_steps(view.backlog)
     return part(view.backlog, steps, total - steps) if steps < total else []
 
 
 def part(queue: Sequence[SampleRange], first: int, steps: int) -> list[SampleRange]:
-    """Steps `first` .. `first` + `steps` - 1 of a queue of lots; fewer where the queue ends."""
+    """Steps `first` .. `first` + `steps` - 1 of a queue of ranges; fewer where the queue ends."""
     found = []
     for sample_range in queue:
         if steps <= 0:
@@ -131,7 +131,7 @@ def part(queue: Sequence[SampleRange], first: int, steps: int) -> list[SampleRan
 
 
 def merged(queue: Iterable[SampleRange]) -> list[SampleRange]:
-    """The same steps in the same order, in as few lots as possible."""
+    """The same steps in the same order, in as few ranges as possible."""
     found: list[SampleRange] = []
     for sample_range in queue:
         last = found[-1] if found else None
@@ -143,17 +143,17 @@ def merged(queue: Iterable[SampleRange]) -> list[SampleRange]:
 
 
 def count_steps(queue: Iterable[SampleRange]) -> int:
-    """Inner steps in a queue of lots."""
+    """Inner steps in a queue of ranges."""
     return sum(sample_range.steps for sample_range in queue)
 
 
 def _before(view: View, round: int, index: int) -> int:
-    """Inner steps of all cells of the view before that of `index` in `round`."""
+    """Inner steps of all slices of the view before that of `index` in `round`."""
     return (round - view.since) * sum(view.steps) + sum(view.steps[:index])
 
 
 def _taken(view: View, round: int, index: int) -> int:
-    """Inner steps of a cell that go to what is owed."""
+    """Inner steps of a slice that read the backlog."""
     return min(max(count_steps(view.backlog) - _before(view, round, index), 0), view.steps[index])
 
 
@@ -161,7 +161,7 @@ _WITNESSES = 8  # so many that live are enough: what they all have is not minded
 
 
 @dataclass(frozen=True)
-class Tenure:
+class SliceAssignment:
     """The rounds `first` .. `until` - 1 in which a member held `index` of a view. until None: as long as the view."""
 
     view: int
@@ -171,22 +171,22 @@ class Tenure:
 
 
 @dataclass(frozen=True)
-class _Life:
+class _Incarnation:
     """What is known of a member, from the state that it began with to its loss.
 
-    begun: the newest round that it told of. skipped: rounds read out of turn that are in no debt yet. witnesses: by
-    member, the newest round of this one whose work it has, and the round of its own in which it got that. landed: the
-    newest round of an all-reduce method with its work.
+    begun: the newest round that it reported. skipped: rounds of unassigned samples that are in no backlog yet.
+    witnesses: by member, the newest round of this one whose work it has, and the round of its own in which it got that.
+    landed: the newest round of an all-reduce method with its work.
     """
 
     member: int
     begun: int = 0
-    tenures: tuple[Tenure, ...] = ()
+    assignments: tuple[SliceAssignment, ...] = ()
     skipped: frozenset[int] = frozenset()
     witnesses: Mapping[int, tuple[int, int]] = field(default_factory=dict)
     landed: int = 0
 
-    def seen(self, witness: int, round: int, at: int) -> _Life:
+    def seen(self, witness: int, round: int, at: int) -> _Incarnation:
         """`witness` has its work up to `round` since its own round `at`. Of many the one who has least is forgotten."""
         if round <= self.witnesses.get(witness, (0, 0))[0]:
             return self
@@ -195,7 +195,7 @@ class _Life:
             del witnesses[min(witnesses, key=lambda member: witnesses[member])]
         return replace(self, witnesses=witnesses)
 
-    def without(self, witnesses: Collection[int]) -> _Life:
+    def without(self, witnesses: Collection[int]) -> _Incarnation:
         """Those have nothing of it any more."""
         return replace(self, witnesses={w: seen for w, seen in self.witnesses.items() if w not in witnesses})
 
@@ -218,10 +218,10 @@ class DataLedger:
     """Told of every view, round and exchange; says where the next view begins and what it owes."""
 
     def __init__(self) -> None:
-        self.views: dict[int, View] = {}  # those that a tenure or a debt still names, and the newest
-        self._lives: dict[int, _Life] = {}  # by member
-        self._lost: list[_Life] = []  # whose work is in few others yet
-        self._forgone: set[int] = set()  # lives that end with the next view
+        self.views: dict[int, View] = {}  # those that an assignment or a backlog still names, and the newest
+        self._incarnations: dict[int, _Incarnation] = {}  # by member
+        self._lost: list[_Incarnation] = []  # whose work is in few others yet
+        self._forgone: set[int] = set()  # incarnations that end with the next view
 
     @property
     def newest(self) -> View | None:
@@ -236,31 +236,33 @@ class DataLedger:
         """`member` is in `round`; of its rounds it did `skipped` out of turn; it has taken part in exchanges with
         others, `seen` = the newest of their rounds, by member.
         """
-        life = self._lives.get(member, _Life(member))
-        newest = max(life.begun, round)
-        self._lives[member] = replace(life, begun=newest, skipped=life.skipped | set(skipped))
+        incarnation = self._incarnations.get(member, _Incarnation(member))
+        newest = max(incarnation.begun, round)
+        self._incarnations[member] = replace(incarnation, begun=newest, skipped=incarnation.skipped | set(skipped))
         if seen:
-            for other, life in self._lives.items():
-                if other in seen or not life.witnesses.keys().isdisjoint(seen):  # few of a large world
-                    self._lives[other] = self._passed_on(life, member, seen, alive=True)
-            self._lost = [self._passed_on(life, member, seen, alive=False) for life in self._lost]
+            for other, incarnation in self._incarnations.items():
+                if other in seen or not incarnation.witnesses.keys().isdisjoint(seen):  # few of a large world
+                    self._incarnations[other] = self._passed_on(incarnation, member, seen, alive=True)
+            self._lost = [self._passed_on(incarnation, member, seen, alive=False) for incarnation in self._lost]
 
-    def _passed_on(self, life: _Life, member: int, seen: Mapping[int, int], *, alive: bool) -> _Life:
-        """`member` has the work of those it has seen, and what they had got of `life` in the rounds before."""
-        if alive and life.member == member:
-            return life
-        if alive and life.member in seen:
-            life = life.seen(member, seen[life.member], seen[life.member])
-        for by, (round, at) in list(life.witnesses.items()):
+    def _passed_on(
+        self, incarnation: _Incarnation, member: int, seen: Mapping[int, int], *, alive: bool
+    ) -> _Incarnation:
+        """`member` has the work of those it has seen, and what they had got of `incarnation` in the rounds before."""
+        if alive and incarnation.member == member:
+            return incarnation
+        if alive and incarnation.member in seen:
+            incarnation = incarnation.seen(member, seen[incarnation.member], seen[incarnation.member])
+        for by, (round, at) in list(incarnation.witnesses.items()):
             if at < seen.get(by, 0):
-                life = life.seen(member, round, seen[by])
-        return life
+                incarnation = incarnation.seen(member, round, seen[by])
+        return incarnation
 
     def landed(self, round: int, members: Collection[int]) -> None:
         """The answer of `round` holds the work of `members`, and everybody has it whose weights go on."""
         for member in members:
-            if member in self._lives:
-                self._lives[member] = replace(self._lives[member], landed=round)
+            if member in self._incarnations:
+                self._incarnations[member] = replace(self._incarnations[member], landed=round)
 
     def forgo(self, member: int) -> None:
         """What `member` has not shared by now is not waited for: it is dead, or begins again with another's state."""
@@ -281,18 +283,24 @@ class DataLedger:
         return view.start + fresh_before(view, since), tuple(self._settled(since, living)[0])
 
     def open(self, view: View, living: Collection[int]) -> None:
-        """`view` takes over at its round, with the `start` and the debts that `next` gave for the same `living`."""
+        """`view` takes over at its round, with the `start` and the backlog that `next` gave for the same `living`."""
         before = () if self.newest is None else self.newest.members
         if self.newest is not None:
-            _, self._lives, self._lost = self._settled(view.since, living, view.members)
+            _, self._incarnations, self._lost = self._settled(view.since, living, view.members)
             self._forgone = set()
         for index, member in enumerate(view.members):
-            life = self._lives.get(member, _Life(member))
-            if member not in before:  # what it did outside is nobody's cell
-                life = replace(life, begun=0, skipped=frozenset())
-            self._lives[member] = replace(life, tenures=(*life.tenures, Tenure(view.number, index, view.since)))
+            incarnation = self._incarnations.get(member, _Incarnation(member))
+            if member not in before:  # what it did outside is no data slice
+                incarnation = replace(incarnation, begun=0, skipped=frozenset())
+            self._incarnations[member] = replace(
+                incarnation, assignments=(*incarnation.assignments, SliceAssignment(view.number, index, view.since))
+            )
         self.views[view.number] = view
-        named = {tenure.view for life in [*self._lives.values(), *self._lost] for tenure in life.tenures}
+        named = {
+            assignment.view
+            for incarnation in [*self._incarnations.values(), *self._lost]
+            for assignment in incarnation.assignments
+        }
         named |= {sample_range.view for sample_range in view.backlog} | {view.number}
         named |= {
             sample_range.view for number in named & self.views.keys() for sample_range in self.views[number].backlog
@@ -300,13 +308,13 @@ class DataLedger:
         self.views = {number: view for number, view in self.views.items() if number in named}
 
     def outstanding(self, until: int, living: Collection[int]) -> list[SampleRange]:
-        """What would be owed if the run ended before round `until`."""
+        """The backlog if the run ended before round `until`."""
         return self._settled(until, living)[0] if self.newest is not None else []
 
     def _settled(
         self, until: int, living: Collection[int], coming: Collection[int] = ()
-    ) -> tuple[list[SampleRange], dict[int, _Life], list[_Life]]:
-        """(what is owed if the newest view ends before round `until`, the lives that go on, those that are lost).
+    ) -> tuple[list[SampleRange], dict[int, _Incarnation], list[_Incarnation]]:
+        """(the backlog if the newest view ends before round `until`, the incarnations that go on, those that are lost).
 
         coming: members that go on from then, too. They have what their donors had when they copied it: were they the
         only ones left, it would be all there is.
@@ -315,40 +323,42 @@ class DataLedger:
         going_on = living.union(coming)
         assert view is not None
         backlog = left_over(view, until)
-        lost: list[_Life] = []
-        incarnations: dict[int, _Life] = {}
-        all_lives = [(life, True) for life in self._lost]
-        all_lives += [(self._lives[member], member in self._forgone) for member in sorted(self._lives)]
-        for life, gone in all_lives:
-            tenures = tuple(replace(t, until=min(t.until or until, until)) for t in life.tenures)
-            held = life.held(living) if gone else until
-            missed, tenures = self._unread(replace(life, tenures=tenures), held)
+        lost: list[_Incarnation] = []
+        incarnations: dict[int, _Incarnation] = {}
+        everyone = [(incarnation, True) for incarnation in self._lost]
+        everyone += [(self._incarnations[member], member in self._forgone) for member in sorted(self._incarnations)]
+        for incarnation, is_lost in everyone:
+            assignments = tuple(replace(t, until=min(t.until or until, until)) for t in incarnation.assignments)
+            held = incarnation.held(living) if is_lost else until
+            missed, assignments = self._unread(replace(incarnation, assignments=assignments), held)
             backlog += missed
-            life = life.without(self._forgone)  # some of them go on from then, with what they have from a donor
-            spread = life.spread(
-                going_on if gone else going_on - {life.member}
+            incarnation = incarnation.without(
+                self._forgone
+            )  # some of them go on from then, with what they have from a donor
+            spread = incarnation.spread(
+                going_on if is_lost else going_on - {incarnation.member}
             )  # where that member began again: it, too
-            minded = tuple(t for t in tenures if (t.until or until) > spread + 1)
-            skipped = frozenset(round for round in life.skipped if round >= until)
-            life = replace(life, tenures=minded, skipped=skipped)
-            if not gone:
-                incarnations[life.member] = life
+            minded = tuple(t for t in assignments if (t.until or until) > spread + 1)
+            skipped = frozenset(round for round in incarnation.skipped if round >= until)
+            incarnation = replace(incarnation, assignments=minded, skipped=skipped)
+            if not is_lost:
+                incarnations[incarnation.member] = incarnation
             elif minded:
-                lost.append(life)
+                lost.append(incarnation)
         return merged(backlog), incarnations, lost
 
-    def _unread(self, life: _Life, held: int) -> tuple[list[SampleRange], tuple[Tenure, ...]]:
-        """(the cells whose work nobody has: out of turn, or in rounds after `held`; its tenures without them)."""
+    def _unread(self, incarnation: _Incarnation, held: int) -> tuple[list[SampleRange], tuple[SliceAssignment, ...]]:
+        """(the slices whose work nobody has: unassigned, or in rounds after `held`; its assignments without them)."""
         backlog: list[SampleRange] = []
-        kept: list[Tenure] = []
-        for tenure in life.tenures:
-            view, first, until = self.views[tenure.view], tenure.first, tenure.until or tenure.first
-            for round in sorted(r for r in life.skipped if first <= r < min(until, held + 1)):
-                backlog += ranges_of(view, tenure.index, round, round + 1)
+        remaining: list[SliceAssignment] = []
+        for assignment in incarnation.assignments:
+            view, first, until = self.views[assignment.view], assignment.first, assignment.until or assignment.first
+            for round in sorted(r for r in incarnation.skipped if first <= r < min(until, held + 1)):
+                backlog += ranges_of(view, assignment.index, round, round + 1)
                 if first < round:
-                    kept.append(replace(tenure, first=first, until=round))
+                    remaining.append(replace(assignment, first=first, until=round))
                 first = round + 1
             if first < min(until, held + 1):
-                kept.append(replace(tenure, first=first, until=min(until, held + 1)))
-            backlog += ranges_of(view, tenure.index, max(first, held + 1), until)
-        return backlog, tuple(kept)
+                remaining.append(replace(assignment, first=first, until=min(until, held + 1)))
+            backlog += ranges_of(view, assignment.index, max(first, held + 1), until)
+        return backlog, tuple(remaining)

@@ -35,7 +35,7 @@ class Rules:
     quorum: float = 0.0
     weights: int = 0
     waits: float = 60.0
-    judges: float = 600.0
+    evaluates: float = 600.0
 
 
 @dataclass(frozen=True)
@@ -199,8 +199,8 @@ class Coordinator(ABC):
 
     def _taken(self) -> list[Effect]:
         """The orders since the last time."""
-        orders, self._out = self._out, []
-        return orders
+        effects, self._out = self._out, []
+        return effects
 
     def _count_absent(self, now: float) -> None:
         """After a restart, who has not come back in time is gone."""

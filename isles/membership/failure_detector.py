@@ -23,7 +23,7 @@ from isles.comm.gloo.liveness import Liveness
 from isles.comm.transport import SUSPECT_AFTER, SUSPECT_EVERY
 
 SILENT = 10.0  # seconds; the engine tells sooner, and a worker whose machine is busy beats late
-_QUIET = 1.5  # seconds without a beat, which comes each second
+_SUSPECT_AFTER = 1.5  # seconds without a beat, which comes each second
 _MOST = 4096  # members that are gone and remembered
 _LOOK = 0.5  # seconds from one look to the next that count, at most
 
@@ -57,59 +57,61 @@ class FailureDetector:
     def __init__(self) -> None:
         self._looked_at: float | None = None
         self._now = 0.0  # seconds in which it looked
-        self._heard: dict[int, float] = {}  # of those that are there: when they spoke last, or came
-        self._mute: set[int] = set()
-        self._quiet: dict[int, float] = {}  # when others were told last
-        self._gone: dict[int, None] = {}  # the newest _MOST
+        self._spoke_at: dict[int, float] = {}  # of those that are there: when they spoke last, or came
+        self._silent: set[int] = set()
+        self._suspected: dict[int, float] = {}  # when others were told last
+        self._lost: dict[int, None] = {}  # the newest _MOST
 
     def changed(self, member: int, there: bool) -> None:
         """A connection came or broke."""
-        self._mute.discard(member)
+        self._silent.discard(member)
         if there:
-            self._heard[member] = self._now
-            self._gone.pop(member, None)
-        elif member in self._heard:
-            del self._heard[member]
-            self._gone[member] = None
-            if len(self._gone) > _MOST:  # anybody with the token can be there, and go, under many names
-                del self._gone[next(iter(self._gone))]
+            self._spoke_at[member] = self._now
+            self._lost.pop(member, None)
+        elif member in self._spoke_at:
+            del self._spoke_at[member]
+            self._lost[member] = None
+            if len(self._lost) > _MOST:  # anybody with the token can be there, and go, under many names
+                del self._lost[next(iter(self._lost))]
 
     def is_lost(self, member: int) -> bool:
         """Whether it was there, and its connection broke."""
-        return member in self._gone
+        return member in self._lost
 
     def joined(self, member: int) -> None:
         """A member was given to somebody, who is to come."""
-        self._heard[member] = self._now
+        self._spoke_at[member] = self._now
 
-    def spoke(self, member: int) -> bool:
+    def heard_from(self, member: int) -> bool:
         """A word of the member's own; whether it was taken for gone, and is back."""
-        if member in self._heard:
-            self._heard[member] = self._now
-        was_mute = member in self._mute
-        self._mute.discard(member)
+        if member in self._spoke_at:
+            self._spoke_at[member] = self._now
+        was_mute = member in self._silent
+        self._silent.discard(member)
         return was_mute
 
-    def others_of(self, member: int) -> list[int]:
+    def to_notify(self, member: int) -> list[int]:
         """Somebody waits in vain for `member`: who is to be told that it is quiet; nobody where it has just spoken, or
         they were told a moment ago.
         """
-        heard, told = self._heard.get(member), self._quiet.get(member, -_QUIET)
-        if heard is None or self._now - heard < _QUIET or self._now - told < _QUIET:
+        spoke_at, suspected_at = self._spoke_at.get(member), self._suspected.get(member, -_SUSPECT_AFTER)
+        if spoke_at is None or self._now - spoke_at < _SUSPECT_AFTER or self._now - suspected_at < _SUSPECT_AFTER:
             return []
-        self._quiet = {s: at for s, at in self._quiet.items() if self._now - at < _QUIET} | {member: self._now}
-        return [other for other in self._heard if other != member]
+        self._suspected = {s: at for s, at in self._suspected.items() if self._now - at < _SUSPECT_AFTER} | {
+            member: self._now
+        }
+        return [other for other in self._spoke_at if other != member]
 
     def _pass(self, at: float) -> None:
         if self._looked_at is not None:
             self._now += min(at - self._looked_at, _LOOK)
         self._looked_at = at
 
-    def silent(self, at: float) -> list[int]:
+    def newly_silent(self, at: float) -> list[int]:
         """Look, at a moment of any clock. Who is gone now, for it has said nothing; each is named once."""
         self._pass(at)
-        found = [s for s, heard in self._heard.items() if self._now - heard > SILENT and s not in self._mute]
-        self._mute |= {*found}
+        found = [s for s, spoke_at in self._spoke_at.items() if self._now - spoke_at > SILENT and s not in self._silent]
+        self._silent |= {*found}
         return found
 
 

@@ -34,7 +34,7 @@ MAX_MESSAGE = 4 << 20
 """Bytes of a word's payload."""
 LONGEST = MAX_MESSAGE + (1 << 16)
 """Bytes of a word."""
-_WORD = struct.Struct(">BQIHI")
+_FRAME = struct.Struct(">BQIHI")
 
 
 class FrameKind(IntEnum):
@@ -52,34 +52,34 @@ class Frame(NamedTuple):
     number: int
     key: str = ""
     payload: bytes | memoryview = b""
-    beside: bytes | memoryview = b""
+    attachment: bytes | memoryview = b""
     milliseconds: int = 0
 
     @property
     def size(self) -> int:
         """Bytes of what it says."""
-        return len(self.payload) + len(self.beside)
+        return len(self.payload) + len(self.attachment)
 
 
-def packed(frame: Frame) -> bytes:
+def pack(frame: Frame) -> bytes:
     """The word as bytes."""
     key = frame.key.encode("ascii")
-    head = _WORD.pack(frame.kind, frame.number, frame.milliseconds, len(key), len(frame.beside))
-    return b"".join((head, key, frame.beside, frame.payload))
+    head = _FRAME.pack(frame.kind, frame.number, frame.milliseconds, len(key), len(frame.attachment))
+    return b"".join((head, key, frame.attachment, frame.payload))
 
 
-def frame_of(word: bytes | bytearray) -> Frame:
+def unpack(data: bytes | bytearray) -> Frame:
     """The word of these bytes. BadFrame where they are none."""
     try:
-        kind, number, milliseconds, key, beside = _WORD.unpack_from(word)
-        at = _WORD.size + key
-        if at + beside > len(word):
+        kind, number, milliseconds, key, attachment = _FRAME.unpack_from(data)
+        at = _FRAME.size + key
+        if at + attachment > len(data):
             raise BadFrame("a word that is cut short")
-        body = memoryview(word)
-        name = word[_WORD.size : at].decode("ascii")
+        body = memoryview(data)
+        name = data[_FRAME.size : at].decode("ascii")
         if not name.isprintable():
             raise BadFrame("an address that is none")
-        return Frame(FrameKind(kind), number, name, body[at + beside :], body[at : at + beside], milliseconds)
+        return Frame(FrameKind(kind), number, name, body[at + attachment :], body[at : at + attachment], milliseconds)
     except (struct.error, ValueError) as error:
         raise BadFrame("what it says is no word of Isles") from error
 
@@ -88,7 +88,7 @@ _LOG = logging.getLogger(__name__)
 _WAITING = 16 << 20  # bytes that wait to be sent to one client
 _CLIENTS = 4096
 _NAMES, _LENGTH = 64, 256  # addresses that one client serves, is seen at, or watches; characters of each
-_UNDER_WAY = 4096  # questions of one client
+_MAX_PENDING = 4096  # questions of one client
 _LONGEST = 600_000  # milliseconds for an answer
 
 
@@ -98,14 +98,14 @@ class Peer:
     """
 
     def __init__(
-        self, name: str, there: str, post: Callable[[Frame, bool], bool], cut: Callable[[], None] | None = None
+        self, name: str, there: str, send: Callable[[Frame, bool], bool], close_link: Callable[[], None] | None = None
     ) -> None:
-        self.name, self.there, self.post, self.cut = name, there, post, cut
-        self.is_own = cut is None
+        self.name, self.there, self.send, self.close_link = name, there, send, close_link
+        self.is_hub = close_link is None
         self.serves: set[str] = set()
         self.is_at: set[str] = set()
         self.watches: dict[int, str] = {}
-        self.owes: set[int] = set()  # numbers of questions that it was asked
+        self.pending: set[int] = set()  # numbers of questions that it was asked
         self.asked = 0  # questions of its own that are under way
 
 
@@ -130,25 +130,25 @@ class Hub:
         self._present: dict[str, set[Peer]] = {}
         self._questions: dict[int, _Question] = {}
         self._numbers = count(1)
-        self._lines: dict[asyncio.Task[None], Connection] = {}
+        self._links: dict[asyncio.Task[None], Connection] = {}
         self._key = secrets.token_bytes(32)
-        self._ties = TicketExchange(self._key, self._carry)
+        self._tickets = TicketExchange(self._key, self._carry)
         self._listener = Listener(
-            listening, self._admit, seconds=SILENCE, mine=mine, refused=self._turned_away, raw=self._ties.take
+            listening, self._admit, seconds=SILENCE, mine=mine, refused=self._turned_away, raw=self._tickets.take
         )
 
     def close(self) -> None:
         """Let nobody in any more; not for the loop's thread."""
         self._listener.__exit__()
-        self._ties.close()
+        self._tickets.close()
 
     async def end(self) -> None:
         """Close the connections once what was said has left."""
-        lines = [*self._lines.items()]
-        await asyncio.gather(*(line.close() for _, line in lines))
-        for task, _ in lines:
+        links = [*self._links.items()]
+        await asyncio.gather(*(link.close() for _, link in links))
+        for task, _ in links:
             task.cancel()
-        await asyncio.gather(*(task for task, _ in lines), return_exceptions=True)
+        await asyncio.gather(*(task for task, _ in links), return_exceptions=True)
 
     def seen(self, name: str) -> str:
         """The address of the client of that name; "" for none."""
@@ -166,7 +166,7 @@ class Hub:
             self._ask(peer, frame, urgent)
         elif kind in (FrameKind.REPLY, FrameKind.REFUSAL):
             self._answer(peer, frame, urgent)
-        elif not peer.is_own and (len(key) > _LENGTH or self._names(peer) >= _NAMES):
+        elif not peer.is_hub and (len(key) > _LENGTH or self._names(peer) >= _NAMES):
             self._refused.note(-1, "more addresses than anybody needs")
         elif kind == FrameKind.WATCH:
             peer.watches[frame.number] = key
@@ -189,7 +189,7 @@ class Hub:
             self._serving[key].pop(peer, None)
             if not self._serving[key]:
                 del self._serving[key]
-        for number in [*peer.owes]:
+        for number in [*peer.pending]:
             self._not_from(peer, number, Frame(FrameKind.NOBODY, 0))
         for key in peer.is_at:
             self._present[key].discard(peer)
@@ -200,24 +200,24 @@ class Hub:
     # Who is let in
 
     async def _admit(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if len(self._lines) >= _CLIENTS:
+        if len(self._links) >= _CLIENTS:
             raise ConnectionError("there are too many")
-        line = Connection(reader, writer, self._lease, longest=LONGEST, most=_WAITING)
+        link = Connection(reader, writer, self._lease, longest=LONGEST, most=_WAITING)
         name = secrets.token_hex(8)
-        peer = Peer(name, line.there, lambda frame, urgent: line.send(packed(frame), urgent=urgent), line.abort)
-        peer.post(Frame(FrameKind.WELCOME, 0, name, milliseconds=round(1000 * self._lease)), True)
+        peer = Peer(name, link.there, lambda frame, urgent: link.send(pack(frame), urgent=urgent), link.abort)
+        peer.send(Frame(FrameKind.WELCOME, 0, name, milliseconds=round(1000 * self._lease)), True)
         self.join(peer)
-        task = asyncio.get_running_loop().create_task(self._attend(peer, line))
-        self._lines[task] = line
-        task.add_done_callback(lambda task: self._lines.pop(task, None))
+        task = asyncio.get_running_loop().create_task(self._attend(peer, link))
+        self._links[task] = link
+        task.add_done_callback(lambda task: self._links.pop(task, None))
 
-    async def _attend(self, peer: Peer, line: Connection) -> None:
+    async def _attend(self, peer: Peer, link: Connection) -> None:
         try:
-            await line.run(lambda word, urgent: self.hear(peer, frame_of(word), urgent))
+            await link.run(lambda data, urgent: self.hear(peer, unpack(data), urgent))
         except (OSError, EOFError, RuntimeError, ValueError) as error:
             _LOG.debug("%s: %s", peer.there, error)
         finally:
-            line.abort()
+            link.abort()
             self.leave(peer)
 
     def _turned_away(self, address: str, why: str) -> None:
@@ -235,10 +235,10 @@ class Hub:
     def _ask(self, peer: Peer, frame: Frame, urgent: bool) -> None:
         servers = self._serving.get(frame.key)
         if not servers:
-            peer.post(Frame(FrameKind.NOBODY, frame.number), True)
+            peer.send(Frame(FrameKind.NOBODY, frame.number), True)
             return
-        if peer.asked >= _UNDER_WAY and not peer.is_own:
-            peer.post(Frame(FrameKind.REFUSAL, frame.number, payload=b"later"), True)
+        if peer.asked >= _MAX_PENDING and not peer.is_hub:
+            peer.send(Frame(FrameKind.REFUSAL, frame.number, payload=b"later"), True)
             return
         number, seconds = next(self._numbers), min(frame.milliseconds, _LONGEST) / 1000
         ends = asyncio.get_running_loop().call_later(seconds, self._forget, number)
@@ -246,25 +246,25 @@ class Hub:
         self._questions[number] = _Question(peer, frame.number, set(servers), ends)
         passed_on = frame._replace(number=number)
         for server in [*servers]:
-            server.owes.add(number)  # before it is asked: the hub's own session may refuse at once
-            if server.post(passed_on, urgent):
+            server.pending.add(number)  # before it is asked: the hub's own session may refuse at once
+            if server.send(passed_on, urgent):
                 self._count(peer, server, frame)
             else:
                 self._not_from(server, number, Frame(FrameKind.REFUSAL, 0, payload=b"later"))
 
     def _answer(self, peer: Peer, frame: Frame, urgent: bool) -> None:
-        if frame.number in peer.owes:
+        if frame.number in peer.pending:
             question = self._questions[frame.number]
             self._count(peer, question.asker, frame)
             self._settle(frame.number, frame, urgent)
 
     def _count(self, one: Peer, other: Peer, frame: Frame) -> None:
-        if not (one.is_own or other.is_own):
+        if not (one.is_hub or other.is_hub):
             self.relayed += frame.size
 
     def _not_from(self, peer: Peer, number: int, instead: Frame) -> None:
         """No answer comes from one of those who were asked; `instead` of the last one's."""
-        peer.owes.discard(number)
+        peer.pending.discard(number)
         if (question := self._questions.get(number)) is not None:
             question.served_by.discard(peer)
             if not question.served_by:
@@ -272,20 +272,20 @@ class Hub:
 
     def _settle(self, number: int, answer: Frame, urgent: bool) -> None:
         question = self._forget(number)
-        question.asker.post(answer._replace(number=question.number), urgent)
+        question.asker.send(answer._replace(number=question.number), urgent)
 
     def _forget(self, number: int) -> _Question:
         question = self._questions.pop(number)
         question.ends.cancel()
         question.asker.asked -= 1
         for server in question.served_by:
-            server.owes.discard(number)
+            server.pending.discard(number)
         return question
 
     # Who is there
 
     def _may(self, peer: Peer, key: str, allowed: tuple[str, ...]) -> bool:
-        return peer.is_own or any(matches(one, key) for one in allowed)
+        return peer.is_hub or any(matches(one, key) for one in allowed)
 
     def _names(self, peer: Peer) -> int:
         return len(peer.serves) + len(peer.is_at) + len(peer.watches)
@@ -298,8 +298,8 @@ class Hub:
 
     def _tell(self, peer: Peer, frame: Frame) -> None:
         """What must not be missed: whoever has no room for it is better off with a new connection."""
-        if not peer.post(frame, True) and peer.cut is not None:
-            peer.cut()
+        if not peer.send(frame, True) and peer.close_link is not None:
+            peer.close_link()
 
 
 def matches(pattern: str, key: str) -> bool:

@@ -72,13 +72,13 @@ class MemberKeys:
         """The key of messages from the lighthouse to a member."""
         return peer_key(self.of(member), -1)
 
-    def member(self, signed: bytes, where: str, said: bytes) -> int | None:
-        """The member whose `signature` of `said` at `where` it is; None for a forged one."""
+    def member(self, signed: bytes, where: str, payload: bytes) -> int | None:
+        """The member whose `signature` of `payload` at `where` it is; None for a forged one."""
         number = signed[:_MOST].partition(b":")[0]
         if not (number.isdigit() and len(number) <= 9):
             return None
         member = int(number)
-        return member if hmac.compare_digest(signed, signature(member, self.of(member), where, said)) else None
+        return member if hmac.compare_digest(signed, signature(member, self.of(member), where, payload)) else None
 
 
 def notify_key(member: int, rank: int) -> str:
@@ -108,9 +108,9 @@ def peer_key(key: str, sender: int) -> bytes:
     return hmac.new(key.encode("ascii"), b"isles message from %d" % sender, hashlib.sha256).digest()[:16]
 
 
-def signature(member: int, key: str, where: str, said: bytes) -> bytes:
+def signature(member: int, key: str, where: str, payload: bytes) -> bytes:
     """The MAC of what `member` says at the address `where`, or of what is said to it there."""
-    proof = hmac.digest(key.encode("ascii"), where.encode("ascii") + b"\0" + said, "sha256")
+    proof = hmac.digest(key.encode("ascii"), where.encode("ascii") + b"\0" + payload, "sha256")
     return b"%d:" % member + proof[:PROOF]
 
 

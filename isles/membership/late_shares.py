@@ -47,21 +47,21 @@ class Delivery:
     unknown. word: the newest on it. It is told first by asking, so that who is late knows at once.
     """
 
-    def __init__(self, line: MembershipClient, round: int, steps: int, seconds: float, now: float) -> None:
+    def __init__(self, client: MembershipClient, round: int, steps: int, seconds: float, now: float) -> None:
         self.round, self.steps = round, steps
         self.decision: RoundDecision | None = None
-        self._line, self._told = line, now
-        self._part = RoundState(line.member, round, 0, (line.member,))
-        self._said: Delivered | Done = Delivered(round, steps, seconds)
+        self._client, self._sent_at = client, now
+        self._state = RoundState(client.member, round, 0, (client.member,))
+        self._message: Delivered | Done = Delivered(round, steps, seconds)
         self._failed = -1  # the newest attempt that did
-        answer = line.ask(self._said)
+        answer = client.ask(self._message)
         if isinstance(answer, RoundDecision):
-            line.decisions.hear(answer)
+            client.decisions.hear(answer)
 
     @property
     def attempt(self) -> int:
         """The number of the exchange that is being made, or waits for its word."""
-        return self._part.attempt
+        return self._state.attempt
 
     @property
     def factor(self) -> float:
@@ -71,39 +71,39 @@ class Delivery:
 
     def look(self, now: float) -> Phase:
         """The phase that it is in now. What was told is told again now and then, for words may be lost."""
-        self.decision = self._line.decisions.of(self.round) or self.decision
+        self.decision = self._client.decisions.of(self.round) or self.decision
         if self.decision is not None:
-            self._part = self._part.heard(self.decision)
-        if self._line.is_over:
+            self._state = self._state.apply(self.decision)
+        if self._client.is_over:
             return "over"
-        if self._part.phase == "landed":
+        if self._state.phase == "landed":
             return "landed"
-        is_without = self.decision is not None and self._line.member not in self.decision.members
-        if is_without and (self._part.phase == "left out" or self._part.attempt == 0):
+        is_without = self.decision is not None and self._client.member not in self.decision.members
+        if is_without and (self._state.phase == "left out" or self._state.attempt == 0):
             return "late"
-        waits = self._part.attempt == 0 or self._part.phase == "done" or self._part.attempt == self._failed
-        if waits and now - self._told >= _SOON:
-            self._told = now
-            self._line.say(self._said)
-        return "exchanging" if not waits else "told" if self._part.attempt == 0 else "done"
+        is_waiting = self._state.attempt == 0 or self._state.phase == "done" or self._state.attempt == self._failed
+        if is_waiting and now - self._sent_at >= _SOON:
+            self._sent_at = now
+            self._client.say(self._message)
+        return "exchanging" if not is_waiting else "told" if self._state.attempt == 0 else "done"
 
     def answered(self, digest: int | None, now: float) -> None:
         """The exchange of this attempt has an answer with that hash, or failed."""
         if digest is None:
-            self._failed = self._part.attempt
+            self._failed = self._state.attempt
         else:
-            self._part = self._part.answered(self._part.attempt)
-        self._said, self._told = Done(self.round, self._part.attempt, NOTHING if digest is None else digest), now
-        self._line.say(self._said)
+            self._state = self._state.answered(self._state.attempt)
+        self._message, self._sent_at = Done(self.round, self._state.attempt, NOTHING if digest is None else digest), now
+        self._client.say(self._message)
 
     def say(self) -> None:
         """Tell it again."""
-        self._line.say(self._said)
+        self._client.say(self._message)
 
     def wait(self) -> None:
         """Wait until there is something new to look at, a moment at most."""
         known = self.decision
-        self._line.wait(lambda: self._line.is_over or self._line.decisions.of(self.round) != known, _SOON)
+        self._client.wait(lambda: self._client.is_over or self._client.decisions.of(self.round) != known, _SOON)
 
 
 class Deliveries:
@@ -111,8 +111,8 @@ class Deliveries:
     landed: called after each landing with its round.
     """
 
-    def __init__(self, line: MembershipClient, alone: Group) -> None:
-        self.line, self._alone = line, alone
+    def __init__(self, client: MembershipClient, alone: Group) -> None:
+        self.client, self._alone = client, alone
         self.fetch: Callable[[RoundDecision], MissedMean | None] = lambda decision: None
         self.landed: Callable[[int], None] = lambda round: None
         self.late = 0
@@ -120,31 +120,31 @@ class Deliveries:
 
     def new(self, round: int, steps: int, seconds: float) -> Delivery:
         """Deliver."""
-        return Delivery(self.line, round, steps, seconds, self._alone.transport.now())
+        return Delivery(self.client, round, steps, seconds, self._alone.transport.now())
 
     def group(self, decision: RoundDecision, seconds: float) -> Group:
         """The group of an attempt, whose members may be late by so many seconds."""
-        waits = self._alone.deadlines
+        is_waiting = self._alone.deadlines
         return replace(
             self._alone,
             ranks=decision.members,
             view=max(decision.view, 0),
-            deadlines=replace(waits, outer=waits.outer + seconds),
+            deadlines=replace(is_waiting, outer=is_waiting.outer + seconds),
         )
 
     def fail(self, delivery: Delivery, error: CommError) -> None:
         """Tell that the exchange of `delivery` has failed here, and whom that speaks of."""
-        self.line.report_peer(delivery.round, delivery.attempt, error)
+        self.client.report_peer(delivery.round, delivery.attempt, error)
         delivery.answered(None, self._alone.transport.now())
 
     def missed(self, delivery: Delivery) -> MissedMean | None:
         """The mean that was taken without it, once it has landed there. None where it cannot be had now."""
-        while not self.line.is_over and self.line.has_answers:
-            decision = self.line.decisions.of(delivery.round)
+        while not self.client.is_over and self.client.has_answers:
+            decision = self.client.decisions.of(delivery.round)
             if decision is not None and decision.outcome == "land":
                 found = self.fetch(decision)
                 if found is None:
-                    self.line.reload()
+                    self.client.reload()
                 return found
             delivery.wait()
             delivery.look(self._alone.transport.now())
@@ -153,6 +153,6 @@ class Deliveries:
 
     def is_missed(self, decision: RoundDecision) -> bool:
         """Whether somebody of the round's view was late, and this worker is one of those who keep the mean for it."""
-        view = self.line.state.view_of(decision.round)
-        keeps = self.line.member in decision.members[:MEAN_HOLDERS]
+        view = self.client.state.view_of(decision.round)
+        keeps = self.client.member in decision.members[:MEAN_HOLDERS]
         return keeps and view is not None and not set(view.members) <= set(decision.members)

@@ -80,14 +80,14 @@ _LOG = logging.getLogger(__name__)
 GRACE = 8.0  # seconds for workers to come back to a lighthouse that was started again
 JOINS = 30  # members that one address takes at once, and as many again each minute
 _TICK = 0.25
-_TOLD = 5.0  # seconds that a word to a member is tried for
+_NOTIFY = 5.0  # seconds that a word to a member is tried for
 _LONGEST_REPORT = 1 << 20
-_ORDERS = 1 << 40  # more than a lighthouse gives before it is lit again
+_NUMBERS_PER_RUN = 1 << 40  # more than a lighthouse gives before it is started again
 T = TypeVar("T")
 
 
 class Lighthouse:
-    """Drives the state machine of a run, `assembly`, by what workers say, and carries out its orders.
+    """Drives the state machine of a run, `coordinator`, by what workers say, and carries out its orders.
 
     An entry is on the disk (`journal`) before anybody is told what follows from it, so a lighthouse that is killed and
     started again on that journal contradicts nothing that it said before.
@@ -104,7 +104,7 @@ class Lighthouse:
     def __init__(
         self,
         session: ControlSession,
-        assembly: Coordinator,
+        coordinator: Coordinator,
         journal: Journal,
         keys: MemberKeys,
         *,
@@ -112,24 +112,24 @@ class Lighthouse:
         version: str,
         on_report: Callable[[int, Any], None],
         island_size: int = 1,
-        presence: FailureDetector | None = None,
+        failure_detector: FailureDetector | None = None,
     ) -> None:
         self.refused = session.refused
-        self.finished = assembly.finished
+        self.finished = coordinator.finished
         self._failed: OSError | None = None
         self._relay = RelayCount(lambda: session.relayed, journal.entries)
         self.corpus: str | None = None
         self._session, self._journal, self._keys = session, journal, keys
         self._config, self._version, self._on_report = config.encode("utf-8"), version, on_report
-        self._assembly, self._island_size, self._whole = assembly, island_size, IslandLiveness()
+        self._coordinator, self._island_size, self._islands = coordinator, island_size, IslandLiveness()
         if journal.entries:
             journal.append({"event": "restart", "at": round(session.wall(), 3)})
-        lit = sum(entry.get("event") == "restart" for entry in journal.entries) + bool(journal.entries)
-        self._orders = count(lit * _ORDERS)
-        self._whereabouts = AddressBook(keys, session.seen)
+        restarts = sum(entry.get("event") == "restart" for entry in journal.entries) + bool(journal.entries)
+        self._sequence = count(restarts * _NUMBERS_PER_RUN)
+        self._address_book = AddressBook(keys, session.seen)
         for entry in journal.entries:
             self._joined(entry)
-        self._admissions, self._present = Admissions(JOINS, 60.0), presence or FailureDetector()
+        self._admissions, self._failure_detector = Admissions(JOINS, 60.0), failure_detector or FailureDetector()
         self._lock = session.condition()
         session.serve(CONFIG, lambda query: query.reply(self._config))
         session.serve(HELLO, self._hello)
@@ -157,15 +157,15 @@ class Lighthouse:
         no more: then nothing was told that is not on it, and nothing will be.
         """
         with self._lock:
-            said = self._lock.wait_for(lambda: self._failed is not None or over(), seconds)
+            message = self._lock.wait_for(lambda: self._failed is not None or over(), seconds)
             if self._failed is not None:
                 raise self._failed
-            return said
+            return message
 
-    def tell(self, members: Sequence[int], message: Any) -> None:
+    def notify(self, members: Sequence[int], message: Any) -> None:
         """Send `message` to each of `members`; nobody says whether it came."""
         for member in members:
-            self._tell(member, encode(message))
+            self._notify(member, encode(message))
 
     @property
     def relayed(self) -> int:
@@ -174,7 +174,7 @@ class Lighthouse:
 
     def seen(self, member: int) -> str:
         """The address from which the first worker of a member comes; "" while it does not."""
-        return self._whereabouts.addresses.get((member, 0), "")
+        return self._address_book.addresses.get((member, 0), "")
 
     def close(self) -> None:
         """Do no more by itself. The session is whoever's who opened it."""
@@ -213,15 +213,15 @@ class Lighthouse:
         """Note of an entry of the journal who has joined, if that is what it says."""
         if entry.get("event") == "join":
             self.corpus = str(entry.get("description"))
-            self._whereabouts.joined(entry["member"], entry["certificates"])
+            self._address_book.joined(entry["member"], entry["certificates"])
 
     def _about(self) -> About:
-        members, newest, last = self._assembly.about()
+        members, newest, last = self._coordinator.about()
         return About(self._version, self._session.wall(), members, newest, last)
 
     def _reach(self, query: Query) -> None:
-        if (said := self._greeting(query, AnnounceAddress)) is not None:
-            self._listening(-1, said, query)
+        if (message := self._greeting(query, AnnounceAddress)) is not None:
+            self._try_address(-1, message, query)
 
     def _greeting(self, query: Query, kind: type[T]) -> T | None:
         """What somebody without a member says; None, and refused, where that is no `kind`."""
@@ -232,28 +232,28 @@ class Lighthouse:
             return None
 
     def _asked(self, query: Query) -> None:
-        said = query.payload
-        member = self._keys.member(query.attachment, REQUESTS, said)
+        member = self._keys.member(query.attachment, REQUESTS, query.payload)
         if member is None:
-            self._refuse(query, -1, "a word without the key of its member")
+            self._refuse(query, -1, "a message without the key of its member")
             return
         try:
-            message = decode(said)
+            message = decode(query.payload)
         except ValueError as error:
             self._refuse(query, member, str(error))
             return
         is_members_own = not isinstance(message, (Lookup, AnnounceAddress, Silent))  # which others of an island say too
-        if is_members_own and self._present.spoke(member):
+        if is_members_own and self._failure_detector.heard_from(member):
             self._carry_out(self._call(lambda m, now: m.reconnected(now, member)))
         match message:
             case Lookup():
-                query.reply(encode(self._whereabouts.find(member, message)))
+                query.reply(encode(self._address_book.find(member, message)))
             case Silent():
                 query.reply()
-                gone = self._present.is_lost(message.member)  # whoever waits for it has begun to when that was told
-                self.tell([member] if gone else self._present.others_of(message.member), message)
+                # of a lost one the others were notified; who waits for it has begun to after that
+                is_lost = self._failure_detector.is_lost(message.member)
+                self.notify([member] if is_lost else self._failure_detector.to_notify(message.member), message)
             case AnnounceAddress():
-                self._listening(member, message, query)
+                self._try_address(member, message, query)
             case Finished():
                 with self._lock:
                     self.finished.add(member)
@@ -263,25 +263,25 @@ class Lighthouse:
                 self._consult(member, message, query)
 
     def _consult(self, member: int, message: Any, query: Query) -> None:
-        """Answer as the assembly decides."""
+        """Answer as the coordinator decides."""
         try:
-            orders = self._call(lambda m, now: m.hear(now, member, message))
+            effects = self._call(lambda m, now: m.hear(now, member, message))
         except ValueError as error:
             self._refuse(query, member, str(error))
             return
-        if orders is None:
-            self._refuse(query, member, "a word that no worker says")
+        if effects is None:
+            self._refuse(query, member, "a message that no worker sends")
             return
         if isinstance(message, PeerReport) and message.charge == "refused":
             self.refused.note(message.member, "a share that another worker refuses")
-        self._carry_out(orders, query)
+        self._carry_out(effects, query)
 
-    def _listening(self, member: int, message: AnnounceAddress, query: Query) -> None:
+    def _try_address(self, member: int, message: AnnounceAddress, query: Query) -> None:
         def answer(reached: Reachability) -> None:
             self._session.later(lambda: query.reply(encode(reached)))
 
         try:
-            self._whereabouts.listening(member, message, answer)
+            self._address_book.try_address(member, message, answer)
         except ValueError as error:
             self._refuse(query, member, str(error))
 
@@ -313,10 +313,10 @@ class Lighthouse:
             return
         member = int(names[-1])
         if not there:
-            self._whereabouts.forget(member, island_rank)
-        whole = self._whole.changed(member, island_rank, there)
+            self._address_book.forget(member, island_rank)
+        whole = self._islands.changed(member, island_rank, there)
         if whole is not None:
-            self._present.changed(member, whole)
+            self._failure_detector.changed(member, whole)
             self._carry_out(
                 self._call(lambda m, now: m.reconnected(now, member) if whole else m.disconnected(now, member))
             )
@@ -324,22 +324,22 @@ class Lighthouse:
     def tick(self) -> None:
         """Time has passed."""
         self._carry_out(self._call(lambda m, now: m.tick(now)))
-        for member in self._present.silent(self._session.now()):
+        for member in self._failure_detector.newly_silent(self._session.now()):
             self._carry_out(self._call(lambda m, now, member=member: m.disconnected(now, member)))
         if (note := self._relay.note(self.relayed)) is not None:
             self._carry_out([Append(note)])
 
     def _call(self, asked: Callable[[Coordinator, float], T]) -> T:
         with self._lock:
-            orders = asked(self._assembly, self._session.now())
+            effects = asked(self._coordinator, self._session.now())
             self._lock.notify_all()
-        return orders
+        return effects
 
-    def _carry_out(self, orders: Sequence[Effect], query: Query | None = None) -> None:
+    def _carry_out(self, effects: Sequence[Effect], query: Query | None = None) -> None:
         if self._failed is not None:
             return
         try:
-            self._carry(orders, query)
+            self._carry(effects, query)
         except OSError as error:
             self._fail(error)
 
@@ -349,39 +349,39 @@ class Lighthouse:
             self._failed = self._failed or error
             self._lock.notify_all()
 
-    def _carry(self, orders: Sequence[Effect], query: Query | None) -> None:
+    def _carry(self, effects: Sequence[Effect], query: Query | None) -> None:
         answer, encoded = b"", (None, b"")
-        for order in orders:
-            if isinstance(order, Append):
-                self._journal.append({**order.entry, "at": round(self._session.wall(), 3)})
-                self._joined(order.entry)
-                if "still" in order.entry:
-                    self.refused.note(order.entry["member"], f"no new round for {order.entry['still']} s: left out")
+        for effect in effects:
+            if isinstance(effect, Append):
+                self._journal.append({**effect.entry, "at": round(self._session.wall(), 3)})
+                self._joined(effect.entry)
+                if "still" in effect.entry:
+                    self.refused.note(effect.entry["member"], f"no new round for {effect.entry['still']} s: left out")
                 continue
             self._journal.commit()
-            if isinstance(order, Reply):
-                message: Any = order.message
+            if isinstance(effect, Reply):
+                message: Any = effect.message
                 if isinstance(message, Admitted):
-                    self._present.joined(message.member)
+                    self._failure_detector.joined(message.member)
                     message = Entry(message.member, self._keys.of(message.member))
                 answer = encode(message)
             else:
-                if order.message is not encoded[0]:  # a view goes to everybody
-                    encoded = order.message, encode(order.message)
-                self._tell(order.member, encoded[1])
+                if effect.message is not encoded[0]:  # a view goes to everybody
+                    encoded = effect.message, encode(effect.message)
+                self._notify(effect.member, encoded[1])
         self._journal.commit()
         if query is not None:
             query.reply(answer)
 
-    def _tell(self, member: int, said: bytes) -> None:
+    def _notify(self, member: int, message: bytes) -> None:
         key = self._keys.of(member)
         with self._lock:  # orders leave in the order of their numbers
-            order = add_sequence(next(self._orders), said)
+            effect = add_sequence(next(self._sequence), message)
             try:
                 for where in (notify_key(member, island_rank) for island_rank in range(self._island_size)):
-                    word = signature(member, key, where, order)
+                    proof = signature(member, key, where, effect)
                     self._session.ask(
-                        where, order, lambda reply, refusal: None, attachment=word, seconds=_TOLD, urgent=True
+                        where, effect, lambda reply, refusal: None, attachment=proof, seconds=_NOTIFY, urgent=True
                     )
             except OSError:
                 _LOG.debug("the session is closed")

@@ -200,7 +200,7 @@ class MemberState:
             self._drop(lambda number: proposal.base < number < proposal.number)
         return Ack(proposal.number, True, self.beat())
 
-    def told(self, view: View) -> None:
+    def receive_view(self, view: View) -> None:
         """A view that was pushed. Taken if nothing before it is missing; otherwise the next answer brings all."""
         promise = self._promises.get(view.number)
         if promise is not None and promise.base <= self._known:

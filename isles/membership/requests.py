@@ -45,7 +45,7 @@ _REPORT_AGAIN = 0.2  # seconds
 _ENDING = 5.0
 
 
-class Reports:
+class ReportQueue:
     """take: hands one over, and calls back with whether it was taken; one at a time."""
 
     def __init__(self, session: ControlSession, take: Callable[[bytes, Callable[[bool], None]], None]) -> None:
@@ -139,12 +139,12 @@ class LighthouseClient:
     once there is one. meets: called with each view that it knows of, once it is set.
     """
 
-    waits: PendingTransfers | None = None
+    transfers: PendingTransfers | None = None
 
     def __init__(self, session: ControlSession, entry: Entry) -> None:
         self.meets: Callable[[View], None] | None = None
         self.session, self.entry, self.changed, self.waited = session, entry, session.condition(), 0.0
-        self._reports = Reports(session, self._hand_in)
+        self._reports = ReportQueue(session, self._hand_in)
         self._closed = False
 
     def report(self, event: Mapping[str, Any]) -> None:
@@ -184,11 +184,11 @@ class LighthouseClient:
         key: str = REQUESTS,
     ) -> None:
         """`ask` whoever serves `key` without waiting: `answered` is called with the answer. message: or its bytes."""
-        said = message if isinstance(message, bytes) else encode(message)
-        proof = signature(self.entry.member, self.entry.key, key, said)
+        payload = message if isinstance(message, bytes) else encode(message)
+        proof = signature(self.entry.member, self.entry.key, key, payload)
         try:
             self.session.ask(
-                key, said, lambda reply, _: answered(_read(reply)), attachment=proof, seconds=seconds, urgent=True
+                key, payload, lambda reply, _: answered(_read(reply)), attachment=proof, seconds=seconds, urgent=True
             )
         except OSError:
             _LOG.debug("the session is closed")
@@ -326,11 +326,11 @@ def measure_lighthouse_link(session: Session) -> LinkRates | None:
         return None
 
 
-def ask(session: Session, key: str, said: bytes, seconds: float = _ANSWER) -> bytes | None:
+def ask(session: Session, key: str, payload: bytes, seconds: float = _ANSWER) -> bytes | None:
     """The lighthouse's answer; None where it refuses or says nothing."""
     until = time.monotonic() + _PATIENCE
     while True:
-        reply, refusal = session.answer(key, said, seconds=seconds)
+        reply, refusal = session.answer(key, payload, seconds=seconds)
         if reply is not None or refusal is not None or time.monotonic() > until:
             return reply
         time.sleep(_ASK_AGAIN)

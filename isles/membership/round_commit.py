@@ -81,15 +81,15 @@ class Ballot:
     is_closing: bool = False
     taken: tuple[tuple[int, int], ...] = ()
 
-    def has(self, member: int, steps: int) -> Ballot:
+    def add_share(self, member: int, steps: int) -> Ballot:
         """`member` has delivered the work of so many inner steps. Where the ballot is closed that comes too late."""
         known = any(member == other for other, _ in self.delivered)
         return self if known or len(self.attempts) > 1 else replace(self, delivered=self.delivered | {(member, steps)})
 
-    def told(self, attempt: int, member: int, digest: int) -> Ballot:
+    def add_answer(self, attempt: int, member: int, digest: int) -> Ballot:
         """`member` has an answer of `attempt`, and `digest` is its hash; or it failed there, and has `NOTHING`."""
-        told = [one for one in self.done if one[:2] == (attempt, member)]
-        if attempt >= len(self.attempts) or len(told) >= _WORDS:
+        answers = [one for one in self.done if one[:2] == (attempt, member)]
+        if attempt >= len(self.attempts) or len(answers) >= _WORDS:
             return self
         return replace(self, done=self.done | {(attempt, member, digest)})
 
@@ -196,7 +196,7 @@ class RoundState:
             return self
         return replace(self, phase="done")
 
-    def heard(self, decision: RoundDecision) -> RoundState:
+    def apply(self, decision: RoundDecision) -> RoundState:
         """After a word on this round; an old one, or one that comes twice, changes nothing."""
         if decision.round != self.round or self.phase in ("landed", "left out"):
             return self

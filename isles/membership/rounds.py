@@ -139,10 +139,10 @@ class IslandGroup:
         self._group.broadcast(length)
         if not 0 < int(length) <= _LONGEST:
             raise Malformed(self._group.ranks[0], f"a decision of {int(length)} bytes")
-        told = torch.frombuffer(bytearray(text or bytes(int(length))), dtype=torch.uint8)
-        self._group.broadcast(told)
+        gathered = torch.frombuffer(bytearray(text or bytes(int(length))), dtype=torch.uint8)
+        self._group.broadcast(gathered)
         try:
-            return from_bytes(told.numpy().tobytes())
+            return from_bytes(gathered.numpy().tobytes())
         except ValueError as error:
             raise Malformed(self._group.ranks[0], f"a decision that is none: {error}") from None
 
@@ -168,8 +168,8 @@ class IslandGroup:
         if max(lengths) > _LONGEST:
             raise Malformed(self._group.ranks[lengths.index(max(lengths))], f"a text of {max(lengths)} bytes")
         mine = torch.frombuffer(bytearray(text.ljust(max(lengths))), dtype=torch.uint8)
-        told = self._group.all_gather(mine)
-        return [one.numpy().tobytes()[:length] for one, length in zip(told, lengths, strict=True)]
+        gathered = self._group.all_gather(mine)
+        return [one.numpy().tobytes()[:length] for one, length in zip(gathered, lengths, strict=True)]
 
     def combine(
         self, round: int, attempt: int, digest: int | None, error: CommError | None, seconds: float
@@ -194,18 +194,18 @@ def _answer_of(digest: int | None, error: CommError | None) -> tuple[int, int, i
     return (_NONE if digest is None else digest), blamed, int(refused), getattr(error, "by", _NOBODY)
 
 
-def _together(told: Sequence[Sequence[int]], seconds: float) -> tuple[int | None, CommError | None]:
+def _together(gathered: Sequence[Sequence[int]], seconds: float) -> tuple[int | None, CommError | None]:
     """What all places' answers are together: one digest of them, or why there is none."""
-    for digest, blamed, refused, by in told:
+    for digest, blamed, refused, by in gathered:
         if digest == _NONE and blamed == _NOBODY:
             return None, None
         if digest == _NONE:
             late = DeadlinePassed(blamed, "outer", seconds)
             return None, Refused(blamed, "at another place of this island", by) if refused else late
-    return sum(_MIX * (2 * island_rank + 1) * own[0] for island_rank, own in enumerate(told)) & _POSITIVE, None
+    return sum(_MIX * (2 * island_rank + 1) * own[0] for island_rank, own in enumerate(gathered)) & _POSITIVE, None
 
 
-KEPT = 8
+RETAINED = 8
 """Rounds whose answers are remembered."""
 _SAMPLES, _ENOUGH = 20, 5  # exchanges whose time counts; of how many something can be said
 _LEAST, _FIRST = 3.0, 10.0  # seconds that a partner is waited for: at the least; before anything can be said
@@ -224,7 +224,7 @@ class RoundLeader:
         self.deliveries = Deliveries(client, alone)
         self._begun: dict[int, float] = {}  # when the exchange of a round was decided
         self._took: deque[float] = deque(maxlen=_SAMPLES)
-        self._part: RoundState | None = None  # the newest round that lands on the lighthouse's word
+        self._state: RoundState | None = None  # the newest round that lands on the lighthouse's word
         self._view = -1  # its view
         self._opened = 0.0
         self._outcomes: dict[int, tuple[tuple[int, ...], str]] = {}
@@ -242,7 +242,6 @@ class RoundLeader:
         )
 
     def lost(self, member: int) -> bool:
-        """See `isles.comm.roster.Roster`."""
         return self.client.lost(member) or self.client.is_silent(member)
 
     def report_failure(self, member: int, error: CommError) -> None:
@@ -273,7 +272,6 @@ class RoundLeader:
         return accepted
 
     def is_answer_used(self, round: int, members: Sequence[int]) -> bool:
-        """See `MemberState.accept`."""
         return self.client.accepts(round, members)
 
     def report_peer(self, round: int, error: CommError) -> None:
@@ -287,30 +285,30 @@ class RoundLeader:
 
     def note_begun(self, round: int) -> None:
         """The exchange of `round` is decided."""
-        self._begun = {**{r: at for r, at in self._begun.items() if r > round - KEPT}, round: self._now()}
+        self._begun = {**{r: at for r, at in self._begun.items() if r > round - RETAINED}, round: self._now()}
 
     def note(self, round: int, members: tuple[int, ...], outcome: str) -> None:
         """Of the messages of a round the first that failed counts."""
         if self._outcomes.get(round, (members, WHOLE))[1] == WHOLE:
-            kept = {r: o for r, o in self._outcomes.items() if r > round - KEPT}
-            self._outcomes = {**kept, round: (members, outcome)}
+            recent = {r: o for r, o in self._outcomes.items() if r > round - RETAINED}
+            self._outcomes = {**recent, round: (members, outcome)}
 
     def start_round(self, round: int) -> Decision:
         """Among whom a round that all land together, or none, is exchanged now; to postpone it where that cannot be
         said.
         """
         postponed = Decision(kind="postpone", round=round)
-        if self._part is None or self._part.round != round:
+        if self._state is None or self._state.round != round:
             round_members = self.client.decided(round)
             if round_members is None:
                 return postponed
-            self._part, self._view = RoundState(self.member, round, 0, round_members.members), round_members.view
+            self._state, self._view = RoundState(self.member, round, 0, round_members.members), round_members.view
         if (
-            self._lacks(self._part)
-            and (decision := self.client.finish_round(round, self._part.attempt, None)) is not None
+            self._lacks(self._state)
+            and (decision := self.client.finish_round(round, self._state.attempt, None)) is not None
         ):
-            self._part = self._part.heard(decision)  # nobody waits for who cannot come
-        part, self._opened = self._part, self._now()
+            self._state = self._state.apply(decision)  # nobody waits for who cannot come
+        part, self._opened = self._state, self._now()
         if part.phase != "exchanging":
             return postponed
         waits = self.alone.deadlines.outer if part.attempt else self._patience()  # others may still be at their steps
@@ -320,7 +318,7 @@ class RoundLeader:
 
     def finish_round(self, round: int, attempt: int, digest: int | None, error: CommError | None) -> Decision:
         """What becomes of an attempt: to land it, to retry or to postpone the round."""
-        part = self._part
+        part = self._state
         assert part is not None and part.round == round, "it was opened"
         if digest is not None:
             part = part.answered(attempt)
@@ -330,8 +328,8 @@ class RoundLeader:
             self.client.report_peer(round, attempt, error)
         decision = self.client.finish_round(round, attempt, digest)
         if decision is not None:
-            part = part.heard(decision)
-        self._part = part
+            part = part.apply(decision)
+        self._state = part
         if decision is not None and part.phase == "landed":
             self.client.landed(decision)
             self.note(round, decision.members, WHOLE)
@@ -347,7 +345,7 @@ class RoundLeader:
 
     def begin_anew(self) -> None:
         """This member has another state: what is known of its rounds before is not valid any more."""
-        self._begun, self._outcomes, self._part = {}, {}, None
+        self._begun, self._outcomes, self._state = {}, {}, None
 
     def _now(self) -> float:
         return self.alone.transport.now()
@@ -381,7 +379,7 @@ class ElasticRoster:
     def group(self, round: int) -> Group:
         if round not in self._answers:
             group = self._met(self._island.next_decision(lambda: self._lead.exchange(round)))
-            self._answers = {**{r: a for r, a in self._answers.items() if r > round - KEPT}, round: group}
+            self._answers = {**{r: a for r, a in self._answers.items() if r > round - RETAINED}, round: group}
         return self._answers[round]
 
     def lost(self, member: int) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -57,13 +57,8 @@ class StartRecord(Exact):
     at: _Seconds
 
 
-def as_line(line: RoundRecord | StartRecord) -> dict[str, Any]:
-    """JSON-able."""
-    return asdict(line)
-
-
 def read_record(value: Any) -> RoundRecord | StartRecord:
-    """The line that `as_line` was given. ValueError where it is none."""
+    """The record of a line of JSON. ValueError where it is none."""
     return read(RoundRecord if isinstance(value, dict) and "outcome" in value else StartRecord, value)
 
 
@@ -71,7 +66,7 @@ def read_record(value: Any) -> RoundRecord | StartRecord:
 class RunHistory:
     """What `members.jsonl` says: by member the stretches (from, until) in seconds in which it was connected; the views
     as (moment, number, first round, members); counts of entries, and of words: "again" those for which a round was
-    tried again. outages: of the lighthouse, (from its last entry, until it was lit again).
+    tried again. outages: of the lighthouse, (from its last entry, until it was started again).
     """
 
     present: Mapping[int, list[tuple[float, float]]]
@@ -113,7 +108,7 @@ def read_history(entries: Iterable[Mapping[str, Any]], end: float = 0.0) -> RunH
 @dataclass(frozen=True, kw_only=True)
 class RoundCounts:
     """The rounds of a run: how many were whole, alone (nobody to exchange with), or ended by an error, by its name;
-    `steps` that were done and how long that took; `size` bytes of `gifts`. out_of_turn: rounds without a cell.
+    `steps` that were done and how long that took; `size` bytes of `transfers`. out_of_turn: rounds without a cell.
     """
 
     rounds: int
@@ -121,7 +116,7 @@ class RoundCounts:
     out_of_turn: int
     steps: int
     seconds: float
-    gifts: int
+    transfers: int
     size: int
 
     @property
@@ -130,18 +125,18 @@ class RoundCounts:
         return 1.0 - (self.outcomes[WHOLE] + self.outcomes[LATE]) / self.rounds if self.rounds else 0.0
 
 
-def ledger(lines: Sequence[RoundRecord | StartRecord]) -> RoundCounts:
+def ledger(records: Sequence[RoundRecord | StartRecord]) -> RoundCounts:
     """Count the rounds and gifts in all lines of a run."""
-    rounds = [line for line in lines if isinstance(line, RoundRecord)]
-    gifts = [line for line in lines if isinstance(line, StartRecord) and line.donor >= 0]
+    rounds = [record for record in records if isinstance(record, RoundRecord)]
+    transfers = [record for record in records if isinstance(record, StartRecord) and record.donor >= 0]
     return RoundCounts(
         rounds=len(rounds),
-        outcomes=Counter(line.outcome for line in rounds),
-        out_of_turn=sum(line.view < 0 for line in rounds),
-        steps=sum(line.steps for line in rounds),
-        seconds=sum(line.seconds for line in rounds),
-        gifts=len(gifts),
-        size=sum(line.size for line in gifts),
+        outcomes=Counter(record.outcome for record in rounds),
+        out_of_turn=sum(record.view < 0 for record in rounds),
+        steps=sum(record.steps for record in rounds),
+        seconds=sum(record.seconds for record in rounds),
+        transfers=len(transfers),
+        size=sum(record.size for record in transfers),
     )
 
 

@@ -60,18 +60,18 @@ class Rejections(Counter[tuple[int, str]]):
             return [(member, why, times) for (member, why), times in sorted(self.items())]
 
 
-def together(told: Iterable[Sequence[RejectionRow]]) -> list[RejectionRow]:
+def merge_rejections(tables: Iterable[Sequence[RejectionRow]]) -> list[RejectionRow]:
     """The rows of several workers put together, as if one had refused all of it."""
     every = Rejections()
-    for member, why, times in chain.from_iterable(told):
+    for member, why, times in chain.from_iterable(tables):
         key = (member, why) if (member, why) in every or len(every) < _MOST else (-1, OTHERS)
         every[key] += times
     return every.rows()
 
 
-def read_rejections(told: object) -> list[RejectionRow]:
+def read_rejections(tables: object) -> list[RejectionRow]:
     """`rows` as another machine tells them. ValueError where they are none."""
-    return read(_Rows, told, "a list of refusals that is none")
+    return read(_Rows, tables, "a list of refusals that is none")
 
 
 Answered = Callable[[bytes | None, bytes | None], None]

@@ -115,7 +115,7 @@ class _Aside:
 
 
 class SimulatedQuery:
-    """See `isles.membership.session.Query`."""
+    """A `Query` in virtual time."""
 
     def __init__(self, payload: bytes, attachment: bytes, answer: Answered) -> None:
         self.payload, self.attachment, self._answer = payload, attachment, answer
@@ -128,7 +128,7 @@ class SimulatedQuery:
 
 
 class SimulatedTimer:
-    """See `isles.membership.session.Timer`."""
+    """A `Timer` in virtual time."""
 
     def __init__(self, timeline: EventQueue, event: Event) -> None:
         self._timeline = timeline
@@ -305,16 +305,16 @@ class SimulatedFailureDetector(FailureDetector):
         self._scheduler, self._paused_at = scheduler, paused_at
 
     @override
-    def others_of(self, member: int) -> list[int]:
+    def to_notify(self, member: int) -> list[int]:
         self._pass(self._scheduler.timeline.now)
-        return super().others_of(member)
+        return super().to_notify(member)
 
     @override
     def _pass(self, at: float) -> None:
         self._now, workers = at, self._scheduler.workers
-        for member in self._heard:
-            is_away = workers[member].back(at) > at
-            self._heard[member] = self._paused_at.get(member, at) - BEAT / 2 if is_away else at
+        for member in self._spoke_at:
+            is_paused = workers[member].back(at) > at
+            self._spoke_at[member] = self._paused_at.get(member, at) - BEAT / 2 if is_paused else at
 
 
 _NOTICED = 0.2  # seconds until a death is noticed
@@ -350,9 +350,9 @@ class SimulatedMembership:
     """
 
     def __init__(
-        self, rules: Rules, trace: Sequence[ChurnEvent], lease: float, heard: Callable[[int, Any], None]
+        self, rules: Rules, trace: Sequence[ChurnEvent], lease: float, on_report: Callable[[int, Any], None]
     ) -> None:
-        self.rules, self.trace, self.lease, self._heard = rules, trace, lease, heard
+        self.rules, self.trace, self.lease, self._on_report = rules, trace, lease, on_report
         self.journal: list[dict[str, Any]] = []
         self.counts: Counter[str] = Counter()
         self.incarnations: dict[int, tuple[float, float | None]] = {}
@@ -371,8 +371,8 @@ class SimulatedMembership:
         self._cut, self._keys = self.network.cut, _Keys()
         self.sessions = [SimulatedSession(self.network, worker) for worker in scheduler.workers]
         self.leaving = [threading.Event() for _ in scheduler.workers]
-        self._seated = [session.condition() for session in self.sessions]
-        self._light(RoundsCoordinator(self.rules))
+        self._admitted = [session.condition() for session in self.sessions]
+        self._start_lighthouse(RoundsCoordinator(self.rules))
         for worker in scheduler.workers:
             self._at(worker.clock, partial(self._join, worker.rank))
         for event in self.trace:
@@ -387,12 +387,12 @@ class SimulatedMembership:
     @property
     def membership(self) -> RoundsCoordinator | None:
         """The lighthouse's; None while it is away."""
-        return None if self._lighthouse is None else self._assembly
+        return None if self._lighthouse is None else self._coordinator
 
-    def seated(self, member: int) -> MembershipClient | None:
+    def admitted(self, member: int) -> MembershipClient | None:
         """The line of the worker in `member`, for its thread, once it has that member; None: the run is over before."""
-        with self._seated[member]:
-            self._seated[member].wait_for(lambda: member in self.clients or self.is_over)
+        with self._admitted[member]:
+            self._admitted[member].wait_for(lambda: member in self.clients or self.is_over)
         return None if self.is_over else self.clients[member]
 
     def alive(self) -> list[int]:
@@ -409,9 +409,9 @@ class SimulatedMembership:
     def end(self) -> None:
         """The run is over for all."""
         self.is_over = True
-        (self._lighthouse or self._light(self._assembly)).tell(self.alive(), Over())
-        for seated in self._seated:
-            seated.notify_all()
+        (self._lighthouse or self._start_lighthouse(self._coordinator)).notify(self.alive(), Over())
+        for admitted in self._admitted:
+            admitted.notify_all()
 
     # Events
 
@@ -436,15 +436,15 @@ class SimulatedMembership:
             self._at(self.timeline.now + BACK, partial(self._join, member))
             return
         self.incarnations[member] = self.timeline.now, None
-        self._lighthouse.act(lambda now: self._assembly.join(now, "virtual"))
+        self._lighthouse.act(lambda now: self._coordinator.join(now, "virtual"))
         entry = Entry(member, self._keys.of(member))
         client = self.clients[member] = MembershipClient(self.sessions[member], entry)
-        client.waits = self.transports[member]
-        self.transports[member].suspect = partial(self._doubt, client)
+        client.transfers = self.transports[member]
+        self.transports[member].suspect = partial(self._suspect, client)
         for other in self.incarnations:
             if self.incarnations[other][1] is not None or other in self._cut:
                 client.connection(other, broken=True)
-        self._seated[member].notify_all()
+        self._admitted[member].notify_all()
 
     def _kill(self, member: int) -> None:
         self.counts["deaths"] += 1
@@ -467,7 +467,7 @@ class SimulatedMembership:
     def _seen(self, member: int, *, there: bool) -> None:
         """The lighthouse, where it is there, is told of a connection."""
         self.network.seen(f"isles/member/{member}", there)
-        self._mind_graces()
+        self._schedule_graces()
 
     def _leave(self, member: int) -> None:
         self.counts["leaves"] += 1
@@ -490,9 +490,9 @@ class SimulatedMembership:
                 if other not in self._cut:
                     self.clients[other].connection(member, broken=False)
             self._seen(member, there=True)
-        self._poke(member)
+        self._beat_now(member)
 
-    def _doubt(self, client: MembershipClient, member: int) -> None:
+    def _suspect(self, client: MembershipClient, member: int) -> None:
         """`client` waits for `member`: that one has just spoken, if it is there, so nobody need be asked."""
         if self.scheduler.workers[member].back(self.timeline.now) > self.timeline.now:
             client.suspect(member)
@@ -500,7 +500,7 @@ class SimulatedMembership:
     def _tick(self) -> None:
         if self._lighthouse is not None:
             self._lighthouse.tick()
-            self._mind_graces()
+            self._schedule_graces()
 
     def _outage(self, seconds: float) -> None:
         if self.is_over or self._lighthouse is None:
@@ -511,8 +511,8 @@ class SimulatedMembership:
         self._lighthouse = None
         self._at(self.timeline.now + seconds, self._restart)
 
-    def _light(self, assembly: RoundsCoordinator) -> Lighthouse:
-        self._assembly, self._newest = assembly, assembly.newest_round
+    def _start_lighthouse(self, assembly: RoundsCoordinator) -> Lighthouse:
+        self._coordinator, self._newest = assembly, assembly.newest_round
         self._session = SimulatedSession(self.network)
         self._lighthouse = Lighthouse(
             self._session,
@@ -521,15 +521,15 @@ class SimulatedMembership:
             self._keys,
             config="",
             version="",
-            on_report=self._heard,
-            presence=SimulatedFailureDetector(self.scheduler, self._paused_at),
+            on_report=self._on_report,
+            failure_detector=SimulatedFailureDetector(self.scheduler, self._paused_at),
         )
         StateServer(self._session, LIGHTHOUSE, lambda line: None, comes=lambda what: False)  # it keeps no states
         return self._lighthouse
 
     def _restart(self) -> None:
         now = self.timeline.now
-        self._light(RoundsCoordinator(self.rules, self.journal, until=now + GRACE))
+        self._start_lighthouse(RoundsCoordinator(self.rules, self.journal, until=now + GRACE))
         for member in self.alive():
             if member not in self._cut:
                 self._at(now + BACK, partial(self._return, member))
@@ -538,11 +538,11 @@ class SimulatedMembership:
     def _return(self, member: int) -> None:
         if self._lighthouse is not None and self.incarnations[member][1] is None and member not in self._cut:
             self._seen(member, there=True)
-            self._poke(member)
+            self._beat_now(member)
 
-    def _poke(self, member: int) -> None:
+    def _beat_now(self, member: int) -> None:
         with self.clients[member].changed:
-            self.clients[member].poke()
+            self.clients[member].beat_now()
 
     # Words
 
@@ -550,19 +550,19 @@ class SimulatedMembership:
         """The lighthouse has dealt with a word."""
         if self._lighthouse is None:
             return
-        self._mind_graces()
-        if self._assembly.finished:
-            self.finished |= self._assembly.finished
+        self._schedule_graces()
+        if self._coordinator.finished:
+            self.finished |= self._coordinator.finished
             self._look()
-        if self._assembly.newest_round > self._newest:
-            self._newest = self._assembly.newest_round
+        if self._coordinator.newest_round > self._newest:
+            self._newest = self._coordinator.newest_round
             for member in self.alive():
                 if self.clients[member].is_waiting:
-                    self._poke(member)
+                    self._beat_now(member)
 
-    def _mind_graces(self) -> None:
+    def _schedule_graces(self) -> None:
         """Tick when the next one ends."""
-        end = self._assembly.ballots.graces.next
+        end = self._coordinator.ballots.graces.next
         if self._lighthouse is not None and end is not None and end > self.timeline.now and end != self._ticks_at:
             self._ticks_at = end
             self._session.later(self._tick, end - self.timeline.now)
@@ -571,6 +571,6 @@ class SimulatedMembership:
         """The run is over once all that are in it have done their last round."""
         if self.is_over or self._lighthouse is None:
             return
-        members = self._assembly.members()
+        members = self._coordinator.members()
         if members and set(members) <= self.finished:
             self.end()

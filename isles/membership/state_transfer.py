@@ -195,14 +195,14 @@ class _Fetch:
             yield piece
 
     def _post(self, number: int, offset: int, seconds: float) -> None:
-        said = {
+        fields = {
             "what": self.asked.what,
             "number": number,
             "offset": offset,
             "after": self.asked.after,
             "receiver": self.receiver,
         }
-        asked = json.dumps(said).encode("ascii")
+        asked = json.dumps(fields).encode("ascii")
 
         def answered(reply: bytes | None, refusal: bytes | None) -> None:
             with self.changed:
@@ -298,7 +298,7 @@ class StateServer:
     notice: Callable[[str], None]
     comes: Callable[[str], bool] = lambda what: True
     lost: Callable[[str], bool] = lambda name: False
-    guide: PeerKeys = field(default_factory=NoPeerKeys)
+    peer_keys: PeerKeys = field(default_factory=NoPeerKeys)
     changed: Condition | None = None
     _published: dict[int, _Published] = field(default_factory=dict)  # by number, the newest last
     _open: dict[str, int] = field(default_factory=dict)  # what a new receiver gets
@@ -345,9 +345,8 @@ class StateServer:
         self._open.pop(what, None)
 
     def fetch(self, asked: FetchRequest, path: Path) -> dict[str, Any]:
-        """See `fetch_state`."""
         own, lost = member_in(self.name), partial(self.lost, asked.source)
-        return fetch_state(self.session, asked, path, own, self.guide.peer_key, lost=lost, changed=self.changed)
+        return fetch_state(self.session, asked, path, own, self.peer_keys.peer_key, lost=lost, changed=self.changed)
 
     def close(self) -> None:
         """Wait until files that are being written are whole."""
@@ -417,7 +416,7 @@ class StateServer:
     def _signed(self, asked: bytes, receiver: int, data: bytes) -> bytes:
         """`data` as the answer to a request of `receiver`, behind its MAC."""
         by_member = self.name != LIGHTHOUSE
-        return authenticate(self.guide.expected(receiver), REQUEST + asked, data) + data if by_member else data
+        return authenticate(self.peer_keys.expected(receiver), REQUEST + asked, data) + data if by_member else data
 
     def _answer(self) -> None:
         """Answer requests whose file is there now. In a callback."""

@@ -70,7 +70,7 @@ class _Peer:
     connected: bool = True
     left: bool = False
     wish: int | None = None
-    heard: float = 0.0
+    heard_at: float = 0.0
     serving: SwarmBeat | None = None
     beside: Collection[int] = ()
     is_out: bool = False
@@ -172,15 +172,15 @@ class SwarmCoordinator(Coordinator):
         rows = []
         for member, peer in self.peers.items():
             if peer.is_here:
-                told = peer.serving
-                work = (0, 0.0, 0.0, 0) if told is None else (told.step, told.seconds, told.queue, told.counted)
-                coordinates = () if told is None else told.coordinates
+                beat = peer.serving
+                work = (0, 0.0, 0.0, 0) if beat is None else (beat.step, beat.seconds, beat.queue, beat.counted)
+                coordinates = () if beat is None else beat.coordinates
                 rows.append(
                     PeerStatus(
                         member,
                         self.members.get(member, ANY),
                         *work,
-                        round(now - peer.heard, 1),
+                        round(now - peer.heard_at, 1),
                         coordinates,
                         peer.identity,
                     )
@@ -205,7 +205,7 @@ class SwarmCoordinator(Coordinator):
             self._reply(Refusal(why))
             return
         peer = self.peers[member]
-        peer.heard, peer.serving = now, None
+        peer.heard_at, peer.serving = now, None
         if peer.wish is None:
             peer.wish, self._came = seek.stage, now
         self._form(now)
@@ -218,9 +218,9 @@ class SwarmCoordinator(Coordinator):
         if member in alive:
             members = tuple(sorted(self.members))
             return StartSwarm(self.epoch, self.saved, members, tuple(self.members[one] for one in members))
-        heard = [one for one in alive if one not in self._awaited]  # who was not heard since a restart may be gone
-        if heard:
-            return JoinSwarm(self.epoch, tuple(heard))
+        heard_at = [one for one in alive if one not in self._awaited]  # who was not heard since a restart may be gone
+        if heard_at:
+            return JoinSwarm(self.epoch, tuple(heard_at))
         return Wait(self._wanted())
 
     def _serve(self, now: float, member: int, serving: SwarmBeat) -> None:
@@ -239,11 +239,11 @@ class SwarmCoordinator(Coordinator):
         if serving.epoch != self.epoch or peer.is_out or (is_new and others and not others & stages.keys()):
             self._reply(Rejoin("the run goes on without this part of its swarm"))
             return
-        peer.heard, peer.serving, peer.beside, peer.wish = now, serving, stages.keys(), None
+        peer.heard_at, peer.serving, peer.beside, peer.wish = now, serving, stages.keys(), None
         beats = [self.peers[one].serving for one in self.alive()]
-        told = sorted(self.step if beat is None else beat.step for beat in beats)
-        if told and told[(len(told) - 1) // 2] > self.step:  # half of them, at the least, are there
-            self.step, self._ended_at = told[(len(told) - 1) // 2], now - serving.since
+        steps = sorted(self.step if beat is None else beat.step for beat in beats)
+        if steps and (reached := steps[(len(steps) - 1) // 2]) > self.step:  # half of them, at the least, are there
+            self.step, self._ended_at = reached, now - serving.since
         members = self.members | ({member: stages[member]} if self._is_of(member) else {})
         members = {one: at for one, at in members.items() if one in stages or self._is_of(one)}
         if members != self.members:
@@ -253,11 +253,11 @@ class SwarmCoordinator(Coordinator):
     def _is_of(self, member: int) -> bool:
         """Whether it is one of the swarm, by what the others there have said last."""
         own, others = self.peers[member].serving, [self.peers[one] for one in self.alive() if one != member]
-        said = [(member in other.beside, other.serving.step) for other in others if other.serving is not None]
+        votes = [(member in other.beside, other.serving.step) for other in others if other.serving is not None]
         if member not in self.members:
-            return 2 * sum(is_beside for is_beside, _ in said) > len(others) or not others
+            return 2 * sum(is_beside for is_beside, _ in votes) > len(others) or not others
         step = -1 if own is None else own.step
-        return 2 * sum(not is_beside and at > step for is_beside, at in said) <= len(others)
+        return 2 * sum(not is_beside and at > step for is_beside, at in votes) <= len(others)
 
     def _form(self, now: float) -> None:
         """A new swarm, where there is none."""
@@ -289,8 +289,8 @@ class SwarmCoordinator(Coordinator):
         if missing and self.rules.clustered:
             (_, number), *_ = missing
             return f"waiting for {number} node{'s' * (number > 1)}"
-        told = ", ".join(f"stage {stage} for {number} peer{'s' * (number > 1)}" for stage, number in missing)
-        return f"waiting: {told}" if told else "waiting for the others to come back"
+        beat = ", ".join(f"stage {stage} for {number} peer{'s' * (number > 1)}" for stage, number in missing)
+        return f"waiting: {beat}" if beat else "waiting for the others to come back"
 
     # What must survive
 

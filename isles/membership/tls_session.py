@@ -29,10 +29,10 @@ from isles.comm.sockets import loop
 from isles.comm.sockets.addresses import listen, parse_address
 from isles.comm.sockets.connection import PIECE, SILENCE, Connection, LinkLost, reason
 from isles.comm.sockets.proof import SecretRefused, TokenRefused, dial
-from isles.membership.hub import LONGEST, MAX_MESSAGE, Frame, FrameKind, Hub, Peer, frame_of, packed
+from isles.membership.hub import LONGEST, MAX_MESSAGE, Frame, FrameKind, Hub, Peer, pack, unpack
 from isles.membership.keys import RELAY_TICKETS
 from isles.membership.p2p.stream import TICKET
-from isles.membership.session import Rejections
+from isles.membership.session import Answered, Rejections
 
 _WAITING = 64 << 20  # bytes of its own words that wait to be sent
 _AGAIN, _SELDOM = 0.1, 1.0  # seconds until the next try: twice as many each time
@@ -52,13 +52,13 @@ class Uplink:
         token: Token,
         host: str,
         port: int,
-        heard: Callable[[Frame, bool], bool],
+        on_frame: Callable[[Frame, bool], bool],
         lost: Callable[[], None],
     ) -> None:
-        self._token, self.where, self._heard, self._lost = token, (host, port), heard, lost
+        self._token, self.where, self._on_frame, self._lost = token, (host, port), on_frame, lost
         self.name, self.is_local = "", False
         self._declared: list[Frame] = []
-        self._line: Connection | None = None
+        self._link: Connection | None = None
         self._welcomed = asyncio.Event()
         self._why: Exception | None = None
         self._task: asyncio.Task[None] | None = None
@@ -82,19 +82,19 @@ class Uplink:
         """Say it, or keep it until it can be said where it declares something."""
         if frame.kind in _DECLARES:
             self._declared.append(frame)
-        if self._line is None:
+        if self._link is None:
             sent, answer = False, Frame(FrameKind.NOBODY, frame.number)
         else:
-            sent = self._line.send(packed(frame), urgent=urgent)
+            sent = self._link.send(pack(frame), urgent=urgent)
             answer = Frame(FrameKind.REFUSAL, frame.number, payload=b"later")
         if frame.kind == FrameKind.ASK and not sent:
-            self._heard(answer, True)
+            self._on_frame(answer, True)
 
     async def end(self) -> None:
         """Be gone, once what was said has left."""
-        line, task = self._line, self._task
-        if line is not None:
-            await line.close()
+        link, task = self._link, self._task
+        if link is not None:
+            await link.close()
         if task is not None:
             task.cancel()
             await asyncio.wait([task])
@@ -114,25 +114,25 @@ class Uplink:
             await asyncio.sleep(pause)
             pause = min(2 * pause, _SELDOM)
 
-    async def _attend(self, line: Connection) -> None:
-        def heard(word: bytes | bytearray, urgent: bool) -> None:
-            frame = frame_of(word)
+    async def _attend(self, link: Connection) -> None:
+        def on_frame(data: bytes | bytearray, urgent: bool) -> None:
+            frame = unpack(data)
             if frame.kind != FrameKind.WELCOME:
-                self._heard(frame, urgent)
+                self._on_frame(frame, urgent)
                 return
-            self.name, self.is_local = frame.key, line.here == line.there
-            line.silence.seconds = frame.milliseconds / 1000
+            self.name, self.is_local = frame.key, link.here == link.there
+            link.silence.seconds = frame.milliseconds / 1000
             for one in self._declared:
-                line.send(packed(one), urgent=True)
-            self._line = line
+                link.send(pack(one), urgent=True)
+            self._link = link
             self._welcomed.set()
 
         try:
-            await line.run(heard)
+            await link.run(on_frame)
         finally:
-            line.abort()
-            if self._line is not None:
-                self._line = None
+            link.abort()
+            if self._link is not None:
+                self._link = None
                 self._lost()
 
 
@@ -141,11 +141,10 @@ _QUEUED = 8 << 20  # bytes of questions that wait for the session's thread
 _OF_ITSELF = 1024  # bytes that a question takes beside what it says
 _LATE = 1.0  # seconds behind its time until whoever waits for an answer counts it as none
 _ENDS = 5.0  # seconds for a session to be closed
-_Answered = Callable[[bytes | None, bytes | None], None]
 
 
 class Alarm:
-    """See `isles.membership.session.Timer`."""
+    """A `Timer` of the session's thread."""
 
     def __init__(self, call: Callable[[], None]) -> None:
         self._call: Callable[[], None] | None = call
@@ -166,7 +165,7 @@ class IncomingQuery:
 
     def __init__(self, session: Session, frame: Frame) -> None:
         self._session, self._number = session, frame.number
-        self.payload, self.attachment = bytes(frame.payload), bytes(frame.beside)
+        self.payload, self.attachment = bytes(frame.payload), bytes(frame.attachment)
 
     def reply(self, data: bytes | Callable[[], bytes] = b"") -> None:
         """Answer with `data`, or what `data()` is."""
@@ -196,7 +195,7 @@ class Session:
         self._uplink: Uplink | None = None
         self._own = Peer("", "", self._came)
         self._numbers = count(1)
-        self._asked: dict[int, tuple[_Answered, TimerHandle]] = {}
+        self._asked: dict[int, tuple[Answered, TimerHandle]] = {}
         self._serves: dict[str, Callable[[IncomingQuery], None]] = {}
         self._watches: dict[int, tuple[set[str], Callable[[str, bool], None]]] = {}
         self._todo: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
@@ -204,10 +203,9 @@ class Session:
         self._queued = 0  # bytes
         self._thread = threading.Thread(target=self._work, name="isles-session", daemon=True)
 
-    # The verbs
+    # As `ControlSession` has it
 
     def serve(self, key: str, answer: Callable[[IncomingQuery], None]) -> None:
-        """Have `answer` called with every question to `key`."""
         self._serves[key] = answer
         self.say(Frame(FrameKind.SERVE, 0, key))
 
@@ -215,15 +213,12 @@ class Session:
         self,
         key: str,
         payload: bytes,
-        answered: _Answered,
+        answered: Answered,
         *,
         attachment: bytes | None = None,
         seconds: float,
         urgent: bool = False,
     ) -> None:
-        """Ask whoever serves `key`. answered(reply, None), answered(None, refusal), or answered(None, None) where no
-        answer has come within `seconds`, or nobody is known to take it; called once. OSError once it is closed.
-        """
         if self._closed:
             raise OSError("the session is closed")
         number = next(self._numbers)
@@ -252,19 +247,14 @@ class Session:
         return answers[0] if done.wait(seconds + _LATE) else (None, None)
 
     def present(self, key: str) -> None:
-        """Be seen under `key` by those who `watch` it, until the process ends or this session is closed."""
         self.say(Frame(FrameKind.PRESENT, 0, key))
 
     def watch(self, keys: str, changed: Callable[[str, bool], None]) -> None:
-        """Have `changed(key, whether it is present)` called for every key that matches `keys`, first for those that are
-        present already, then at each change.
-        """
         number = next(self._numbers)
         self._watches[number] = set(), changed
         self.say(Frame(FrameKind.WATCH, number, keys))
 
     def later(self, call: Callable[[], None], seconds: float = 0.0) -> Alarm:
-        """Have `call` called in the session's thread after `seconds`; 0: behind what has come by now."""
         alarm = Alarm(call)
         if seconds > 0:
             loop.call(lambda: own_loop().call_later(seconds, self._todo.put, alarm.ring))
@@ -273,7 +263,6 @@ class Session:
         return alarm
 
     def now(self) -> float:
-        """Seconds of the clock that `later` counts by."""
         return time.monotonic()
 
     def wall(self) -> float:
@@ -281,11 +270,9 @@ class Session:
         return time.time()
 
     def condition(self) -> threading.Condition:
-        """See `isles.membership.session.Condition`."""
         return threading.Condition(threading.RLock())
 
     def aside(self, work: Callable[[], None]) -> threading.Thread:
-        """What does `work`, which may take a while, beside all callbacks, once it is started."""
         return threading.Thread(target=work, name="isles-aside", daemon=True)
 
     def name(self) -> str:
@@ -293,7 +280,6 @@ class Session:
         return "" if self._uplink is None else self._uplink.name
 
     def seen(self, name: str) -> str:
-        """The address from which the session of that name comes to this router; "" where it does not."""
         return "" if self._hub is None else self._hub.seen(name)
 
     def is_local(self) -> bool:
@@ -338,20 +324,20 @@ class Session:
         loop.run(self._uplink.start(seconds))
         self._thread.start()
 
-    def tied(self, ticket: bytes, seconds: float, where: tuple[str, int] | None = None) -> socket.socket:
+    def connect_by_ticket(self, ticket: bytes, seconds: float, where: tuple[str, int] | None = None) -> socket.socket:
         """The connection to whoever comes to this client's hub, or to `where`, with the same ticket. OSError where
         nobody does.
         """
         assert self._uplink is not None
-        line = socket.create_connection(where or self._uplink.where, seconds)
+        link = socket.create_connection(where or self._uplink.where, seconds)
         try:
-            line.sendall(TICKET + ticket)
-            if line.recv(1) != TICKET[:1]:
+            link.sendall(TICKET + ticket)
+            if link.recv(1) != TICKET[:1]:
                 raise ConnectionError("the other one did not come")
         except OSError:
-            line.close()
+            link.close()
             raise
-        return line
+        return link
 
     def _ticket(self, query: IncomingQuery) -> None:
         hub = self._hub
@@ -366,7 +352,7 @@ class Session:
         elif self._hub is not None:
             self._hub.hear(self._own, frame, urgent)
 
-    def _ask(self, frame: Frame, answered: _Answered, seconds: float, urgent: bool) -> None:
+    def _ask(self, frame: Frame, answered: Answered, seconds: float, urgent: bool) -> None:
         timer = own_loop().call_later(seconds, self._settle, Frame(FrameKind.NOBODY, frame.number))
         self._asked[frame.number] = answered, timer
         if frame.size <= MAX_MESSAGE:
@@ -406,11 +392,11 @@ class Session:
         if answered is None or timer is None:
             return
         timer.cancel()
-        said = bytes(answer.payload)
+        payload = bytes(answer.payload)
         outcome = (
-            (said, None)
+            (payload, None)
             if answer.kind == FrameKind.REPLY
-            else (None, said if answer.kind == FrameKind.REFUSAL else None)
+            else (None, payload if answer.kind == FrameKind.REFUSAL else None)
         )
         self._todo.put(lambda: answered(*outcome))
 

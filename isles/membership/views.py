@@ -35,10 +35,10 @@ class View(Exact):
 
     Round r belongs to the newest committed view with `since` <= r. A fixed world has one view, number 0.
 
-    members: numbers of the workers, in the order of their places; a number is never used twice in a run.
-    steps: inner steps a round of each place; empty: as many as the method is set to, for everybody.
+    members: numbers of the workers, in the order of the view; a number is never used twice in a run.
+    steps: inner steps a round of each member; empty: as many as the method is set to, for everybody.
     start: batches (of one worker and inner step) of the data that come before the first one of this view.
-    owed: what the first rounds of this view read before they go on in the order of the data.
+    backlog: what the first rounds of this view read before they go on in the order of the data.
     identities: of the workers, in the order of `members`, what others know them by; empty where they have none.
     """
 

@@ -143,10 +143,10 @@ def _network(state: State) -> Iterator[State]:
 def _member(state: State, member: int, answered: Callable[[RoundState, int], RoundState]) -> Iterator[State]:
     part = state.parts[member]
     if part.phase == "exchanging" and state.quorum and part.attempt == 0:
-        if state.up and state.ballot.has(member, 1) != state.ballot:
-            yield replace(state, ballot=state.ballot.has(member, 1))
+        if state.up and state.ballot.add_share(member, 1) != state.ballot:
+            yield replace(state, ballot=state.ballot.add_share(member, 1))
     elif (part.attempt, member) in state.failed:
-        told = state.ballot.told(part.attempt, member, NOTHING)
+        told = state.ballot.add_answer(part.attempt, member, NOTHING)
         if state.up and told != state.ballot and state.ballot.landed is None:
             yield replace(state, ballot=told)
     elif part.phase == "exchanging":
@@ -163,13 +163,13 @@ def _member(state: State, member: int, answered: Callable[[RoundState, int], Rou
     if state.up:
         decisions = [state.ballot.decision(member)]
         if part.phase == "done" and state.ballot.landed is None:
-            told = state.ballot.told(part.attempt, member, 0)
+            told = state.ballot.add_answer(part.attempt, member, 0)
             if told != state.ballot:
                 yield replace(state, ballot=told)
     else:
         decisions = [state.parts[other].vouched() for other in state.living if other != member]
     for decision in decisions:
-        after = part if decision is None else part.heard(decision)
+        after = part if decision is None else part.apply(decision)
         if after != part:
             moved = _with_part(state, after)
             again = after.phase == "exchanging"

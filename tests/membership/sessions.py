@@ -69,7 +69,7 @@ class Known:
             if isinstance(message, Lookup):
                 return self.address_book.find(member, message)
             answers = SimpleQueue[Any]()
-            self.address_book.listening(member, message, answers.put)
+            self.address_book.try_address(member, message, answers.put)
             return answers.get(timeout=10.0)
 
         return ask
@@ -109,7 +109,7 @@ def workers(
             for member, end in enumerate(ends)
         ]
         transports = Workers(
-            ElasticTransport(end, member, count, guide=pairs[member], connections=connections)
+            ElasticTransport(end, member, count, peers=pairs[member], connections=connections)
             for member, end in enumerate(ends)
         )
         transports.router, transports.sessions, transports.pairs, transports.known = session, ends, pairs, known
@@ -125,7 +125,7 @@ def workers(
 
 def vanish(transport: ElasticTransport) -> None:
     """Break all connections of a worker, as when its process is killed."""
-    guide = transport._guide
+    guide = transport._peers
     assert isinstance(guide, PeerConnections)
     guide.close()
     transport._session.close()

@@ -76,30 +76,30 @@ def test_a_member_that_lands_without_the_word_is_found_out(mutant) -> None:
 
 
 def test_land_names_the_dead_one_whose_work_all_others_have() -> None:
-    ballot = Ballot(4, ((1, 2, 5),)).told(0, 1, 77).told(0, 2, 77)
+    ballot = Ballot(4, ((1, 2, 5),)).add_answer(0, 1, 77).add_answer(0, 2, 77)
     assert ballot.decide({1, 2, 5}) is None
     assert ballot.decide({1, 2}) == RoundDecision(4, "land", 0, (1, 2, 5))
     assert ballot.decide({2}) == RoundDecision(4, "land", 0, (1, 2, 5))
 
 
 def test_a_loss_with_somebody_not_done_is_another_attempt_among_the_living() -> None:
-    ballot = Ballot(4, ((1, 2, 5),)).told(0, 1, 77)
+    ballot = Ballot(4, ((1, 2, 5),)).add_answer(0, 1, 77)
     decision = ballot.decide({1, 2})
     assert decision == RoundDecision(4, "retry", 1, (1, 2))
     after = ballot.decided(decision)
     assert after.decide({1, 2}) is None  # what was done in the attempt before does not count
-    assert after.told(1, 1, 8).told(1, 2, 8).decide({1, 2}) == RoundDecision(4, "land", 1, (1, 2))
+    assert after.add_answer(1, 1, 8).add_answer(1, 2, 8).decide({1, 2}) == RoundDecision(4, "land", 1, (1, 2))
 
 
 def test_answers_that_differ_do_not_land() -> None:
-    ballot = Ballot(1, ((0, 1),)).told(0, 0, 7).told(0, 1, 8)
+    ballot = Ballot(1, ((0, 1),)).add_answer(0, 0, 7).add_answer(0, 1, 8)
     assert ballot.decide({0, 1}) == RoundDecision(1, "retry", 1, (0, 1))
 
 
 def test_who_is_left_out_learns_it_when_the_others_land() -> None:
     part = RoundState(5, 4, 0, (1, 2, 5)).answered(0)
-    assert part.heard(RoundDecision(4, "retry", 1, (1, 2))) == part
-    assert part.heard(RoundDecision(4, "land", 1, (1, 2))).phase == "left out"
+    assert part.apply(RoundDecision(4, "retry", 1, (1, 2))) == part
+    assert part.apply(RoundDecision(4, "land", 1, (1, 2))).phase == "left out"
 
 
 def test_words_may_come_late_twice_and_from_another_round() -> None:
@@ -109,7 +109,7 @@ def test_words_may_come_late_twice_and_from_another_round() -> None:
         RoundDecision(3, "land", 1, (1, 2)),
         RoundDecision(4, "land", 0, (1, 2, 5)),
     ):
-        assert part.heard(old) == part
-    landed = part.heard(RoundDecision(4, "land", 1, (1, 2)))
+        assert part.apply(old) == part
+    landed = part.apply(RoundDecision(4, "land", 1, (1, 2)))
     assert landed.phase == "landed" and landed.vouched() == RoundDecision(4, "land", 1, (1, 2))
-    assert landed.heard(RoundDecision(4, "retry", 2, (1,))) == landed
+    assert landed.apply(RoundDecision(4, "retry", 2, (1,))) == landed

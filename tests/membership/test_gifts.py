@@ -159,9 +159,9 @@ def test_nobody_gives_in_another_s_place(tmp_path: Path) -> None:
     with router(tmp_path) as (mine, address, host):
         ends = [open_session(mine.token, address) for _ in range(3)]
         try:
-            thief = StateServer(ends[1], "3", print, guide=Known(keys, 5))
+            thief = StateServer(ends[1], "3", print, peer_keys=Known(keys, 5))
             thief.publish("model", bad, {})
-            taker = StateServer(ends[2], "4", print, guide=Known(keys, 4))
+            taker = StateServer(ends[2], "4", print, peer_keys=Known(keys, 4))
             asked = FetchRequest(source="3", what="model", most=1 << 30, seconds=1.0)
             with pytest.raises(StateUnavailable, match="nothing came"):
                 taker.fetch(asked, path)
@@ -169,7 +169,7 @@ def test_nobody_gives_in_another_s_place(tmp_path: Path) -> None:
                 fetch_state(host, asked, path, peer_key=keys.peer_key)
             assert all(end.refused[-1, "a state in another's name"] for end in (ends[2], host))
             ends[1].close()
-            state_server = StateServer(ends[0], "3", print, guide=Known(keys, 3))
+            state_server = StateServer(ends[0], "3", print, peer_keys=Known(keys, 3))
             state_server.publish("model", good, {})
             for get in (taker.fetch, partial(fetch_state, host, peer_key=keys.peer_key)):
                 assert get(asked, path)["size"] == good.stat().st_size and path.read_bytes() == good.read_bytes()

@@ -59,7 +59,7 @@ def test_an_address_has_its_turns_and_more_with_time() -> None:
 
 def looks(present: FailureDetector, seconds: float, at: float = 0.0) -> list[int]:
     """Who is gone after so many seconds of looks."""
-    return [member for look in range(round(4 * seconds) + 1) for member in present.silent(at + look / 4)]
+    return [member for look in range(round(4 * seconds) + 1) for member in present.newly_silent(at + look / 4)]
 
 
 def test_whoever_is_waited_for_in_vain_and_has_not_spoken_is_told_of() -> None:
@@ -68,14 +68,14 @@ def test_whoever_is_waited_for_in_vain_and_has_not_spoken_is_told_of() -> None:
     for member in (1, 2, 3):
         present.changed(member, True)
     assert looks(present, 1.0) == []
-    assert present.others_of(2) == [] and present.others_of(9) == []  # a beat may be on its way
-    present.spoke(1)
+    assert present.to_notify(2) == [] and present.to_notify(9) == []  # a beat may be on its way
+    present.heard_from(1)
     assert looks(present, 1.0, at=1.0) == []
-    assert present.others_of(2) == [1, 3] and present.others_of(2) == [] and present.others_of(1) == []
+    assert present.to_notify(2) == [1, 3] and present.to_notify(2) == [] and present.to_notify(1) == []
     assert looks(present, 1.75, at=2.0) == []
-    assert present.others_of(2) == [1, 3]
-    present.spoke(2)
-    assert present.others_of(2) == []
+    assert present.to_notify(2) == [1, 3]
+    present.heard_from(2)
+    assert present.to_notify(2) == []
 
 
 def test_who_was_there_and_is_gone_is_remembered_until_it_is_back() -> None:
@@ -90,7 +90,7 @@ def test_who_was_there_and_is_gone_is_remembered_until_it_is_back() -> None:
     for member in range(10, 6000):
         present.changed(member, True)
         present.changed(member, False)
-    assert present.is_lost(5999) and not present.is_lost(10) and len(present._gone) <= 4096
+    assert present.is_lost(5999) and not present.is_lost(10) and len(present._lost) <= 4096
 
 
 def test_whoever_waits_asks_after_a_second_and_not_at_every_glance() -> None:
@@ -110,12 +110,12 @@ def test_who_is_there_and_silent_is_gone_until_it_speaks() -> None:
     present.changed(4, True)
     present.joined(5)  # and never comes
     assert looks(present, SILENT) == []
-    assert not present.spoke(4)
+    assert not present.heard_from(4)
     assert looks(present, SILENT, at=SILENT) == [5]
     assert looks(present, 1.0, at=2 * SILENT) == [4]
-    assert present.spoke(4) and not present.spoke(4)
+    assert present.heard_from(4) and not present.heard_from(4)
     present.changed(4, False)
-    assert looks(present, 3 * SILENT, at=2 * SILENT + 1) == [] and not present.spoke(6)
+    assert looks(present, 3 * SILENT, at=2 * SILENT + 1) == [] and not present.heard_from(6)
 
 
 def test_a_lighthouse_that_was_held_up_accuses_nobody() -> None:

@@ -13,7 +13,7 @@ from isles.comm.mesh import Mesh
 from isles.comm.virtual.cluster import run_virtual
 from isles.membership.data_ledger import Batch
 from isles.membership.rounds import Decision, IslandGroup, from_bytes, to_bytes
-from isles.membership.session import OTHERS, Rejections, read_rejections, together
+from isles.membership.session import OTHERS, Rejections, merge_rejections, read_rejections
 
 
 def work(world: Mesh) -> Any:
@@ -22,7 +22,7 @@ def work(world: Mesh) -> Any:
         refused.note(7, "too long")
     refused.note(-1, f"of {world.rank}")
     told = IslandGroup(world).gather_text(json.dumps(refused.rows()).encode())
-    return together(read_rejections(json.loads(one)) for one in told)
+    return merge_rejections(read_rejections(json.loads(one)) for one in told)
 
 
 def test_what_all_places_refuse_is_counted_together() -> None:
@@ -31,7 +31,7 @@ def test_what_all_places_refuse_is_counted_together() -> None:
 
 
 def test_reasons_of_many_places_do_not_fill_the_memory() -> None:
-    rows = together([[(member, f"why {number}", 2) for number in range(200)] for member in range(3)])
+    rows = merge_rejections([[(member, f"why {number}", 2) for number in range(200)] for member in range(3)])
     assert len(rows) <= 257 and sum(times for *_, times in rows) == 1200 and (-1, OTHERS) in {row[:2] for row in rows}
     assert read_rejections(json.loads(json.dumps(rows))) == rows
 

@@ -122,7 +122,7 @@ def test_orders_are_numbered_on_by_a_lighthouse_that_is_lit_again(tmp_path: Path
                 notify_key(member, 0), lambda query, life=life: heard.append((life, split_sequence(query.payload)[0]))
             )
             for _ in range(100):
-                lighthouse.tell([member], Silent(5))
+                lighthouse.notify([member], Silent(5))
                 threading.Event().wait(0.02)
                 if heard and heard[-1][0] == life:
                     break

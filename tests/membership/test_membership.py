@@ -337,7 +337,7 @@ def test_who_promised_and_does_not_know_is_alone_and_reads_out_of_turn() -> None
     assert member.lost(1) and not member.accept(1, (0, 1))
     assert member.start_round(2) is None and not member.group(2).decided and member.group(2).members == (0,)
     assert member.beat().skipped == (2,)
-    member.told(View(1, 2, (0,), (4,)))
+    member.receive_view(View(1, 2, (0,), (4,)))
     assert member.group(2).decided and member.group(2).view == 1
     assert member.start_round(2) is None  # the first answer is final
 
@@ -348,7 +348,7 @@ def test_who_is_left_out_of_a_view_that_begins_later_is_lost_until_then() -> Non
         member, view = settled_member(members=(0, 1, 2)), View(1, 4, (0,), (4,))
         member.proposed(Proposal(1, 0, 4, (0,), lost=(1,)))
         if is_pushed:
-            member.told(view)
+            member.receive_view(view)
         else:
             member.answered(member.beat(), answer(issued=1, newest=1, views=(view,)))
         assert member.group(1).decided and member.group(1).members == (0, 1, 2)
@@ -390,7 +390,7 @@ def test_cells_are_read_one_round_beyond_what_the_lighthouse_has_answered() -> N
 def test_a_pushed_view_counts_only_if_none_before_it_is_missing() -> None:
     member = settled_member()
     member.proposed(Proposal(2, 1, 6, (0,)))
-    member.told(View(2, 6, (0,), (4,)))
+    member.receive_view(View(2, 6, (0,), (4,)))
     assert not member.group(6).decided
     member.answered(member.beat(), answer(issued=2, newest=2, views=(View(1, 5, (0, 1)), View(2, 6, (0,)))))
     assert member.group(6).view == 2 and member.group(5).view == 1

@@ -17,25 +17,25 @@ from tests.membership.interleavings import start, walk
 
 
 def test_all_who_live_are_waited_for_no_longer_than_their_grace() -> None:
-    ballot = Ballot(3, ((0, 1, 2, 3),), quorum=0.5).has(0, 5).has(2, 3).has(1, 5)
+    ballot = Ballot(3, ((0, 1, 2, 3),), quorum=0.5).add_share(0, 5).add_share(2, 3).add_share(1, 5)
     assert ballot.decide({0, 1, 2, 3}) is None
     assert ballot.decide({0, 1, 2}) == RoundDecision(3, "retry", 1, (0, 1, 2), steps=(5, 5, 3))  # the fourth is dead
-    closed = Ballot(3, ((0, 1, 2, 3),), quorum=0.8, is_closing=True).has(0, 5).has(1, 5).has(2, 5)
+    closed = Ballot(3, ((0, 1, 2, 3),), quorum=0.8, is_closing=True).add_share(0, 5).add_share(1, 5).add_share(2, 5)
     assert closed.decide({0, 1, 2, 3}) is None  # a grace that is over does not make a quorum
-    decision = closed.has(3, 1).decide({0, 1, 2, 3})
+    decision = closed.add_share(3, 1).decide({0, 1, 2, 3})
     assert decision == RoundDecision(3, "retry", 1, (0, 1, 2, 3), steps=(5, 5, 5, 1))
 
 
 def test_a_retry_keeps_the_weights_of_those_who_are_left() -> None:
-    ballot = Ballot(3, ((0, 1, 2),), quorum=0.6).has(0, 5).has(1, 4).has(2, 3)
+    ballot = Ballot(3, ((0, 1, 2),), quorum=0.6).add_share(0, 5).add_share(1, 4).add_share(2, 3)
     decision = ballot.decide({0, 1, 2})
     assert decision is not None
-    ballot = ballot.decided(decision).told(1, 0, 7)
+    ballot = ballot.decided(decision).add_answer(1, 0, 7)
     again = ballot.decide({0, 2})
     assert again == RoundDecision(3, "retry", 2, (0, 2), steps=(5, 3))
-    landed = ballot.decided(again).told(2, 0, 9).told(2, 2, 9).decide({0, 2})
+    landed = ballot.decided(again).add_answer(2, 0, 9).add_answer(2, 2, 9).decide({0, 2})
     assert landed == RoundDecision(3, "land", 2, (0, 2), steps=(5, 3))
-    assert ballot.has(1, 4) == ballot.has(1, 9) == ballot  # it is closed
+    assert ballot.add_share(1, 4) == ballot.add_share(1, 9) == ballot  # it is closed
 
 
 def test_a_share_weighs_by_its_inner_steps() -> None:

@@ -125,15 +125,15 @@ def test_only_what_the_lighthouse_gave_makes_two_connections_one_and_once(tmp_pa
         other = new_ticket(trio.known.keys.of(1).encode("ascii"))
         for ticket in (bytes(TICKET_SIZE), other, good[:-1] + bytes([good[-1] ^ 1])):
             with pytest.raises(OSError):
-                trio.sessions[1].tied(ticket, 5.0, where)
+                trio.sessions[1].connect_by_ticket(ticket, 5.0, where)
         with ThreadPoolExecutor(2) as threads:
-            ends = [threads.submit(end.tied, good, 5.0, where) for end in trio.sessions[1:]]
+            ends = [threads.submit(end.connect_by_ticket, good, 5.0, where) for end in trio.sessions[1:]]
             one, two = (end.result() for end in ends)
         with one, two:
             one.sendall(b"hello")
             assert two.recv(5) == b"hello"
         with pytest.raises(OSError):
-            trio.sessions[1].tied(good, 5.0, where)
+            trio.sessions[1].connect_by_ticket(good, 5.0, where)
 
 
 def test_the_address_may_be_a_number_of_ipv6_or_a_name(tmp_path: Path) -> None:

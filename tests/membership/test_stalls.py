@@ -18,7 +18,7 @@ class Watched:
     """
 
     def __init__(self, members: int, *, agrees: bool = False, last: int = 1000, steps: float = 0.5) -> None:
-        rules = Rules(founders=members, sync_every=EVERY, agrees=agrees, last=last, waits=20.0, judges=100.0)
+        rules = Rules(founders=members, sync_every=EVERY, agrees=agrees, last=last, waits=20.0, evaluates=100.0)
         self.run, self.members, self.steps, self.last = RoundsCoordinator(rules), range(members), steps, last
         self.now, self.still = 0.0, dict[int, int]()
         self.named: list[tuple[float, int, str]] = []

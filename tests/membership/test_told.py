@@ -97,7 +97,7 @@ def islands(folder: Path) -> Iterator[Islands]:
             )
             for transport in own:
                 stack.callback(transport.close)
-            client.waits, line.waits = own
+            client.transfers, line.transfers = own
             line.meets = world.met.append
             world.leaders.append(client)
             world.second.append(own[1])
@@ -154,7 +154,7 @@ def test_what_is_overheard_proves_no_other_word(tmp_path: Path) -> None:
     with islands(tmp_path) as world:
         entry, where, heard = world.entries[0], notify_key(0, 1), list[tuple[bytes, bytes]]()
         world.sessions[1].serve(where, lambda query: heard.append((query.payload, query.attachment)))
-        until(lambda: world.lighthouse.tell([0], Silent(9)) or heard, 5.0)
+        until(lambda: world.lighthouse.notify([0], Silent(9)) or heard, 5.0)
         decision, proof = heard[0]
         assert decode(split_sequence(decision)[1]) == Silent(9) and proof == signature(0, entry.key, where, decision)
         assert entry.key.encode() not in proof
@@ -174,7 +174,7 @@ def test_an_order_that_was_overheard_is_obeyed_once(tmp_path: Path) -> None:
             world.sessions[1].serve(
                 where, lambda query, where=where: heard.update({where: (query.payload, query.attachment)})
             )
-        until(lambda: world.lighthouse.tell([0], Silent(2)) or len(heard) == 2, 5.0)
+        until(lambda: world.lighthouse.notify([0], Silent(2)) or len(heard) == 2, 5.0)
         until(lambda: world.leaders[0].is_silent(2), 5.0)
         time.sleep(0.3)
         until(lambda: not world.leaders[0].is_silent(2), 10.0)
@@ -184,7 +184,7 @@ def test_an_order_that_was_overheard_is_obeyed_once(tmp_path: Path) -> None:
         assert not wait.done() and not world.leaders[0].is_silent(2)
         for session in (firsts[0], world.sessions[0]):
             assert session.refused[-1, "an order that was said before"] == 1
-        world.lighthouse.tell([0], Silent(2))  # said again by the lighthouse it counts
+        world.lighthouse.notify([0], Silent(2))  # said again by the lighthouse it counts
         settled(wait, seconds=5.0)
         until(lambda: world.leaders[0].is_silent(2), 5.0)
 

@@ -237,7 +237,7 @@ def test_another_length_is_refused_on_both_sides(tmp_path: Path) -> None:
 def test_whoever_ends_fails_its_own_works_alone(tmp_path: Path) -> None:
     with workers(tmp_path, 3) as (one, two, three):
         gone: list[int] = []
-        one._gone = gone.append
+        one._on_lost = gone.append
         out = torch.zeros(5, dtype=torch.uint8)
         receive, other = one.recv(2, out, Tag("outer", 1)), one.recv(1, out, Tag("outer", 2))
         send = one.send(2, random_bytes(UNEXPECTED + CHUNK, 0), Tag("outer", 3))
@@ -337,7 +337,7 @@ def test_who_is_killed_or_stands_still_is_told(tmp_path: Path, how: signal.Signa
             session,
             0,
             2,
-            gone=lambda member: told.append(("gone", time.monotonic() - began)),
+            on_lost=lambda member: told.append(("gone", time.monotonic() - began)),
             back=lambda member: told.append(("back", time.monotonic() - began)),
         )
         folder = str(mine.certificate.parent)

@@ -326,7 +326,7 @@ class World:
                 if ack is not None:
                     self.acknowledge(node, ack)
             case View():
-                member.told(message)
+                member.receive_view(message)
             case Load():
                 self.load(node, message)
             case RoundDecision():
@@ -557,7 +557,7 @@ class World:
         exchange = node.exchange
         if exchange is None or exchange.part is None or exchange.round != decision.round:
             return
-        before, exchange.part = exchange.part, exchange.part.heard(decision)
+        before, exchange.part = exchange.part, exchange.part.apply(decision)
         if exchange.part.phase == "landed":
             shares = node.shares[decision.round, decision.attempt]
             union = 0

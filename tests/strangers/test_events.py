@@ -137,12 +137,12 @@ def test_node_0_is_a_peer_too(schema: Schema, tmp_path: Path) -> None:
     """Its orders and facts are looked at as well: none becomes a path."""
     text = write_text(tmp_path / "text.txt")
     config = tiny(text, "run.steps=8", "world.workers=2")
-    assert committed({"commit": 4, "members": [0, 1]}, config) == (4, [0, 1]) and begun({"resume": 4}, config) == 4
+    assert committed({"commit": 4, "seats": [0, 1]}, config) == (4, [0, 1]) and begun({"resume": 4}, config) == 4
     for command in (
-        {"commit": EVIL, "members": [0]},
-        {"commit": 4, "members": ["../0"]},
+        {"commit": EVIL, "seats": [0]},
+        {"commit": 4, "seats": ["../0"]},
         {"commit": 4},
-        {"members": [0]},
+        {"seats": [0]},
     ):
         with pytest.raises(NodeLost, match="node 0 says what isles does not say"), host_heard():
             committed(command, config)

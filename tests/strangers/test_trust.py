@@ -32,7 +32,7 @@ def downloaded(tmp_path: Path) -> tuple[Path, Path]:
     """A run that somebody else made, and the file that appears if its word is taken."""
     run, flag = tmp_path / "downloaded", tmp_path / "owned"
     (run / "checkpoints" / "step-2").mkdir(parents=True)
-    facts = '{"step": 2, "workers": 4, "members": [0, 1, 2, 3], "files": {}}'
+    facts = '{"step": 2, "workers": 4, "seats": [0, 1, 2, 3], "files": {}}'
     (run / "checkpoints" / "step-2" / "manifest.json").write_text(facts)
     (run / "model.safetensors").write_bytes(b"")
     (run / "config.toml").write_text(EVIL.format(flag=flag))

@@ -46,9 +46,9 @@ class AddressBook:
     def find(self, asker: int, find: Lookup) -> PeerAddress:
         """The way from a worker of the member `asker` to another one."""
         there = self._known.get((find.member, find.island_rank))
-        word = peer_key(self._keys.of(find.member), asker).hex()
+        key = peer_key(self._keys.of(find.member), asker).hex()
         certificates = self._certificates.get(find.member, ()) if there else ()
-        found = PeerAddress(find.member, *(there or ("", 0)), certificates, word)
+        found = PeerAddress(find.member, *(there or ("", 0)), certificates, key)
         both = {asker, find.member}
         relays = sorted(
             member for member, island_rank in [*self._relays] if island_rank == find.island_rank and member not in both
@@ -64,21 +64,21 @@ class AddressBook:
         self._relays.discard((member, island_rank))
         self.addresses.pop((member, island_rank), None)
 
-    def listening(self, member: int, said: AnnounceAddress, answer: Callable[[Reachability], None]) -> None:
+    def try_address(self, member: int, announced: AnnounceAddress, answer: Callable[[Reachability], None]) -> None:
         """Try the address of `member` (-1: of somebody without one); answer(what came of it), in another thread.
         ValueError for what is no address, and where one of this member's is being tried.
         """
-        is_reached = bool(said.host or said.port)
-        host, island_rank = said.host or self._seen(said.session), (member, said.island_rank)
-        if not 0 <= said.island_rank < _ISLAND_SIZE or (is_reached and not (host and 0 < said.port < 65536)):
+        is_reached = bool(announced.host or announced.port)
+        host, island_rank = announced.host or self._seen(announced.session), (member, announced.island_rank)
+        if not 0 <= announced.island_rank < _ISLAND_SIZE or (is_reached and not (host and 0 < announced.port < 65536)):
             raise ValueError("an address that is none")
-        if member >= 0 and self._certificates.get(member, ())[said.island_rank : said.island_rank + 1] != (
-            said.certificate,
+        if member >= 0 and self._certificates.get(member, ())[announced.island_rank : announced.island_rank + 1] != (
+            announced.certificate,
         ):
             raise ValueError("another certificate than that with which it joined")
         if island_rank in self._busy:
             raise ValueError("an address while another one is being tried")
-        seen = self._seen(said.session)
+        seen = self._seen(announced.session)
         if member >= 0:
             self._known[island_rank], self.addresses[island_rank] = ("", 0), seen
             self._relays.discard(island_rank)
@@ -89,12 +89,12 @@ class AddressBook:
 
         async def attempt() -> None:
             async with self._trying:
-                why = await echo_failure(host, said.port, said.certificate)
+                why = await echo_failure(host, announced.port, announced.certificate)
             if not why and member >= 0:
-                self._known[island_rank] = host, said.port
-                if said.relays:
+                self._known[island_rank] = host, announced.port
+                if announced.relays:
                     self._relays.add(island_rank)
             self._busy.discard(island_rank)
-            answer(Reachability(host, said.port, why, seen))
+            answer(Reachability(host, announced.port, why, seen))
 
         loop.start(attempt())

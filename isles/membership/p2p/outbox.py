@@ -165,16 +165,16 @@ class Outgoing:
             self._waiting = [*self._messages]
             is_over = self._over is not None
         try:
-            said = -stream.lease  # how long a word takes is asked soon
+            probed_at = -stream.lease  # how long a word takes is asked soon
             while not is_over:
                 number = self._next()
                 if number is not None:
                     self._send(stream, number)
-                elif time.monotonic() - said > stream.lease / 4:
-                    self._heard(stream.probe())
-                    said = time.monotonic()
+                elif time.monotonic() - probed_at > stream.lease / 4:
+                    self._handle(stream.probe())
+                    probed_at = time.monotonic()
                 else:
-                    self._heard(stream.wait(stream.lease / 4))
+                    self._handle(stream.wait(stream.lease / 4))
                 is_over = self._over is not None
         finally:
             with self._changed:
@@ -203,13 +203,13 @@ class Outgoing:
             piece = data[offset : offset + CHUNK]
             if number not in self._messages:
                 break
-            heard = stream.send(Head(message.kind, number, offset, total, message.tag), piece)
+            replies = stream.send(Head(message.kind, number, offset, total, message.tag), piece)
             self._carrier.sent(self._peer, stream.way, len(piece))
-            self._heard(heard)
+            self._handle(replies)
         self._sending = -1
 
-    def _heard(self, words: list[tuple[int, int]]) -> None:
-        for kind, number in words:
+    def _handle(self, replies: list[tuple[int, int]]) -> None:
+        for kind, number in replies:
             with self._changed:
                 message = self._messages.pop(number, None)
             if message is None:

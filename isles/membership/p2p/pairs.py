@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from isles.comm.credentials import Credentials, Token
 from isles.comm.sockets.addresses import written
@@ -38,6 +38,9 @@ from isles.membership.session import Query, Rejections
 from isles.membership.tls_session import Session
 from isles.membership.views import View, identity_of, spoken
 
+if TYPE_CHECKING:
+    from isles.membership.p2p.transport import ElasticTransport
+
 
 class KnownMembers:
     """Of the worker in `member`, whose own member is `identity`. notice: called with a line for a person."""
@@ -46,7 +49,7 @@ class KnownMembers:
         self._refused, self._notice, self._lock = refused, notice, threading.Lock()
         self._named: dict[int, str] = {}  # by views
         self._met = {member: identity}  # whoever this worker is or was connected with, and itself
-        self._told: set[tuple[int, str]] = set()
+        self._warned: set[tuple[int, str]] = set()
 
     def meet(self, view: View) -> list[int]:
         """Take in whom `view` names; with which of them somebody else is connected than whom it names."""
@@ -79,8 +82,8 @@ class KnownMembers:
     def _is_another(self, member: int, identity: str, named: str) -> None:
         why = f"its fingerprint is {spoken(identity)}, and {spoken(named)} where views name it"
         self._refused.note(member, why)
-        if (member, identity) not in self._told:
-            self._told.add((member, identity))
+        if (member, identity) not in self._warned:
+            self._warned.add((member, identity))
             self._notice(f"warning: worker {member} is not who the lighthouse says: {why}")
 
 
@@ -96,21 +99,21 @@ class PairListener(EchoServer):
         port: int,
         name: str,
         welcome: Callable[[socket.socket], object],
-        ties: TicketExchange | None = None,
+        tickets: TicketExchange | None = None,
     ) -> None:
-        self._welcome, self._ties = welcome, ties
+        self._welcome, self._tickets = welcome, tickets
         self._threads = ThreadPoolExecutor(MOST, "isles-welcomes")
         super().__init__(host, port, name, SILENCE, self._attends)
 
     def close(self) -> None:
         """Stop listening."""
         self.__exit__()
-        if self._ties is not None:
-            self._ties.close()
+        if self._tickets is not None:
+            self._tickets.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def _attends(self, connection: socket.socket) -> bool:
-        if self._ties is not None and await self._ties.take(connection):
+        if self._tickets is not None and await self._tickets.take(connection):
             return True
         if not await peeked(connection, PAIR):
             return False
@@ -129,30 +132,10 @@ _CALL = 5.0  # seconds until one that was asked to dial has
 _TICKET = 8.0  # seconds until the other one has come to the lighthouse; to a worker that carries: _DIAL
 _LOOK = 30.0  # seconds until one that was not reached is dialled again
 _AT_ONCE = 16  # others that this worker dials because they have asked
-_SAID = struct.Struct(f"<qHBq{TICKET_SIZE}s")
+_REQUEST = struct.Struct(f"<qHBq{TICKET_SIZE}s")
 _LIGHTHOUSE = -1
 _ASKS = b"isles dials\0"
 _MEMBERS = 1 << 20
-
-
-class PairedTransport(Protocol):
-    """What sends and takes: `ElasticTransport`."""
-
-    def open(self) -> None:
-        """Be seen by others, and see them."""
-        ...
-
-    def take(self, member: int, stream: Stream) -> None:
-        """`member` sends on `stream`, from now on."""
-        ...
-
-    def carries(self, size: int) -> None:
-        """So many bytes went through this worker, from others to others."""
-        ...
-
-    def cut(self, member: int) -> None:
-        """Break off all connections with `member`; they are made anew."""
-        ...
 
 
 class PeerConnections:
@@ -183,19 +166,21 @@ class PeerConnections:
         self._mine, self._shows = mine, certificates or (mine.token.fingerprint,)
         self.seen = ""
         self._known = KnownMembers(entry.member, identity_of(self._shows), session.refused, notice)
-        self._transport: PairedTransport | None = None
+        self._transport: ElasticTransport | None = None
         self._listener: PairListener | None = None
         self._listens, self._announced, self._relays = False, "", False
         self._found: dict[int, PeerAddress] = {}
         self._ways: dict[int, str] = {}  # what was said of each
         self._unreached: dict[int, float] = {}  # since when
         self._dialling = threading.Semaphore(_AT_ONCE)
-        self._came: dict[
+        self._incoming: dict[
             tuple[int, int], list[ssl.SSLSocket]
         ] = {}  # by (member, lane): on which this worker is to send
         self._awaits: set[tuple[int, int]] = set()
         self._changed = threading.Condition()
-        self._lit: list[bool] = []  # how the lighthouse came and went, since it was last told where this worker is
+        self._up_changes: list[
+            bool
+        ] = []  # how the lighthouse came and went, since it was last told where this worker is
         self._closed = False
 
     def listen(self, host: str, port: int, *, announced: str = "", relays: bool = False) -> None:
@@ -203,18 +188,18 @@ class PeerConnections:
         lighthouse sees this machine. relays: carry for others. Says whether the lighthouse reaches it. ValueError where
         the address cannot be had.
         """
-        ties = TicketExchange(self._entry.key.encode("ascii"), self._carried) if relays else None
-        self._listener = PairListener(host, port, self._mine.token.fingerprint, self._welcome, ties)
+        tickets = TicketExchange(self._entry.key.encode("ascii"), self._carried) if relays else None
+        self._listener = PairListener(host, port, self._mine.token.fingerprint, self._welcome, tickets)
         self._announced, self._relays = announced, relays
         self._announce()
 
-    def start(self, transport: PairedTransport) -> None:
+    def start(self, transport: ElasticTransport) -> None:
         """Bring others to `transport` from now on."""
         self._transport = transport
         self._session.serve(self._key(self._entry.member), self._asked)
         if self._listener is None:
             self._announce()
-        self._session.watch(UP, self._light)
+        self._session.watch(UP, self._on_up_change)
         transport.open()
 
     def close(self) -> None:
@@ -254,9 +239,9 @@ class PeerConnections:
         if found is None:
             raise LinkLost("the lighthouse does not say where it is")
         self._known.check(peer, identity_of(found.certificates))
-        line = self._directly(peer, lane, found)
-        if line is not None:
-            return self._stream(peer, lane, line, "direct")
+        link = self._directly(peer, lane, found)
+        if link is not None:
+            return self._stream(peer, lane, link, "direct")
         if not soon:
             return None
         try:
@@ -264,11 +249,11 @@ class PeerConnections:
         except OSError as error:
             raise LinkLost(str(error)) from None
 
-    def _stream(self, peer: int, lane: int, line: ssl.SSLSocket, way: str) -> Stream:
+    def _stream(self, peer: int, lane: int, link: ssl.SSLSocket, way: str) -> Stream:
         if self._ways.get(peer) != way:
             self._ways[peer] = way
             self._notice(f"worker {peer}: {way}, fingerprint {self._known.spoken(peer)}")
-        return Stream(line, way, self._lease, lane)
+        return Stream(link, way, self._lease, lane)
 
     def _directly(self, peer: int, lane: int, found: PeerAddress) -> ssl.SSLSocket | None:
         if time.monotonic() - self._unreached.get(peer, -_LOOK) < _LOOK:
@@ -285,9 +270,9 @@ class PeerConnections:
         return None
 
     def _dial(self, lane: int, found: PeerAddress, *, sends: bool) -> ssl.SSLSocket:
-        line = tuned(socket.create_connection((found.host, found.port), _DIAL))
-        line.sendall(PAIR)
-        return self._shown(line, lane, found, sends=sends)
+        link = tuned(socket.create_connection((found.host, found.port), _DIAL))
+        link.sendall(PAIR)
+        return self._shown(link, lane, found, sends=sends)
 
     def _dialled(self, peer: int, lane: int, found: PeerAddress) -> ssl.SSLSocket:
         """Dialled by `peer`, which is asked to."""
@@ -296,8 +281,8 @@ class PeerConnections:
         try:
             self._call(peer, lane, found, _LIGHTHOUSE, bytes(TICKET_SIZE))
             with self._changed:
-                self._changed.wait_for(lambda: self._came.get((peer, lane)) or self._closed, _CALL)
-                if came := self._came.pop((peer, lane), []):
+                self._changed.wait_for(lambda: self._incoming.get((peer, lane)) or self._closed, _CALL)
+                if came := self._incoming.pop((peer, lane), []):
                     return came[-1]
             raise LinkLost("it did not come")
         finally:
@@ -308,40 +293,40 @@ class PeerConnections:
         """And by whom, in words."""
         if found.relay >= 0:
             with suppress(OSError, LinkLost, ValueError):
-                line = self._tied(peer, lane, found, found.relay, bytes.fromhex(found.ticket))
-                return line, f"relayed by worker {found.relay}"
+                link = self._connect_by_ticket(peer, lane, found, found.relay, bytes.fromhex(found.ticket))
+                return link, f"relayed by worker {found.relay}"
         ticket, _ = self._session.answer(RELAY_TICKETS, b"", seconds=_CALL, urgent=True)
         if not ticket or len(ticket) != TICKET_SIZE:
             raise LinkLost("the lighthouse does not answer")
-        return self._tied(peer, lane, found, _LIGHTHOUSE, ticket), "relayed"
+        return self._connect_by_ticket(peer, lane, found, _LIGHTHOUSE, ticket), "relayed"
 
-    def _tied(self, peer: int, lane: int, found: PeerAddress, relay: int, ticket: bytes) -> ssl.SSLSocket:
+    def _connect_by_ticket(self, peer: int, lane: int, found: PeerAddress, relay: int, ticket: bytes) -> ssl.SSLSocket:
         self._call(peer, lane, found, relay, ticket)
         return self._shown(self._meet(relay, ticket), lane, found, sends=True)
 
     def _meet(self, relay: int, ticket: bytes) -> socket.socket:
         """The connection to whoever comes with the same ticket to the worker of that member, or the lighthouse."""
         if relay < 0:
-            return tuned(self._session.tied(ticket, _TICKET))
+            return tuned(self._session.connect_by_ticket(ticket, _TICKET))
         there = self._find(relay)
         if there is None or not there.host:
             raise LinkLost("who was to carry is not reached")
-        return tuned(self._session.tied(ticket, _DIAL, (there.host, there.port)))
+        return tuned(self._session.connect_by_ticket(ticket, _DIAL, (there.host, there.port)))
 
-    def _shown(self, line: socket.socket, lane: int, found: PeerAddress, *, sends: bool) -> ssl.SSLSocket:
+    def _shown(self, link: socket.socket, lane: int, found: PeerAddress, *, sends: bool) -> ssl.SSLSocket:
         host = found.certificates[self._island_rank]
-        talk = as_dialler(
-            line, Token(host, found.peer_key), PairHello(self._entry.member, self._island_rank, sends, lane)
+        tls = as_dialler(
+            link, Token(host, found.peer_key), PairHello(self._entry.member, self._island_rank, sends, lane)
         )
-        show(talk, self._mine, self._shows, host)
-        return talk
+        show(tls, self._mine, self._shows, host)
+        return tls
 
     def _call(self, peer: int, lane: int, found: PeerAddress, relay: int, ticket: bytes) -> None:
         """Have `peer` dial this worker, or with a ticket who carries for both. LinkLost where it does not answer."""
-        said = _SAID.pack(self._entry.member, self._island_rank, lane, relay, ticket)
-        proof = authenticate(bytes.fromhex(found.peer_key), _ASKS, said)
+        payload = _REQUEST.pack(self._entry.member, self._island_rank, lane, relay, ticket)
+        proof = authenticate(bytes.fromhex(found.peer_key), _ASKS, payload)
         try:
-            reply, _ = self._session.answer(self._key(peer), said, attachment=proof, seconds=_CALL, urgent=True)
+            reply, _ = self._session.answer(self._key(peer), payload, attachment=proof, seconds=_CALL, urgent=True)
         except OSError as error:
             raise LinkLost(str(error)) from None
         if reply is None:
@@ -368,11 +353,11 @@ class PeerConnections:
     def _asked(self, query: Query) -> None:
         """Somebody asks to be dialled. In the session's thread."""
         note = self._session.refused.note
-        if len(query.payload) != _SAID.size:
+        if len(query.payload) != _REQUEST.size:
             note(-1, "no message of this library")
             query.refuse(b"never")
             return
-        member, island_rank, lane, relay, ticket = _SAID.unpack(query.payload)
+        member, island_rank, lane, relay, ticket = _REQUEST.unpack(query.payload)
         if not 0 <= member < _MEMBERS or island_rank != self._island_rank or not _LIGHTHOUSE <= relay < _MEMBERS:
             note(-1, "a message of nobody who is there")
             query.refuse(b"later")
@@ -391,8 +376,8 @@ class PeerConnections:
         try:
             with suppress(OSError, LinkLost):
                 if ticket != bytes(TICKET_SIZE):
-                    talk, hello = self._let_in(self._meet(relay, ticket), member)
-                    self._take(hello, talk, "relayed")
+                    tls, hello = self._let_in(self._meet(relay, ticket), member)
+                    self._take(hello, tls, "relayed")
                 elif (found := self._find(member)) is not None and found.host:
                     hello = PairHello(member, self._island_rank, True, lane)
                     self._take(hello, self._dial(lane, found, sends=False), "direct")
@@ -401,26 +386,26 @@ class PeerConnections:
 
     def _welcome(self, connection: socket.socket) -> None:
         """Somebody has dialled this worker. LinkLost where it is not let in."""
-        talk, hello = self._let_in(tuned(connection))
+        tls, hello = self._let_in(tuned(connection))
         if hello.sends:
-            self._take(hello, talk, "direct")
+            self._take(hello, tls, "direct")
             return
         with self._changed:
             if (hello.member, hello.lane) in self._awaits:
-                self._came.setdefault((hello.member, hello.lane), []).append(talk)
+                self._incoming.setdefault((hello.member, hello.lane), []).append(tls)
                 self._changed.notify_all()
                 return
-        talk.close()
+        tls.close()
 
-    def _let_in(self, line: socket.socket, member: int | None = None) -> tuple[ssl.SSLSocket, PairHello]:
+    def _let_in(self, link: socket.socket, member: int | None = None) -> tuple[ssl.SSLSocket, PairHello]:
         """Whoever dials, as `member` where that was agreed. LinkLost where it is not who it says."""
-        talk, hello = as_host(line, self._mine, lambda hello: self._token_of(hello, member))
+        tls, hello = as_host(link, self._mine, lambda hello: self._token_of(hello, member))
         try:
-            self._known.check(hello.member, shown(talk, self._mine.token.fingerprint, self._island_rank))
+            self._known.check(hello.member, shown(tls, self._mine.token.fingerprint, self._island_rank))
         except LinkLost:
-            talk.close()
+            tls.close()
             raise
-        return talk, hello
+        return tls, hello
 
     def _token_of(self, hello: PairHello, member: int | None = None) -> Token:
         """What it must know who says that it is this member."""
@@ -432,11 +417,11 @@ class PeerConnections:
             raise LinkLost("it is not who was asked")
         return Token(self._mine.token.fingerprint, self.expected(hello.member).hex())
 
-    def _take(self, hello: PairHello, talk: ssl.SSLSocket, way: str) -> None:
+    def _take(self, hello: PairHello, tls: ssl.SSLSocket, way: str) -> None:
         if self._transport is None or self._closed:
-            talk.close()
+            tls.close()
         else:
-            self._transport.take(hello.member, Stream(talk, way, self._lease, hello.lane))
+            self._transport.take(hello.member, Stream(tls, way, self._lease, hello.lane))
 
     def _carried(self, size: int) -> None:
         if self._transport is not None:
@@ -446,7 +431,7 @@ class PeerConnections:
 
     def _announce(self) -> None:
         port = 0 if self._listener is None else self._listener.port
-        said = AnnounceAddress(
+        payload = AnnounceAddress(
             self._announced if port else "",
             port,
             self._session.name(),
@@ -454,7 +439,7 @@ class PeerConnections:
             self._island_rank,
             self._relays,
         )
-        answer = self._ask(said, _TRIED)
+        answer = self._ask(payload, _TRIED)
         if isinstance(answer, Reachability):
             self.seen = answer.seen
         if not port:
@@ -470,9 +455,9 @@ class PeerConnections:
             )
         self._listens = self._listens or reached
 
-    def _light(self, _: str, there: bool) -> None:
+    def _on_up_change(self, _: str, there: bool) -> None:
         """The lighthouse went out, or is lit again and has forgotten where this worker is."""
-        self._lit.append(there)
-        if self._lit[2:]:  # there, gone, there
-            del self._lit[1:]
+        self._up_changes.append(there)
+        if self._up_changes[2:]:  # there, gone, there
+            del self._up_changes[1:]
             self._session.aside(self._announce).start()

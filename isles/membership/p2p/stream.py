@@ -85,17 +85,17 @@ class Stream:
     does. lane: see `PairHello`. round_trip: the shortest so far in seconds, for the end that sends; 0 while unknown.
     """
 
-    def __init__(self, line: ssl.SSLSocket, way: str, lease: float, lane: int = 0) -> None:
+    def __init__(self, link: ssl.SSLSocket, way: str, lease: float, lane: int = 0) -> None:
         self.lane = lane
         self.way, self.sends, self.lease, self.round_trip = way, False, lease, 0.0
-        self._line, self._moment = line, lease / 4
-        self._heard = self._said = time.monotonic()
-        line.settimeout(self._moment)  # a glance at who has fallen silent
+        self._link, self._moment = link, lease / 4
+        self._last_received = self._last_sent = time.monotonic()
+        link.settimeout(self._moment)  # a glance at who has fallen silent
         self._wakes, self._awake = socket.socketpair()
         self._wakes.setblocking(False)
         self._awake.setblocking(False)
         self._poll = select.poll()
-        self._poll.register(line, select.POLLIN)
+        self._poll.register(link, select.POLLIN)
         self._poll.register(self._awake, select.POLLIN)
         self._back, self._ended = bytearray(), ""
         self.busy = threading.Lock()  # while a message is being handed on, and until that is said
@@ -108,18 +108,18 @@ class Stream:
     def cut(self) -> None:
         """Break it off, from any thread: whoever reads or writes it fails."""
         with contextlib.suppress(OSError):
-            socket.socket.shutdown(self._line, socket.SHUT_RDWR)
+            socket.socket.shutdown(self._link, socket.SHUT_RDWR)
         self.wake()
 
     def finish(self) -> None:
         """Say nothing any more once what was handed on is said, from any thread: the other end closes it then."""
         with self.busy, contextlib.suppress(OSError):
-            socket.socket.shutdown(self._line, socket.SHUT_WR)
+            socket.socket.shutdown(self._link, socket.SHUT_WR)
 
     def close(self) -> None:
         """Give it back; for the thread whose it is."""
         self.cut()
-        self._line.close()
+        self._link.close()
         self._wakes.close()
         self._awake.close()
 
@@ -133,18 +133,18 @@ class Stream:
         """Send a piece; (kind, number) of what was said back meanwhile. LinkLost where it breaks or is silent."""
         channel = CHANNELS.index(head.tag.channel)
         packed = _HEAD.pack(head.kind, head.number, head.offset, head.total, channel, *head.tag[1:])
-        heard = list[tuple[int, int]]()
+        replies = list[tuple[int, int]]()
         parts = (packed + data,) if len(data) < _SHORT else (packed, data)
         for part in map(memoryview, parts):
             while part:
                 try:
-                    part = part[self._line.send(part) :]
+                    part = part[self._link.send(part) :]
                 except TimeoutError:
-                    heard += self._hear()
+                    replies += self._replies()
                 except (OSError, ValueError) as error:
                     self._ended = str(error)
-                    return heard + self._hear()
-        return heard + self._hear()
+                    return replies + self._replies()
+        return replies + self._replies()
 
     def wait(self, seconds: float) -> list[tuple[int, int]]:
         """Until something is said back, or `wake`, or `seconds` have passed; (kind, number) of what was said."""
@@ -155,33 +155,33 @@ class Stream:
                     pass
         except (OSError, ValueError) as error:
             raise LinkLost(str(error)) from None
-        return self._hear()
+        return self._replies()
 
-    def _hear(self) -> list[tuple[int, int]]:
+    def _replies(self) -> list[tuple[int, int]]:
         try:
-            self._line.settimeout(0.0)
-            while piece := self._line.recv(1 << 12):
-                self._heard = time.monotonic()
+            self._link.settimeout(0.0)
+            while piece := self._link.recv(1 << 12):
+                self._last_received = time.monotonic()
                 self._back += piece
             self._ended = "it closed the connection"
         except ssl.SSLWantReadError:
-            self._line.settimeout(self._moment)
+            self._link.settimeout(self._moment)
         except (OSError, ValueError) as error:
             self._ended = str(error)
-        if time.monotonic() - self._heard > self.lease:
+        if time.monotonic() - self._last_received > self.lease:
             self._ended = f"no sign of life for {self.lease:g} s"
         whole = len(self._back) // _BACK.size * _BACK.size
-        words = list[tuple[int, int]]()
+        replies = list[tuple[int, int]]()
         for kind, number in _BACK.iter_unpack(bytes(self._back[:whole])):
             trip = (time.monotonic_ns() - number) / 1e9
             if kind != ALIVE:
-                words.append((kind, number))
+                replies.append((kind, number))
             elif 0 < trip < self.lease:  # else it has said so unasked
                 self.round_trip = min(self.round_trip or trip, trip)
         del self._back[:whole]
-        if self._ended and not words:  # what was said before counts
+        if self._ended and not replies:  # what was said before counts
             raise LinkLost(self._ended)
-        return words
+        return replies
 
     # The end that takes
 
@@ -196,43 +196,43 @@ class Stream:
 
     def fill(self, out: memoryview) -> None:
         """All of `out` with the bytes that come. Errors as `head`."""
-        line, at, size = self._line, 0, len(out)
+        link, at, size = self._link, 0, len(out)
         while at < size:
             try:
-                more = line.recv_into(out[at:])
+                more = link.recv_into(out[at:])
                 now = time.monotonic()
                 if not more:
                     raise LinkLost("it closed the connection")
-                self._heard = now
+                self._last_received = now
                 at += more
             except TimeoutError:
                 now = time.monotonic()
-                if now - self._heard > self.lease:
+                if now - self._last_received > self.lease:
                     raise LinkLost(f"no sign of life for {self.lease:g} s") from None
             except (OSError, ValueError) as error:
                 raise LinkLost(str(error)) from None
-            if now - self._said > self._moment:
+            if now - self._last_sent > self._moment:
                 self.say(ALIVE)
 
     def holds(self) -> None:
         """This end does not read for a while: what it has not heard meanwhile is no silence."""
-        self._heard = time.monotonic()
-        if self._heard - self._said > self._moment:
+        self._last_received = time.monotonic()
+        if self._last_received - self._last_sent > self._moment:
             self.say(ALIVE)
 
     def say(self, kind: int, number: int = 0) -> None:
         """Say what became of a message. LinkLost where it breaks."""
         try:
-            self._line.sendall(_BACK.pack(kind, number))
+            self._link.sendall(_BACK.pack(kind, number))
         except (OSError, ValueError) as error:
             raise LinkLost(str(error)) from None
-        self._said = time.monotonic()
+        self._last_sent = time.monotonic()
 
 
-def as_dialler(line: socket.socket, token: Token, hello: PairHello) -> ssl.SSLSocket:
+def as_dialler(link: socket.socket, token: Token, hello: PairHello) -> ssl.SSLSocket:
     """TLS with whoever has the certificate of `token`, once both have proved that they know its secret. LinkLost."""
-    with _handshake(line):
-        talk = credentials.unverified_context().wrap_socket(line, server_hostname=credentials.NAME)
+    with _handshake(link):
+        talk = credentials.unverified_context().wrap_socket(link, server_hostname=credentials.NAME)
         talk.sendall(_HELLO.pack(*hello))
         certificate = talk.getpeercert(binary_form=True)
         blocking(prove_as_node(_reader(talk), talk.sendall, token, certificate, "the other worker"))
@@ -240,7 +240,7 @@ def as_dialler(line: socket.socket, token: Token, hello: PairHello) -> ssl.SSLSo
 
 
 def as_host(
-    line: socket.socket, mine: Credentials, token_of: Callable[[PairHello], Token]
+    link: socket.socket, mine: Credentials, token_of: Callable[[PairHello], Token]
 ) -> tuple[ssl.SSLSocket, PairHello]:
     """The same for the other end. token_of: what that one must know."""
 
@@ -251,27 +251,27 @@ def as_host(
         await prove_as_host(read, talk.sendall, token_of(hello))
         return hello
 
-    with _handshake(line):
-        talk = credentials.server_context(mine).wrap_socket(line, server_side=True)
+    with _handshake(link):
+        talk = credentials.server_context(mine).wrap_socket(link, server_side=True)
         return talk, blocking(come())
 
 
-def tuned(line: socket.socket) -> socket.socket:
+def tuned(link: socket.socket) -> socket.socket:
     """For messages: small ones leave at once."""
-    line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return line
+    link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return link
 
 
 @contextlib.contextmanager
-def _handshake(line: socket.socket) -> Generator[None]:
-    line.settimeout(_HANDSHAKE)
+def _handshake(link: socket.socket) -> Generator[None]:
+    link.settimeout(_HANDSHAKE)
     try:
         yield
     except (OSError, EOFError, ValueError) as error:
-        line.close()
+        link.close()
         raise LinkLost(str(error)) from None
     except LinkLost:
-        line.close()
+        link.close()
         raise
 
 
@@ -305,8 +305,8 @@ def show(talk: ssl.SSLSocket, mine: Credentials, certificates: Sequence[str], ho
     key = serialization.load_pem_private_key(mine.key.read_bytes(), None)
     assert isinstance(key, ec.EllipticCurvePrivateKey)
     der = ssl.PEM_cert_to_DER_cert(mine.certificate.read_text(encoding="ascii"))
-    said, island = key.sign(_DIALS + host.encode("ascii"), _BY), "".join(certificates).encode("ascii")
-    talk.sendall(_SIZES.pack(len(der), len(said), len(island)) + der + said + island)
+    signed, island = key.sign(_DIALS + host.encode("ascii"), _BY), "".join(certificates).encode("ascii")
+    talk.sendall(_SIZES.pack(len(der), len(signed), len(island)) + der + signed + island)
 
 
 def shown(talk: ssl.SSLSocket, host: str, island_rank: int) -> str:
@@ -314,12 +314,12 @@ def shown(talk: ssl.SSLSocket, host: str, island_rank: int) -> str:
     LinkLost.
     """
     try:
-        der, said, island = (exactly(talk, size) for size in _SIZES.unpack(exactly(talk, _SIZES.size)))
+        der, signed, island = (exactly(talk, size) for size in _SIZES.unpack(exactly(talk, _SIZES.size)))
         key = x509.load_der_x509_certificate(der).public_key()
         certificates = [island[at : at + _DIGITS].decode("ascii") for at in range(0, len(island), _DIGITS)]
         if not isinstance(key, ec.EllipticCurvePublicKey) or certificates[island_rank] != credentials.fingerprint(der):
             raise ValueError
-        key.verify(said, _DIALS + host.encode("ascii"), _BY)
+        key.verify(signed, _DIALS + host.encode("ascii"), _BY)
     except (OSError, EOFError, ValueError, IndexError, InvalidSignature):
         raise LinkLost("it does not show that its certificate is its own") from None
     return identity_of(certificates)

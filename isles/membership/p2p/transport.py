@@ -47,9 +47,7 @@ MemberLane = tuple[int, int]
 class Connects(Protocol):
     """What reaches peers: `PeerConnections`."""
 
-    def connect(self, peer: int, lane: int, *, soon: bool) -> Stream | None:
-        """See `PeerConnections.connect`."""
-        ...
+    def connect(self, peer: int, lane: int, *, soon: bool) -> Stream | None: ...
 
 
 class Nowhere:
@@ -81,10 +79,10 @@ class ElasticTransport(OnHostClock):
         member: int,
         size: int,
         *,
-        gone: Callable[[int], None] = lambda member: None,
-        back: Callable[[int], None] = lambda member: None,
+        on_lost: Callable[[int], None] = lambda member: None,
+        on_back: Callable[[int], None] = lambda member: None,
         suspect: Callable[[int], None] = lambda member: None,
-        guide: Connects | None = None,
+        peers: Connects | None = None,
         island_rank: int = 0,
         beside: Transport | None = None,
         connections: int = 1,
@@ -96,9 +94,9 @@ class ElasticTransport(OnHostClock):
         self.rank, self.size, self.resent = member, size, 0
         self.carried: Counter[str] = Counter(dict.fromkeys(CARRIED, 0))
         self._sent, self._taken = Counter[int](), Counter[int]()  # bytes by peer
-        self._session, self._gone, self._back = session, gone, back
-        self._guide: Connects = guide or Nowhere()
-        self._meeting = threading.Lock()
+        self._session, self._on_lost, self._on_back = session, on_lost, on_back
+        self._peers: Connects = peers or Nowhere()
+        self._peers_lock = threading.Lock()
         self._known: set[int] = set()
         self._seen: set[int] = set()  # by the lighthouse
         self._alive: dict[int, list[Stream]] = {}  # by member: connections with it
@@ -109,7 +107,7 @@ class ElasticTransport(OnHostClock):
         self._outgoing: dict[MemberLane, Outgoing] = {}
         self._numbers = count()
         self._closed = False
-        if guide is None:
+        if peers is None:
             self.open()
 
     def open(self) -> None:
@@ -134,7 +132,7 @@ class ElasticTransport(OnHostClock):
     def paths(self) -> list[PathRow]:
         """Of each worker that this one has sent to or taken from, those with the most bytes first."""
         rows = list[PathRow]()
-        with self._lock, self._meeting:
+        with self._lock, self._peers_lock:
             for peer, _ in (self._sent + self._taken).most_common(MOST):
                 trip = max((stream.round_trip for stream in self._alive.get(peer, ()) if stream.sends), default=0.0)
                 rows.append((peer, self.way(peer), round(trip, 6), self._sent[peer], self._taken[peer]))
@@ -146,11 +144,11 @@ class ElasticTransport(OnHostClock):
         counted = PartedWork(work, len(parts))
         for lane, part in enumerate(parts):
             with self._lock:
-                line = None if peer in self._lost or self._closed else self._line(peer, lane)
-            if line is None:
+                outbox = None if peer in self._lost or self._closed else self._outbox(peer, lane)
+            if outbox is None:
                 counted.finished(PeerLost(peer, "its connection is gone"))
             else:
-                line.add(OutgoingMessage(counted, part, tag))
+                outbox.add(OutgoingMessage(counted, part, tag))
         return work
 
     def _parts(self, data: Tensor) -> list[np.ndarray]:
@@ -158,16 +156,16 @@ class ElasticTransport(OnHostClock):
         lanes = len(self._inboxes) if len(data) >= _LARGE else 1
         return np.array_split(data.numpy(), lanes)
 
-    def _line(self, peer: int, lane: int = 0) -> Outgoing:
+    def _outbox(self, peer: int, lane: int = 0) -> Outgoing:
         """To that peer; under the lock."""
-        line = self._outgoing.get((peer, lane))
-        if line is None:
-            line = self._outgoing[peer, lane] = Outgoing(self, peer, lane)
-        return line
+        outbox = self._outgoing.get((peer, lane))
+        if outbox is None:
+            outbox = self._outgoing[peer, lane] = Outgoing(self, peer, lane)
+        return outbox
 
-    def _lines(self, peer: int) -> list[Outgoing]:
+    def _outboxes(self, peer: int) -> list[Outgoing]:
         with self._lock:
-            return [line for (member, _), line in self._outgoing.items() if member == peer]
+            return [outbox for (member, _), outbox in self._outgoing.items() if member == peer]
 
     def recv(self, peer: int | None, out: Tensor, tag: Tag) -> PostedWork:
         """Receive from one member. ValueError for `peer` None: from anyone is not offered."""
@@ -192,9 +190,9 @@ class ElasticTransport(OnHostClock):
     def give_up(self, member: int, why: str | PeerLost) -> None:
         """End all that is under way with `member`; later messages are tried again."""
         with self._lock:
-            lines = [self._outgoing.pop(key) for key in [*self._outgoing] if key[0] == member]
-        for line in lines:
-            line.end(why)
+            outboxes = [self._outgoing.pop(key) for key in [*self._outgoing] if key[0] == member]
+        for outbox in outboxes:
+            outbox.end(why)
         for inbox in self._inboxes:
             inbox.drop(member, why)
 
@@ -208,10 +206,10 @@ class ElasticTransport(OnHostClock):
                 last[sender] = max(last.get(sender, tag), tag)
         for sender, tag in last.items():
             with self._lock:
-                line = None if sender in self._lost else self._line(sender)
-            if line is not None:
+                outbox = None if sender in self._lost else self._outbox(sender)
+            if outbox is not None:
                 nothing = np.zeros(0, np.uint8)
-                line.add(
+                outbox.add(
                     OutgoingMessage(PartedWork(PostedWork(sender, nothing, self.now), 1), nothing, tag, CLOSE_ROUND)
                 )
 
@@ -222,19 +220,19 @@ class ElasticTransport(OnHostClock):
         for inbox in self._inboxes:
             inbox.again(tag)
         with self._lock:
-            lines = list(self._outgoing.values())
-        for line in lines:
-            line.drop(lambda sent: sent.channel == tag.channel and before(sent, tag.round, tag.attempt), ANOTHER)
+            outboxes = list(self._outgoing.values())
+        for outbox in outboxes:
+            outbox.drop(lambda sent: sent.channel == tag.channel and before(sent, tag.round, tag.attempt), ANOTHER)
 
     def close(self) -> None:
         """End the threads. The session is whoever's who opened it. Safe to call twice."""
         with self._lock:
             self._closed = True
-            lines, self._outgoing = list(self._outgoing.values()), {}
-        for line in lines:
-            line.end("this worker has ended")
+            outboxes, self._outgoing = list(self._outgoing.values()), {}
+        for outbox in outboxes:
+            outbox.end("this worker has ended")
         until = time.monotonic() + _FAREWELL
-        with self._meeting:  # each has begun by then
+        with self._peers_lock:  # each has begun by then
             takes = [*self._takes.values()]
         for stream, _ in takes:
             stream.finish()
@@ -250,8 +248,7 @@ class ElasticTransport(OnHostClock):
         return next(self._numbers)
 
     def connected(self, peer: int, lane: int, *, soon: bool) -> Stream | None:
-        """See `Carrier`."""
-        stream = self._guide.connect(peer, lane, soon=soon)
+        stream = self._peers.connect(peer, lane, soon=soon)
         if stream is not None:
             stream.sends = True
             self._comes(peer, stream)
@@ -274,8 +271,8 @@ class ElasticTransport(OnHostClock):
 
     def passed(self, peer: int, tag: Tag) -> None:
         """`peer` has said that the round of `tag` is over there, and all before: nothing is sent or asked of them."""
-        for line in self._lines(peer):
-            line.drop(lambda sent: sent.channel == tag.channel and sent.round <= tag.round)
+        for outbox in self._outboxes(peer):
+            outbox.drop(lambda sent: sent.channel == tag.channel and sent.round <= tag.round)
         for inbox in self._inboxes:
             inbox.passed(peer, tag.channel, tag.round, RoundClosed(peer))
 
@@ -283,7 +280,7 @@ class ElasticTransport(OnHostClock):
 
     def take(self, member: int, stream: Stream) -> None:
         """`member` sends on `stream`, from now on."""
-        with self._meeting:
+        with self._peers_lock:
             before_it = self._takes.get((member, stream.lane))
             thread = threading.Thread(
                 target=self._serve, args=(member, stream, before_it), name=f"isles-from-{member}", daemon=True
@@ -295,7 +292,7 @@ class ElasticTransport(OnHostClock):
 
     def cut(self, member: int) -> None:
         """Break off all connections with `member`; they are made anew."""
-        with self._meeting:
+        with self._peers_lock:
             for stream in self._alive.get(member, ()):
                 stream.cut()
 
@@ -337,12 +334,12 @@ class ElasticTransport(OnHostClock):
     # Who is there
 
     def _comes(self, member: int, stream: Stream) -> None:
-        with self._meeting:
+        with self._peers_lock:
             self._alive.setdefault(member, []).append(stream)
             self._look(member)
 
     def _goes(self, member: int, stream: Stream) -> None:
-        with self._meeting:
+        with self._peers_lock:
             self._alive[member].remove(stream)
             self._look(member)
 
@@ -352,21 +349,21 @@ class ElasticTransport(OnHostClock):
         if not name.isdecimal() or len(name) > 9 or int(name) == self.rank:
             return
         member = int(name)
-        with self._meeting:
+        with self._peers_lock:
             (self._seen.add if there else self._seen.discard)(member)
             self._look(member)
         if there:
             with self._lock:
                 if not self._closed:
-                    self._line(member)  # which dials, where that leads to it directly
+                    self._outbox(member)  # which dials, where that leads to it directly
 
     def _look(self, member: int) -> None:
         is_there = member in self._seen or bool(self._alive.get(member))
         if is_there and (member in self._lost or member not in self._known):
             self._known.add(member)
             self._lost -= {member}
-            self._back(member)
+            self._on_back(member)
         elif not is_there and member not in self._lost and not self._closed:
             self._lost |= {member}
             self.give_up(member, "its connection is gone")
-            self._gone(member)
+            self._on_lost(member)

@@ -106,7 +106,7 @@ class QuorumExchange(AttemptExchange):
                     self._catch_up(fragment, delivery)
                 case "over":
                     self._drop()
-                case _ if blocks and self._deliveries.line.has_answers:
+                case _ if blocks and self._deliveries.client.has_answers:
                     self._delivery.wait()
                 case _:
                     return

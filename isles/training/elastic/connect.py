@@ -261,16 +261,16 @@ def connect(
         session,
         entry.member,
         size,
-        gone=lambda member: line.connection(member, broken=True),
-        back=lambda member: line.connection(member, broken=False),
+        on_lost=lambda member: line.connection(member, broken=True),
+        on_back=lambda member: line.connection(member, broken=False),
         suspect=line.suspect,
-        guide=pairs,
+        peers=pairs,
         island_rank=island_rank,
         beside=None if island.mesh is None else island.mesh.transport,
         connections=connection.config.world.elastic.connections,
     )
     stack.callback(transport.close)
-    line.waits, line.meets = transport, pairs.meet
+    line.transfers, line.meets = transport, pairs.meet
     island.failed = failure_notifier(line, island_rank, island.size)
     pairs.start(transport)
     if not island_rank:
@@ -281,7 +281,7 @@ def connect(
         return state_server.isdecimal() and line.lost(int(state_server))
 
     transfers = StateServer(
-        session, server_name(entry.member, island_rank), notify, lost=lost, changed=line.changed, guide=pairs
+        session, server_name(entry.member, island_rank), notify, lost=lost, changed=line.changed, peer_keys=pairs
     )
     stack.callback(transfers.close)
     return transport, transfers

@@ -15,7 +15,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -31,7 +31,7 @@ from isles.membership.late_shares import MissedMean
 from isles.membership.messages import Examine, Finished, Load, Over
 from isles.membership.round_commit import RoundDecision
 from isles.membership.rounds import Decision, IslandGroup, RoundLeader
-from isles.membership.run_log import ALONE, LATE, WHOLE, RoundRecord, StartRecord, as_line
+from isles.membership.run_log import ALONE, LATE, WHOLE, RoundRecord, StartRecord
 from isles.membership.state_transfer import FetchRequest, StateNotFound, StateRejected, StateTransfer, StateUnavailable
 from isles.training.config.sections import Config
 from isles.training.elastic.states import FRESH, MODEL, States, missed
@@ -152,7 +152,7 @@ class Bootstrap:
             size=self.states.taken,
             at=self.transport.now(),
         )
-        self.client.report({"start": as_line(record)})
+        self.client.report({"start": asdict(record)})
 
 
 _WAIT = 5.0  # seconds between looks at whether the run has ended
@@ -306,7 +306,7 @@ class Participant:
             outcome=outcome,
             at=self.transport.now(),
         )
-        client.report({"round": as_line(record)})
+        client.report({"round": asdict(record)})
         if is_put_off:
             return 0
         yield from self._report_metrics(round, is_first=index == 0)

@@ -47,7 +47,7 @@ def elastic_metrics(
         leaves=there.counts["leave"],
         views=there.counts["view"],
         outages=len(there.outages),
-        state_transfers=done.gifts,
+        state_transfers=done.transfers,
         state_transfer_bytes=done.size,
     )
 

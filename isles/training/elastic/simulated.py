@@ -59,7 +59,7 @@ class SimulatedElasticRun(SimulatedWorld):
 
     def _train(self, corpus: Corpus, folder: Path) -> None:
         def work(transport: VirtualTransport) -> None:
-            client = self.simulation.seated(transport.rank)
+            client = self.simulation.admitted(transport.rank)
             if client is None:
                 return
             own = folder / str(transport.rank)

@@ -143,7 +143,7 @@ def rules(config: Config) -> Rules:
         quorum=cast(Any, config.replicas).quorum if is_quorum(config) else 0.0,
         weights=weights,
         waits=config.world.outer_deadline,
-        judges=config.world.eval_deadline,
+        evaluates=config.world.eval_deadline,
     )
 
 

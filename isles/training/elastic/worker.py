@@ -24,7 +24,7 @@ from isles.membership.messages import MOST, read_paths
 from isles.membership.p2p.stream import CARRIED
 from isles.membership.p2p.transport import ElasticTransport
 from isles.membership.rounds import Decision, DecisionKind, ElasticRoster, IslandGroup, RoundLeader
-from isles.membership.session import Rejections, read_rejections, together
+from isles.membership.session import Rejections, merge_rejections, read_rejections
 from isles.membership.state_transfer import StateRejected, StateTransfer, StateUnavailable
 from isles.models import build
 from isles.replicas.loop.outer import OuterSync, enter
@@ -250,7 +250,7 @@ class ElasticWorker:
         rows = [self.refusals.rows(), transport.paths()]
         gathered = [parse_json(one) for one in self._island.gather_text(json.dumps(rows).encode("ascii"))]
         paths = [row for _, one in gathered for row in read_paths(one)]
-        refused = together(read_rejections(one) for one, _ in gathered)
+        refused = merge_rejections(read_rejections(one) for one, _ in gathered)
         return {"carried": carried, "refused": refused, "paths": sorted(paths, key=lambda row: -row[3])[:MOST]}
 
     def evaluate(self, file: Path) -> float | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from isles.membership.coordinator import RoundsCoordinator
 from isles.membership.effects import Coordinator
 from isles.membership.journal import Journal
 from isles.membership.messages import MARGIN, Examine, Over, RunStatus
-from isles.membership.run_log import EXCHANGES, RoundRecord, as_line, read_record
+from isles.membership.run_log import EXCHANGES, RoundRecord, read_record
 from isles.membership.state_transfer import StateUnavailable
 from isles.training.elastic.metrics import elastic_metrics, recorded
 from isles.training.elastic.states import MODEL, STATE, saved_name, server_name
@@ -80,7 +80,7 @@ class RoundsLighthouseServer(LighthouseServer):
         reported = elastic_metrics(*recorded(self.out), self.membership, self.membership.last or 0)
         summary |= replace(reported, links=self.links(), refused=self.refused.table()).record()
         write_text(self.out / SUMMARY, as_json(summary, indent=2) + "\n")
-        self.lighthouse.tell(members, Over())
+        self.lighthouse.notify(members, Over())
         workers = self.membership.workers
         self.lighthouse.wait(lambda: not any(worker.connected for worker in workers.values()), 10.0)  # they hear it, go
         return summary
@@ -158,7 +158,7 @@ class RoundsLighthouseServer(LighthouseServer):
         self.state_server.publish(MODEL, self.out / MODEL_FILE, {})
         for member in members:
             if not self.evaluations:
-                self.lighthouse.tell([member], Examine())
+                self.lighthouse.notify([member], Examine())
                 patience = self.config.world.eval_deadline
                 self.lighthouse.wait(lambda: bool(self.evaluations) or self.stopping.is_set(), patience)
 
@@ -178,5 +178,5 @@ class RoundsLighthouseServer(LighthouseServer):
         rounds = (record.round,) if isinstance(record, RoundRecord) else (record.first, record.copied, record.has)
         if record.member != member or max(rounds) > (self.membership.last or max(rounds)) + 1:
             raise ValueError("a line of another member's rounds, or of rounds that this run has not")
-        self._exchanges.write(as_json(as_line(replace(record, at=round(time.time(), 3)))) + "\n")
+        self._exchanges.write(as_json(asdict(replace(record, at=round(time.time(), 3)))) + "\n")
         self._exchanges.flush()

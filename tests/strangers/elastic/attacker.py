@@ -18,7 +18,7 @@ from isles.comm import credentials
 from isles.comm.credentials import Credentials, Token
 from isles.comm.sockets.connection import HEAD, MARK, URGENT, LinkLost
 from isles.comm.tags import Tag
-from isles.membership.hub import Frame, FrameKind, packed
+from isles.membership.hub import Frame, FrameKind, pack
 from isles.membership.keys import HELLO, NOTIFY, RELAY_TICKETS, REQUESTS, authenticate, signature, state_key
 from isles.membership.messages import Entry, Hello, Lookup, PeerAddress, decode, encode
 from isles.membership.p2p.stream import TICKET_SIZE, Head, PairHello, Stream, as_dialler, show
@@ -117,7 +117,7 @@ class Attacker:
         assert self.call(said, proof) == (b"", None)
         token = Token(self.certificate, (self.peer_key if word is None else word).hex())
         hello = PairHello(self.entry.member if member is None else member, 0, True)
-        talk = as_dialler(self.session.tied(ticket, 5.0), token, hello)
+        talk = as_dialler(self.session.connect_by_ticket(ticket, 5.0), token, hello)
         shows = shows or self.own
         show(talk, shows, (shows.token.fingerprint,), self.certificate)
         stream = Stream(talk, "relayed", 3.0)
@@ -191,7 +191,7 @@ class Attacker:
                 talk: socket.socket = credentials.unverified_context().wrap_socket(line) if tls else line
                 talk.settimeout(2.0)
                 if secret == "":
-                    word = packed(Frame(FrameKind.WATCH, 1))
+                    word = pack(Frame(FrameKind.WATCH, 1))
                     say(talk, HEAD.pack(MARK, URGENT | len(word)) + word)
                     return read(talk, 64)[:4] == MARK
                 return prove(talk, token, speaker) and read(talk, 4) == MARK

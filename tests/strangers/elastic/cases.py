@@ -157,17 +157,17 @@ def joins_too_often(one: Attacker) -> None:
     assert sum(isinstance(answer, Entry) for answer in answers) <= JOINS + 2
 
 
-@case("lighthouse", "a word without the key of its member")
+@case("lighthouse", "a message without the key of its member")
 def no_seat(one: Attacker) -> None:
     assert one.ask(REQUESTS, encode(Beat())) == one.ask(REQUESTS, encode(Leave()), b"\xff" * 100) == NEVER
 
 
-@case("lighthouse", "a word without the key of its member")
+@case("lighthouse", "a message without the key of its member")
 def a_seat_that_nobody_has(one: Attacker) -> None:
     assert one.ask(REQUESTS, encode(Beat()), partial(signature, 1 << 20, one.entry.key)) == NEVER
 
 
-@case("lighthouse", "a word without the key of its member")
+@case("lighthouse", "a message without the key of its member")
 def the_seat_of_another(one: Attacker) -> None:
     assert one.ask(REQUESTS, encode(Leave()), partial(signature, one.victim, one.entry.key)) == NEVER
 
@@ -222,7 +222,7 @@ def a_pair_in_the_name_of_another(one: Attacker) -> None:
 @case("engine")
 def a_ticket_of_nobody(one: Attacker) -> None:
     with pytest.raises(OSError):
-        one.session.tied(bytes(TICKET_SIZE), 5.0)
+        one.session.connect_by_ticket(bytes(TICKET_SIZE), 5.0)
 
 
 # A member.
@@ -249,7 +249,7 @@ def answers_of_rounds_that_nobody_is_in(one: Attacker) -> None:
         assert one.ask(REQUESTS, encode(said), one.word) == NEVER
 
 
-@case("lighthouse", "a word that no worker says", OWN)
+@case("lighthouse", "a message that no worker sends", OWN)
 def a_word_of_the_lighthouse(one: Attacker) -> None:
     assert one.ask(REQUESTS, encode(RoundDecision(1, "land", 0, (one.entry.member,))), one.word) == NEVER
 

@@ -41,7 +41,7 @@ class Worker:
         assert isinstance(entry, Entry)
         self.session, self.client, self.notices = session, MembershipClient(session, entry), list[str]()
         self.links = PeerConnections(session, entry, self.client.ask, own, lease=3.0, notice=self.notices.append)
-        self.transport = ElasticTransport(session, entry.member, 2, guide=self.links)
+        self.transport = ElasticTransport(session, entry.member, 2, peers=self.links)
         self.links.start(self.transport)
 
     def close(self) -> None:

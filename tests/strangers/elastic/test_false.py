@@ -24,7 +24,7 @@ def test_a_lighthouse_that_vouches_for_another_one_to_one_worker(
     run = Run(
         small(tmp_path, 2000, 3, "run.log_every=1", "replicas.sync_every=1", "world.outer_deadline=1"), tmp_path / "run"
     )
-    address_book = run.keeper.lighthouse._whereabouts
+    address_book = run.keeper.lighthouse._address_book
     find = address_book.find
 
     def falsely(asker: int, said: Lookup) -> PeerAddress:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +19,7 @@ from isles.membership.effects import Rules
 from isles.membership.keys import LIGHTHOUSE, MemberKeys
 from isles.membership.messages import Ack, Beat, Delivered, Later, Load, PeerReport, Silent
 from isles.membership.round_commit import RoundDecision
-from isles.membership.run_log import RoundRecord, StartRecord, as_line, read_record
+from isles.membership.run_log import RoundRecord, StartRecord, read_record
 from isles.membership.state_transfer import StateServer, StateUnavailable, _facts
 from isles.membership.tls_session import open_session
 from isles.pipeline.ravnest.agreement import ClusterWelcome
@@ -110,8 +111,9 @@ class Lying(StateServer):
 
     says: Any = 5
 
-    def _give(self, query: Any, taker: int, data: bytes) -> None:
-        super()._give(query, taker, data.replace(b'"round": 5', b'"round": ' + json.dumps(self.says).encode()))
+    def _signed(self, asked: bytes, receiver: int, data: bytes) -> bytes:
+        claim = b'"round": ' + json.dumps(self.says).encode()
+        return super()._signed(asked, receiver, data.replace(b'"round": 5', claim))
 
 
 def test_a_state_of_no_round_deletes_none_and_ends_nobody(tmp_path: Path) -> None:
@@ -139,7 +141,7 @@ def test_a_state_of_no_round_deletes_none_and_ends_nobody(tmp_path: Path) -> Non
             for member, told in enumerate(rounds):
                 path = tmp_path / f"given-{member}"
                 write_state(path, {"w": torch.full((2,), float(member))})
-                state_server = Lying(end, str(member), print, guide=Known(keys, member))
+                state_server = Lying(end, str(member), print, peer_keys=Known(keys, member))
                 state_server.says = told
                 state_server.publish(STATE, path, {"round": 5})
             assert made._save()
@@ -153,15 +155,15 @@ def test_lines_of_rounds_that_this_run_has_not(tmp_path: Path) -> None:
     line = RoundRecord(
         member=1, round=4, view=0, spare=0, steps=5, seconds=1.0, members=(0, 1), outcome="whole", at=1.0
     )
-    assert read_record(as_line(line)) == line
+    assert read_record(asdict(line)) == line
     for key in ("round", "steps", "spare", "view"):
         for wrong in ["7", 7.5, True, None, [7], -2, HUGE]:
             with pytest.raises(ValueError, match=key):
-                read_record(as_line(line) | {key: wrong})
+                read_record(asdict(line) | {key: wrong})
     made = RoundsLighthouseServer(config("run.steps=20"), tmp_path, "127.0.0.1:1", print, print, print)  # 4 rounds
     made.membership = RoundsCoordinator(made.rules)
     start = StartRecord(member=1, first=4, donor=0, copied=3, has=1 << 39, size=5, at=1.0)
-    for told in (as_line(line) | {"round": 1 << 39}, as_line(start)):
+    for told in (asdict(line) | {"round": 1 << 39}, asdict(start)):
         with pytest.raises(ValueError, match="rounds that this run has not"):
             made._note(1, told)
 
@@ -210,6 +212,6 @@ def test_clusters_begin_at_a_step_of_the_run() -> None:
     assert begun == [(3, 5)]
     good = {"step": 3, "since": 0, "before": 0, "most": 4, "judges": 1}
     for more in ({"step": HUGE}, {"since": 21}, {"step": True}, {"before": 1 << 60}):
-        welcome = ClusterWelcome(turn=1, members=None, facts=good | more)  # type: ignore[arg-type]
+        welcome = ClusterWelcome(turn=1, seats=None, facts=good | more)  # type: ignore[arg-type]
         with pytest.raises(Unfit):
             ClusterWorker.come(worker, welcome)

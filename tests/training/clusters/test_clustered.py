@@ -134,7 +134,7 @@ def test_a_lost_worker_comes_back_when_the_run_is_resumed(tmp_path: Path) -> Non
     for name in ("summary.json", "model.safetensors"):
         (out / name).unlink()
     checkpoints = Checkpoints(out)
-    facts = {key: value for key, value in checkpoints.manifest(6).items() if key not in ("workers", "members", "step")}
+    facts = {key: value for key, value in checkpoints.manifest(6).items() if key not in ("workers", "seats", "step")}
     checkpoints.commit(6, [0, 1, 2, 4, 5], facts, keep=0)  # as if worker 3 had been lost
     ready = prepare(out, None)
     assert "workers 3 had been lost: they load the others' weights" in ready.notes[-1]

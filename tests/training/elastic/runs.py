@@ -32,7 +32,9 @@ def in_run(run: LitRun, here: LocalSettings) -> Iterator[Participant]:
 
 
 class Run(LitRun):
-    """A lighthouse in a thread. `workers`: by the order in which they were started; `end_reasons`: what became of each."""
+    """A lighthouse in a thread. `workers`: by the order in which they were started; `end_reasons`: what became of
+    each.
+    """
 
     def __init__(self, config: Config, out: Path) -> None:
         self.workers: dict[int, Participant] = {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -238,12 +238,12 @@ def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_records_lines_are_checked() -> None:
-    from isles.membership.run_log import as_line, read_record
+    from isles.membership.run_log import read_record
 
     line = RoundRecord(
         member=1, round=2, view=-1, spare=0, steps=2, seconds=1.0, members=(1, 2), outcome="whole", at=3.5
     )
-    assert read_record(json.loads(json.dumps(as_line(line)))) == line
+    assert read_record(json.loads(json.dumps(asdict(line)))) == line
     for bad in (
         {"member": "1"},
         {"members": [True]},
@@ -253,7 +253,7 @@ def test_the_records_lines_are_checked() -> None:
         {"more": 1},
     ):
         with pytest.raises(ValueError):
-            read_record({**as_line(line), **bad})
+            read_record({**asdict(line), **bad})
 
 
 @pytest.mark.long(cases=0)

@@ -47,7 +47,7 @@ def test_it_is_bounded_by_the_first_model(
     for member, size in (("3", most), ("4", most + 1)):
         path = tmp_path / member
         path.write_bytes(bytes(size))
-        StateServer(session, member, print, guide=Known(keys, int(member))).publish(what, path, {})
+        StateServer(session, member, print, peer_keys=Known(keys, int(member))).publish(what, path, {})
     assert keeper.fetch("3", what, keeper.out / "taken", 20.0, copies)["size"] == most
     before = keeper.session.taken
     with pytest.raises(StateUnavailable, match=f"it has {most + 1} bytes, more than the {most} that fit this model"):
@@ -58,7 +58,7 @@ def test_it_is_bounded_by_the_first_model(
 def test_ctrl_c_ends_a_fetch_at_once(met: tuple[RoundsLighthouseServer, Session, MemberKeys]) -> None:
     """Of a member that says that its model is on its way, and never gives it."""
     keeper, session, keys = met
-    state_server = StateServer(session, "3", print, guide=Known(keys, 3))
+    state_server = StateServer(session, "3", print, peer_keys=Known(keys, 3))
     ended = list[float]()
 
     def fetch() -> None:
