@@ -33,7 +33,7 @@ from isles.training.records.shard import read_state, write_state
 from isles.training.swarm.trainer import _read
 from tests.membership.sessions import router
 from tests.membership.test_gifts import Known
-from tests.training.elastic.test_terms import config
+from tests.training.elastic.test_support import config
 
 HUGE = 1 << 61
 WRONG = ["7", 7.5, True, None, [7], -1, HUGE]

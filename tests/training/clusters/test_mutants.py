@@ -10,7 +10,7 @@ import pytest
 
 from isles.pipeline.ravnest.averaging import ClusterAverage
 from isles.training.clusters.stage_server import SharedReading, StageServer
-from tests.training.clusters.test_churned import (
+from tests.training.clusters.test_simulated import (
     test_who_comes_makes_clusters_takes_places_and_holds_the_others_bits as who_comes,
 )
 

@@ -21,7 +21,7 @@ from isles.training.config.sections import Config
 from isles.training.elastic.metrics import recorded
 from isles.training.elastic.simulated import SimulatedElasticRun
 from isles.training.elastic.support import going_on
-from tests.training.elastic.test_churned import EVERYTHING, churned, read_by, small
+from tests.training.elastic.test_simulated import EVERYTHING, churned, read_by, small
 
 
 def late(folder: Path, workers: int, steps: int, *, every: int = 4, **world: Any) -> Config:

@@ -12,7 +12,7 @@ from safetensors.numpy import load_file
 
 from isles.comm.virtual.wire import VirtualMessage, VirtualWire
 from isles.training.elastic.simulated import SimulatedElasticRun
-from tests.training.elastic.test_churned import churned, small
+from tests.training.elastic.test_simulated import churned, small
 from tests.training.elastic.traces import random_trace
 
 REASONS = {"PeerLost", "DeadlinePassed", "Elsewhere", "RoundPassed"}

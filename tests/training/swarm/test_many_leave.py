@@ -11,8 +11,8 @@ import pytest
 from isles.membership import lighthouse
 from isles.training.swarm.trainer import ElasticSwarmTrainer
 from tests.training.swarm.members import SwarmRun, elastic_config
-from tests.training.swarm.test_seated import settings, weights
-from tests.training.swarm.test_swarmed import config, furthest, train
+from tests.training.swarm.test_members import settings, weights
+from tests.training.swarm.test_swarm import config, furthest, train
 
 STEPS, ROUNDS, STAGES = 400, 25, (0, 0, 1, 1)
 PACE = 0.1  # seconds a step, so that a fast machine is not done before they have all left

@@ -24,7 +24,7 @@ from isles.training.swarm.trainer import ElasticSwarmTrainer
 from tests.training.elastic.runs import Run, in_run
 from tests.training.elastic.test_runs import small
 from tests.training.swarm.members import SwarmRun, elastic_config
-from tests.training.swarm.test_swarmed import ONE, config, furthest, train
+from tests.training.swarm.test_swarm import ONE, config, furthest, train
 
 
 def settings(peers: str, steps: int, *more: str) -> list[str]:

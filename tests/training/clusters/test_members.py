@@ -47,7 +47,7 @@ def member(run: ClusterRun, number: int) -> int:
 @LONG
 def test_founders_train_as_on_the_virtual_clock(tmp_path: Path) -> None:
     """The same weights, to the bit, as in a world of fixed size."""
-    from tests.training.clusters.test_clustered import SETTINGS, config, train
+    from tests.training.clusters.test_clusters import SETTINGS, config, train
 
     run = ClusterRun(tmp_path / "run")
     for _ in range(4):
