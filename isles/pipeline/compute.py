@@ -145,7 +145,6 @@ class StageCompute:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """The stage is evaluated, not trained."""
         was_training = self.stage.training
         self.stage.eval()
         try:

@@ -78,7 +78,6 @@ class BasisTurns:
         return {"basis": self.scheme.basis, "drift": self.scheme.drift.total}
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
-        """Go on from `state_dict`."""
         if state is not None and self.scheme is not None and self.scheme.drift is not None:
             self.scheme.rotate(self.stage, state["basis"])
             self.scheme.drift.total.copy_(state["drift"])
@@ -269,7 +268,6 @@ def form_of(
 
 
 def ways_of(config: PipelineConfig, cut: Cut, replicas: int) -> Ways:
-    """How steps run."""
     return Ways(
         room=in_flight(config.in_flight, replicas, len(cut.pieces)),
         order=config.order,

@@ -77,7 +77,6 @@ def block_parameters(stage: Stage) -> dict[str, Tensor]:
 
 
 def gradient_norm(stage: Stage) -> float:
-    """Of its blocks' gradients."""
     gradients = [own.grad for own in block_parameters(stage).values() if own.grad is not None]
     return float(torch.nn.utils.get_total_norm(gradients)) if gradients else 0.0
 
@@ -134,11 +133,9 @@ class Recovery:
         return lost, RATE
 
     def state_dict(self) -> dict[str, Any]:
-        """For a checkpoint of the run."""
         return {"norm": self.norm, "snapshot": self.snapshot}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore `state_dict`."""
         self.norm, self.snapshot = state["norm"], state["snapshot"]
 
     def _parameters(self) -> list[Tensor]:

@@ -122,7 +122,6 @@ class SimulatedWorld(ABC):
         return self.summary
 
     def write(self, values: Mapping[str, Any]) -> None:
-        """A line of metrics."""
         line = {key: value for key, value in values.items() if value is not None}
         self._metrics.write(as_json(line) + "\n")
         self._metrics.flush()
@@ -222,7 +221,6 @@ class SimulatedPeers(SimulatedWorld):
         return [self.results[rank] for rank in sorted(self.results)]
 
     def _plan(self, scheduler: Scheduler, wire: VirtualWire, transports: Sequence[VirtualTransport]) -> None:
-        """Put what happens on the timeline."""
         for event in self.events:
             rank = int(event.number)
             if event.kind == "join":
@@ -260,7 +258,6 @@ class SimulatedPeers(SimulatedWorld):
             self._saved(event["checkpoint"], event["worker"])
 
     def _saved(self, step: int, rank: int) -> None:
-        """A shard was written."""
         if together := self.saving(rank):
             self._written.setdefault(step, set()).add(rank)
             self._awaited.setdefault(step, set()).update(together)

@@ -94,7 +94,6 @@ class PeerInbox:
         self._boxes: dict[int, list[QueuedMessage]] = {VOTE: [], OUTER: [], _REST: []}
 
     def sort(self) -> None:
-        """Take in what has come."""
         while (message := self.queue.take()) is not None:
             if (answer := self.answers.get(message.header.kind)) is not None:
                 answer(message)
@@ -140,7 +139,6 @@ class PeerInbox:
         return [message for message in box if message.header.attempt == self.epoch]
 
     def requeue(self, message: QueuedMessage) -> None:
-        """Put a word back."""
         self._boxes[VOTE].append(message)
 
 
@@ -150,5 +148,4 @@ def as_bits(value: float) -> int:
 
 
 def as_number(bits: int) -> float:
-    """The double that `as_bits` was given."""
     return struct.unpack("<d", struct.pack("<q", bits))[0]

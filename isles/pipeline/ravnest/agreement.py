@@ -102,12 +102,10 @@ class ClusterAgreement:
 
     @property
     def trains(self) -> bool:
-        """Whether this worker's cluster is whole."""
         return self.assignment.trains(self.world.rank)
 
     @property
     def has_departed(self) -> bool:
-        """Whether this worker has left."""
         return self.world.rank in self.assignment.lost
 
     def repair(self) -> bool:
@@ -125,7 +123,6 @@ class ClusterAgreement:
         self._take(self.assignment.joined(clusters))
 
     def leave(self) -> None:
-        """This worker wants to go."""
         self._leaves = True
 
     def admit(self) -> list[int]:

@@ -93,7 +93,6 @@ class ClusterAssignment:
 
     @property
     def living(self) -> list[int]:
-        """All positions that are left."""
         assigned = {position for cluster in self.clusters for position in cluster}
         sources = {source for source, _ in self.handovers}
         return sorted((assigned | sources | set(self.standby)) - self.lost)
@@ -119,7 +118,6 @@ class ClusterAssignment:
         return next((source for source, taker in self.handovers if taker == position), position)
 
     def trains(self, position: int) -> bool:
-        """Whether its cluster is whole."""
         coordinates = self.coordinates_of(position)
         return coordinates is not None and coordinates[0] not in self.out
 

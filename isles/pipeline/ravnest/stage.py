@@ -150,7 +150,6 @@ class NeighbourReceiver:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of a whole message."""
         return self._length
 
     def expect(self, number: int) -> None:
@@ -161,7 +160,6 @@ class NeighbourReceiver:
             self._posted = number, call.recv(self._source, buffer, phase(self._task)), buffer
 
     def is_here(self) -> bool:
-        """Whether a message can be taken."""
         return self._posted is not None and self._posted[1].done()
 
     def take(self) -> StageMessage:
@@ -263,11 +261,9 @@ class AsyncStage:
 
     @property
     def done(self) -> int:
-        """Microbatches of the run so far."""
         return self._next
 
     def resume(self, microbatches: int, updates: int) -> None:
-        """Go on after so many."""
         self._next, self.versions.newest = microbatches, updates
 
     def refuse(self) -> None:
@@ -406,7 +402,6 @@ class _Segment:
             self._send(Task("B", task.microbatch, self.here - 1), sent, is_last=is_last)
 
     def _passed(self, number: int, used: int) -> None:
-        """A microbatch's gradient has been added."""
         node = self.node
         node.passed.append(Passed(number, used, node.versions.newest))
         self.oldest, self.in_update = max(self.oldest, node.versions.newest - used), self.in_update + 1

@@ -99,7 +99,6 @@ def as_words(chosen: Collection[int], count: int) -> list[int]:
 
 
 def from_words(words: Sequence[int], count: int) -> set[int]:
-    """What `as_words` was given."""
     found = set()
     for place, word in enumerate(words):
         word &= (1 << 63) - 1  # a stranger's may be below 0, and have no last bit

@@ -89,7 +89,6 @@ class SwarmPeer:
 
     @property
     def queue(self) -> int:
-        """Microbatches that wait here."""
         return len(self._forwards) + len(self._backwards)
 
     def set_stages(self, stages: Sequence[Sequence[int]], stage: int) -> None:
@@ -104,12 +103,10 @@ class SwarmPeer:
             self._balancer.join(peer)
 
     def forget(self) -> None:
-        """Nothing is counted any more."""
         self.restore_tally(StepTally([], {}, {}))
 
     @property
     def step_tally(self) -> StepTally:
-        """What is counted."""
         return StepTally(self.counted, self.ledger, self.losses)
 
     def restore_tally(self, step_tally: StepTally) -> None:
@@ -302,7 +299,6 @@ class SwarmPeer:
     # Who is lost or late
 
     def _clear(self) -> None:
-        """Ways that led nowhere."""
         self._under.clear()
         self._forwards.clear()
         self._backwards.clear()

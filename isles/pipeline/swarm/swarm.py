@@ -355,7 +355,6 @@ class Swarm:
 
     @property
     def has_departed(self) -> bool:
-        """Whether this peer has left."""
         return self.me not in self.agreement.members
 
     def lacks(self, settled: Collection[int]) -> bool:

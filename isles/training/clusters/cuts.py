@@ -48,7 +48,6 @@ def cuts_at(config: Config, clusters: Sequence[Sequence[int]]) -> list[Cut]:
 
 
 def first_blocks(cut: Cut) -> tuple[int, ...]:
-    """Of each stage but the first."""
     return tuple(piece.blocks.start for piece in cut.pieces[1:])
 
 

@@ -119,7 +119,6 @@ class ClusterWorker(TrainingLoop):
 
     @property
     def has_departed(self) -> bool:
-        """Whether it has left."""
         return self.agreement.has_departed
 
     @property
@@ -345,7 +344,6 @@ class ClusterWorker(TrainingLoop):
             self.server.begin_after(step, read)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue exactly from `state_dict`."""
         if self.server is not None:
             if state["server"] is None:  # of a cluster that was broken, as not all knew
                 raise ValueError("the checkpoint was written while a worker was lost: name an earlier one with --step")

@@ -141,7 +141,6 @@ class StageServer:
         self.node.resume(updates * self.config.pipeline.microbatches, updates)
 
     def batches(self, updates: int) -> Iterator[Tensor]:
-        """What the root feeds."""
         if self.text is not None:
             for _ in range(updates):
                 yield from self.text.batch().split(self.node.form.sequences)
@@ -249,7 +248,6 @@ class ClusterState:
 
     @property
     def tokens(self) -> int:
-        """Read for the updates so far."""
         return self.tokens_before + (0 if self.server is None else self.server.tokens)
 
     def take_assignment(self, steps: int, sequences: int) -> None:

@@ -111,7 +111,6 @@ def is_quorum(config: Config) -> bool:
 
 
 def sync_every(config: Config) -> int:
-    """Inner steps a round."""
     return cast(Any, config.replicas).sync_every
 
 

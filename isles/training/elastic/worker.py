@@ -221,7 +221,6 @@ class ElasticWorker:
         self.copy(decision.round, decision.left_out)
 
     def copy(self, round: int, left_out: Mapping[int, int]) -> None:
-        """See `States.landed`."""
         gathered = self._island.gather(*map(int, self.states.wanted()))
         wanted = [any(each) for each in zip(*gathered, strict=True)]
         if self.states.landed(round, dict(left_out), wanted):

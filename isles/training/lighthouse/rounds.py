@@ -99,7 +99,6 @@ class RoundsLighthouseServer(LighthouseServer):
         return self.lighthouse.look(lambda now: self.membership.now(self.lighthouse.seen, refused))
 
     def _rounds(self) -> int:
-        """The newest that anybody has done."""
         done, last = max(self.membership.newest_round - 1, 0), self.membership.last
         return done if last is None else min(done, last)
 

@@ -186,7 +186,6 @@ class LighthouseServer(ABC):
             raise InterruptedError if stops() else why from None
 
     def links(self) -> dict[str, Any]:
-        """See `ElasticSummary.links`."""
         ways = {way: sum(one[way] for one in self.carried.values()) for way in CARRIED}
         pairs = [dict(zip(_PAIR, row, strict=True)) for row in self.paths()]
         return {**ways, "relayed_here": self.lighthouse.relayed, "pairs": pairs}

@@ -213,7 +213,6 @@ class SwarmParticipant:
         return self.client.ended is not None or (self._trainer is not None and self._trainer.has_left)
 
     def _resume(self, trainer: PeerWork, step: int) -> None:
-        """Begin with what the lighthouse keeps."""
         paths: list[Path] = []
 
         def saved(part: int) -> tuple[Path, dict[str, Any]]:

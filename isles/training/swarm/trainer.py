@@ -154,7 +154,6 @@ class SwarmTrainer(Trainer):
 
     @property
     def has_departed(self) -> bool:
-        """Whether it has left."""
         return self.model_step.swarm.has_departed
 
     def _depart(self) -> None:
@@ -217,7 +216,6 @@ class SwarmTrainer(Trainer):
         return served
 
     def _rebuilt(self, cut: Cut, stage: int) -> NewStage:
-        """What serves `stage`, as drawn."""
         scheme = run_scheme(self.config, cut)
         if stage == 0 and self.text is None:
             self.text = self._maker.read()
@@ -405,7 +403,6 @@ class ElasticSwarmTrainer(SwarmTrainer, PeerWork):
 
     @override
     def conclude(self, out: Path | None) -> dict[str, Any]:
-        """With who is left."""
         self.workers = len(self.model_step.swarm.agreement.members)
         return super().conclude(out)
 
