@@ -268,6 +268,7 @@ def form_of(
 
 
 def ways_of(config: PipelineConfig, cut: Cut, replicas: int) -> Ways:
+    """How the executor of `replicas` replicas runs its steps."""
     return Ways(
         room=in_flight(config.in_flight, replicas, len(cut.pieces)),
         order=config.order,

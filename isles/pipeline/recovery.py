@@ -77,6 +77,7 @@ def block_parameters(stage: Stage) -> dict[str, Tensor]:
 
 
 def gradient_norm(stage: Stage) -> float:
+    """Norm of the gradients of the blocks of `stage`."""
     gradients = [own.grad for own in block_parameters(stage).values() if own.grad is not None]
     return float(torch.nn.utils.get_total_norm(gradients)) if gradients else 0.0
 

@@ -148,4 +148,5 @@ def as_bits(value: float) -> int:
 
 
 def as_number(bits: int) -> float:
+    """The double whose bits `as_bits` returned."""
     return struct.unpack("<d", struct.pack("<q", bits))[0]

@@ -99,6 +99,7 @@ def as_words(chosen: Collection[int], count: int) -> list[int]:
 
 
 def from_words(words: Sequence[int], count: int) -> set[int]:
+    """The set that `as_words` packed, of numbers below `count`."""
     found = set()
     for place, word in enumerate(words):
         word &= (1 << 63) - 1  # a stranger's may be below 0, and have no last bit

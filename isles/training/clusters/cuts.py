@@ -48,6 +48,7 @@ def cuts_at(config: Config, clusters: Sequence[Sequence[int]]) -> list[Cut]:
 
 
 def first_blocks(cut: Cut) -> tuple[int, ...]:
+    """The first block of each stage but the first."""
     return tuple(piece.blocks.start for piece in cut.pieces[1:])
 
 
