@@ -84,7 +84,7 @@ def train(model: Decoder, loader: Loader, drift: Drift, scheme: Inside | None = 
     optimizer = inner_optimizer(model, INNER, "adamw")
     for step in range(1, STEPS + 1):
         if scheme is not None and rate and step > 1 and (step - 1) % EVERY == 0:
-            scheme.turn(model, turned(scheme.basis, drift.total, rate))
+            scheme.rotate(model, turned(scheme.basis, drift.total, rate))
             drift.total.zero_()
         for group in optimizer.param_groups:
             group["lr"] = INNER.lr * lr_factor(step, STEPS, INNER)

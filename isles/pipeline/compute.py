@@ -99,7 +99,7 @@ class StageCompute:
 
         Refused, naming `source`, where that cannot be a payload. WorkerFailed where this stage's own is not finite.
         """
-        done = self._begun(self.form, tokens, wire, goes)
+        done = self._begin_pass(self.form, tokens, wire, goes)
         if source is not None and done.leaf is not None:
             accept(self.group, phase(task), source, done.leaf)
         again = self.recompute and not done.is_home
@@ -139,13 +139,12 @@ class StageCompute:
     @torch.no_grad()
     def run_alone(self, form: StageForm, tokens: Tensor | None, wire: Tensor | None, goes: Goes) -> Tensor:
         """The loss (), or the bytes that are to be sent, of messages of `form`. See `run_forward`."""
-        done = self._begun(form, tokens, wire, goes)
+        done = self._begin_pass(form, tokens, wire, goes)
         out, side = self._through(done)
         return out if goes == "loss" else form.pack(out, side, done.tokens if goes == "on" else None)
 
     @contextmanager
-    def judging(self) -> Iterator[None]:
-        """The stage is evaluated, not trained."""
+    def evaluating(self) -> Iterator[None]:
         was_training = self.stage.training
         self.stage.eval()
         try:
@@ -153,15 +152,15 @@ class StageCompute:
         finally:
             self.stage.train(was_training)
 
-    def _begun(self, form: StageForm, tokens: Tensor | None, wire: Tensor | None, goes: Goes) -> OpenPass:
+    def _begin_pass(self, form: StageForm, tokens: Tensor | None, wire: Tensor | None, goes: Goes) -> OpenPass:
         is_home = tokens is not None and wire is not None
         if tokens is not None:
             (tokens,) = to_device([tokens], self.device)
         payload, side = None, None
         if wire is not None:
-            payload, side, told = form.unpack(wire, self.device)
+            payload, side, text = form.unpack(wire, self.device)
             payload.requires_grad_()
-            tokens = told if tokens is None else tokens
+            tokens = text if tokens is None else tokens
         assert tokens is not None
         return OpenPass(payload, side, tokens, goes, is_home)
 

@@ -273,8 +273,8 @@ class PipelineConfig:
             not_with += ("together",)
         refuse(self, f'does not go with routing = "{self.routing}": leave it out', *not_with)
         if not_with and self.stages == 1:
-            mend = "swarm.peers = [3, 2]" if self.routing == "swarm" else "ravnest.clusters = [[2, 4], [3], []]"
-            raise ValueError(f'stages = 1: with routing = "{self.routing}" say stages, or pipeline.{mend}')
+            hint = "swarm.peers = [3, 2]" if self.routing == "swarm" else "ravnest.clusters = [[2, 4], [3], []]"
+            raise ValueError(f'stages = 1: with routing = "{self.routing}" say stages, or pipeline.{hint}')
         if self.routing == "skippipe":
             if not self.skippipe.plan:
                 raise ValueError(

@@ -41,7 +41,7 @@ def mean_loss(compute: StageCompute, group: Group, batches: Iterable[Tensor], *,
     compute: of this worker's stage. group: mesh.stage, whose positions are the stages. home: the loss is computed at
     stage 0.
     """
-    with compute.judging():
+    with compute.evaluating():
         return _Judgement(compute, group, home).loss(list(batches) if group.rank == 0 else [])
 
 
@@ -51,29 +51,29 @@ class _Judgement:
         self.call = group.call("eval")
         self.call.meet(*group.others)
         self.sums = torch.zeros(group.size, 2, dtype=torch.float64, device="cpu")
-        self.words = {position: self.call.recv(position, self.sums[position], _SUM) for position in group.others}
+        self.receives = {position: self.call.recv(position, self.sums[position], _SUM) for position in group.others}
         """Their receives, by position."""
         self.sends: list[Work] = []
 
     def loss(self, texts: Sequence[Tensor]) -> float:
         total, rows = self._through(texts, self._sizes(texts))
         own = self.sums[self.group.rank] = torch.tensor([total, float(rows)], dtype=torch.float64, device="cpu")
-        self._await([*self.sends, *self.words.values(), *self._tell(own, _SUM)])
+        self._await([*self.sends, *self.receives.values(), *self._send_to_all(own, _SUM)])
         total, rows = (float(part) for part in self.sums.sum(0))
         return total / rows if rows else float("nan")
 
-    def _tell(self, data: Tensor, phase: int) -> list[Work]:
+    def _send_to_all(self, data: Tensor, phase: int) -> list[Work]:
         return [self.call.send(position, data, phase) for position in self.group.others]
 
     def _await(self, works: Sequence[Work], nbytes: int = 0) -> None:
-        self.group.start(_unless_lost(works, self.words), "eval", nbytes=nbytes).wait()
+        self.group.start(_unless_lost(works, self.receives), "eval", nbytes=nbytes).wait()
 
     def _sizes(self, texts: Sequence[Tensor]) -> list[int]:
         """Rows of each batch, as stage 0 tells them."""
         if self.group.rank == 0:
             sizes = torch.tensor([len(text) for text in texts], dtype=torch.int64, device="cpu")
-            self.sends += self._tell(torch.tensor([len(texts)], dtype=torch.int64, device="cpu"), _COUNT)
-            self.sends += self._tell(sizes, _SIZES) if len(texts) else []
+            self.sends += self._send_to_all(torch.tensor([len(texts)], dtype=torch.int64, device="cpu"), _COUNT)
+            self.sends += self._send_to_all(sizes, _SIZES) if len(texts) else []
             return sizes.tolist()
         count = torch.zeros(1, dtype=torch.int64, device="cpu")
         self._await([self.call.recv(0, count, _COUNT)])
@@ -130,16 +130,18 @@ class _Judgement:
         return self.group.call("eval", round=number % MAX_MICROBATCHES, fragment=MAX_FRAGMENTS - 1)
 
 
-def _unless_lost(works: Sequence[Work], words: Mapping[int, Work]) -> Steps[None]:
-    """Until all of `works` are done; what any of `words` has failed with is raised before."""
+def _unless_lost(works: Sequence[Work], receives: Mapping[int, Work]) -> Steps[None]:
+    """Until all of `works` are done; what any of `receives` has failed with is raised before."""
     while True:
-        for work in (*works, *words.values()):
+        for work in (*works, *receives.values()):
             if work.error is not None:
                 raise work.error
         waited = [work for work in works if not work.done()]
         if not waited:
             return
-        yield AnyOf([*waited, *(word for word in words.values() if not word.done() and word not in waited)])
+        yield AnyOf(
+            [*waited, *(receive for receive in receives.values() if not receive.done() and receive not in waited)]
+        )
 
 
 @torch.no_grad()

@@ -219,7 +219,6 @@ class _Share:
         return wire
 
     def _send(self, task: Task, wire: Tensor | None) -> None:
-        """What follows `task`, to its worker."""
         if wire is None:
             return
         route = self.routes[task.microbatch]

@@ -69,7 +69,7 @@ class BasisTurns:
             basis = turned(basis, total, self.rate)
             scheme.drift.total.zero_()
         stages.broadcast(basis, source=stages.size - 1, channel="pipeline")
-        scheme.turn(self.stage, basis)
+        scheme.rotate(self.stage, basis)
 
     def state_dict(self) -> dict[str, Any] | None:
         """None where nothing turns."""
@@ -78,9 +78,8 @@ class BasisTurns:
         return {"basis": self.scheme.basis, "drift": self.scheme.drift.total}
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
-        """Go on from `state_dict`."""
         if state is not None and self.scheme is not None and self.scheme.drift is not None:
-            self.scheme.turn(self.stage, state["basis"])
+            self.scheme.rotate(self.stage, state["basis"])
             self.scheme.drift.total.copy_(state["drift"])
 
 
@@ -110,7 +109,7 @@ class Cut:
                 'model.tie_embeddings = false, or "dct:0.75"'
             )
         cuts = tuple(piece.blocks.start for piece in self.pieces[1:])
-        place = Crossings(cuts=cuts, home=self.home, width=self.width, vocab=vocab or 0)
+        crossings = Crossings(cuts=cuts, home=self.home, width=self.width, vocab=vocab or 0)
         bound, layers = config.boundary.blocks, len(self.costs.blocks)
         if bound and not cuts[-1] <= bound <= layers:
             raise ValueError(
@@ -118,7 +117,7 @@ class Cut:
                 f"write into the subspace; choose {cuts[-1]} to {layers}, or 0"
             )
         turns = bool(config.boundary.update_every)
-        return scheme_of(name, place, form=config.boundary.form, seed=seed, blocks=bound, turns=turns)
+        return scheme_of(name, crossings, form=config.boundary.form, seed=seed, blocks=bound, turns=turns)
 
 
 def cut_of(
@@ -269,7 +268,7 @@ def form_of(
 
 
 def ways_of(config: PipelineConfig, cut: Cut, replicas: int) -> Ways:
-    """How steps run."""
+    """How the executor of `replicas` replicas runs its steps."""
     return Ways(
         room=in_flight(config.in_flight, replicas, len(cut.pieces)),
         order=config.order,

@@ -51,9 +51,9 @@ def sources(kind: str, stage: int, stages: int) -> tuple[int, ...]:
 def refuse_neighbours(step: int, lost: Sequence[int], kind: str, stages: int) -> None:
     """ValueError where a stage would be made of another one that is lost too."""
     for stage in lost:
-        gone = [other for other in sources(kind, stage, stages) if other in lost]
-        if gone:
-            pair = sorted((stage, gone[0]))
+        also_lost = [other for other in sources(kind, stage, stages) if other in lost]
+        if also_lost:
+            pair = sorted((stage, also_lost[0]))
             raise ValueError(
                 f"stages {pair[0]} and {pair[1]} are both lost after inner step {step}: "
                 f'pipeline.recovery.kind = "{kind}" makes a stage of its neighbours; choose "checkpoint", or a smaller '
@@ -77,7 +77,7 @@ def block_parameters(stage: Stage) -> dict[str, Tensor]:
 
 
 def gradient_norm(stage: Stage) -> float:
-    """Of its blocks' gradients."""
+    """Norm of the gradients of the blocks of `stage`."""
     gradients = [own.grad for own in block_parameters(stage).values() if own.grad is not None]
     return float(torch.nn.utils.get_total_norm(gradients)) if gradients else 0.0
 
@@ -111,7 +111,7 @@ class Recovery:
         self.stages = len(blocks)
         self.norm = 0.0
         """Of this stage's last gradient, its blocks' alone."""
-        self.kept: dict[str, Any] | None = None
+        self.snapshot: dict[str, Any] | None = None
 
     def after_step(self, step: int, inner: Optimizer) -> tuple[list[int], float]:
         """Called when inner step `step` is done and its gradients are still there. The stages that were lost, and what
@@ -134,12 +134,10 @@ class Recovery:
         return lost, RATE
 
     def state_dict(self) -> dict[str, Any]:
-        """For a checkpoint of the run."""
-        return {"norm": self.norm, "kept": self.kept}
+        return {"norm": self.norm, "snapshot": self.snapshot}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore `state_dict`."""
-        self.norm, self.kept = state["norm"], state["kept"]
+        self.norm, self.snapshot = state["norm"], state["snapshot"]
 
     def _parameters(self) -> list[Tensor]:
         return list(block_parameters(self.stage).values())
@@ -147,19 +145,21 @@ class Recovery:
     def _holders(self, stage: int) -> list[int]:
         """The ranks that hold `stage`, at this worker's place inside a stage."""
         inner = self.world.coordinate.inner
-        places = [(place, rank) for rank, place in enumerate(self.world.layout.coordinates)]
-        return [rank for place, rank in sorted(places) if place.stage == stage and place.inner == inner]
+        coordinates = [(coordinate, rank) for rank, coordinate in enumerate(self.world.layout.coordinates)]
+        return [
+            rank for coordinate, rank in sorted(coordinates) if coordinate.stage == stage and coordinate.inner == inner
+        ]
 
     def _pairs(self, source: int, lost: int) -> list[tuple[int, int]]:
         """(who sends, who is mended) for every worker of the lost stage: the one in the same column where there is."""
-        givers = self._holders(source)
-        return [(givers[number % len(givers)], taker) for number, taker in enumerate(self._holders(lost))]
+        donors = self._holders(source)
+        return [(donors[number % len(donors)], taker) for number, taker in enumerate(self._holders(lost))]
 
     def _send(self, lost: int) -> None:
         """This stage's weights and norm to the workers of a lost stage that are made of it."""
         if self.world.coordinate.stage not in sources(self.settings.kind, lost, self.stages):
             return
-        takers = [taker for giver, taker in self._pairs(self.world.coordinate.stage, lost) if giver == self.world.rank]
+        takers = [taker for donor, taker in self._pairs(self.world.coordinate.stage, lost) if donor == self.world.rank]
         if not takers:
             return
         norm = torch.tensor([self.norm], dtype=torch.float64, device="cpu")
@@ -189,11 +189,11 @@ class Recovery:
     def _received(self, source: int) -> tuple[Tensor, float]:
         """Weights and norm of the stage `source`."""
         group, own = self.world.world, self._flat().cpu()
-        giver = next(
-            giver for giver, taker in self._pairs(source, self.world.coordinate.stage) if taker == self.world.rank
+        donor = next(
+            donor for donor, taker in self._pairs(source, self.world.coordinate.stage) if taker == self.world.rank
         )
         wire = torch.empty(own.nbytes + _NORM_BYTES, dtype=torch.uint8, device="cpu")
-        group.start(all_done([group.call("control").recv(giver, wire)]), "control", nbytes=wire.numel()).wait()
+        group.start(all_done([group.call("control").recv(donor, wire)]), "control", nbytes=wire.numel()).wait()
         norm = wire[own.nbytes :].clone().view(torch.float64)
         return wire[: own.nbytes].view(own.dtype), float(norm)
 
@@ -204,19 +204,19 @@ class Recovery:
         """Load what was kept, at every stage; else keep what there is when it is time. Before the first copy there is
         only the beginning.
         """
-        if is_lost and self.kept is None:
+        if is_lost and self.snapshot is None:
             self.stage.load_state_dict(self.drawn(0))  # as the run began
             inner.state.clear()
         elif is_lost:
-            assert self.kept is not None
-            self.stage.load_state_dict(self.kept["model"])
+            assert self.snapshot is not None
+            self.stage.load_state_dict(self.snapshot["model"])
             rates = [group["lr"] for group in inner.param_groups]
-            inner.load_state_dict(self.kept["inner"])
+            inner.load_state_dict(self.snapshot["inner"])
             for group, rate in zip(inner.param_groups, rates, strict=True):
                 group["lr"] = rate  # the schedule goes on
         elif step % self.settings.every == 0:
             model = {name: tensor.clone() for name, tensor in self.stage.state_dict().items()}
-            self.kept = {"model": model, "inner": _copied(inner.state_dict())}
+            self.snapshot = {"model": model, "inner": _copied(inner.state_dict())}
 
 
 def _copied(value: Any) -> Any:

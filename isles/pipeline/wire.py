@@ -75,7 +75,6 @@ class StageForm:
 
     @property
     def payload_bytes(self) -> int:
-        """Of the payload on the wire."""
         return self.codec.wire_bytes(prod(self.payload_shape), self.dtype)
 
     @property
@@ -121,16 +120,15 @@ class StageForm:
         return payload, side if side.numel() else None, tokens
 
     def pack_back(self, gradient: Tensor, loss: Tensor) -> Tensor:
-        """The bytes of a message backward."""
         with host_work():
             own = gradient.detach().to(self.dtype), loss.reshape(1).to(self.loss_dtype)
-            stream, told = to_host(own)
-            return torch.cat([self.gradient_codec.encode(stream.contiguous().view(-1)), as_bytes(told)])
+            stream, loss = to_host(own)
+            return torch.cat([self.gradient_codec.encode(stream.contiguous().view(-1)), as_bytes(loss)])
 
     def unpack_back(self, wire: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
         """Gradient of the payload, and the microbatch's mean loss (a scalar)."""
-        told = wire[self.gradient_bytes :].clone().view(self.loss_dtype).reshape(())
-        parts = [self._decoded(self.gradient_codec, wire[: self.gradient_bytes]), told]
+        loss = wire[self.gradient_bytes :].clone().view(self.loss_dtype).reshape(())
+        parts = [self._decoded(self.gradient_codec, wire[: self.gradient_bytes]), loss]
         gradient, loss = to_device(parts, device)
         return gradient, loss
 
@@ -205,7 +203,6 @@ class StageInbox:
         return task in self.posted and self.posted[task][0].done()
 
     def take(self, task: Task) -> Tensor:
-        """The bytes, waited for."""
         work, buffer = self.posted.pop(task)
         if not work.done() or work.error is not None:
             self.group.start(all_done([work]), "pipeline", nbytes=buffer.numel()).wait()

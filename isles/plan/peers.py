@@ -23,8 +23,7 @@ from isles.network.routing.routes import Task
 from isles.pipeline.peers.agreement import agreed_bytes
 from isles.pipeline.peers.inbox import COMERS
 from isles.pipeline.pipeline import Cut, form_of
-from isles.pipeline.ravnest.mailbox import HEADER
-from isles.pipeline.ravnest.stage import AsyncOptions, most_versions
+from isles.pipeline.ravnest.stage import HEADER, AsyncOptions, most_versions
 from isles.pipeline.shares import stage_shares
 from isles.pipeline.swarm.forecast import SwarmForecast, SwarmLoad, forecast
 from isles.pipeline.swarm.ledger import words_for

@@ -102,7 +102,7 @@ def stream_ratio(run: RunSketch) -> float:
     """Bytes that would cross between stages if all of the stream did, for each of those that do."""
     assert run.scheme is not None
     made = message_form(run)
-    full = FullStream(run.scheme.place.width)
+    full = FullStream(run.scheme.crossings.width)
     whole = replace(made, boundary=full, codec=Identity(), gradient_codec=Identity())
     there, here = (form.nbytes(Task("F", 0, 1)) + form.nbytes(Task("B", 0, 0)) for form in (whole, made))
     return there / here

@@ -1,18 +1,15 @@
-"""Runs without a lighthouse whose peers come and go on the virtual clock, as a trace says (`isles.network.churn`): in a
-swarm, and in clusters.
+"""Runs whose workers come and go on the virtual clock as a trace says (`isles.network.churn`): what all of them
+share, and peers without a lighthouse, in a swarm and in clusters.
 
-RUN/checkpoints/          where `run.checkpoint_every` says so, of those who save together
-RUN/model.safetensors     at the end
+RUN/config.toml          at once
+RUN/churn.jsonl          what happens to whom when, as `isles.network.churn` reads it
+RUN/metrics.jsonl        what the workers report
+RUN/checkpoints/         where `run.checkpoint_every` says so, of those who save together
+RUN/model.safetensors, RUN/summary.json   at the end
 
-One that is killed is gone with what was on its line, and the others hear of it at once; one that leaves does so when
-its method lets it. One that stands still is waited for, or gone after a while, and somebody else once it goes on.
-
-Workers that come and go on the virtual clock, as a trace says: who is there when, whatever they do together.
-
-RUN/config.toml       at once
-RUN/churn.jsonl       what happens to whom when, as `isles.network.churn` reads it
-RUN/metrics.jsonl     what the workers report
-RUN/summary.json      at the end
+A peer that is killed is lost with the messages that it had not sent, and the others hear of it at once; one that leaves
+does so when its method lets it. One that stands still is waited for, or lost after a while, and joins anew once it goes
+on.
 """
 
 from __future__ import annotations
@@ -103,7 +100,7 @@ class SimulatedWorld(ABC):
         """To the end; what those came to whose model it is."""
 
     @abstractmethod
-    def told(self) -> dict[str, Any]:
+    def summary_fields(self) -> dict[str, Any]:
         """What the summary tells beside what all tell."""
 
     def run(self) -> SummaryTable:
@@ -120,13 +117,12 @@ class SimulatedWorld(ABC):
             write_trace(self.trace, str(self.out / CHURN))
             with (self.out / METRICS).open("a", encoding="utf-8") as self._metrics:
                 results = self.train(load_corpus(self.config.data))
-                self.summary = summarise(self.config, results, time.perf_counter() - began) | self.told()
+                self.summary = summarise(self.config, results, time.perf_counter() - began) | self.summary_fields()
                 write_text(self.out / SUMMARY, as_json(self.summary, indent=2) + "\n")
         return self.summary
 
-    def write(self, told: Mapping[str, Any]) -> None:
-        """A line of metrics."""
-        line = {key: value for key, value in told.items() if value is not None}
+    def write(self, values: Mapping[str, Any]) -> None:
+        line = {key: value for key, value in values.items() if value is not None}
         self._metrics.write(as_json(line) + "\n")
         self._metrics.flush()
         self.on_metrics(line)
@@ -207,7 +203,7 @@ class SimulatedPeers(SimulatedWorld):
         return ()
 
     @override
-    def told(self) -> dict[str, Any]:
+    def summary_fields(self) -> dict[str, Any]:
         return self.counts
 
     @override
@@ -225,7 +221,6 @@ class SimulatedPeers(SimulatedWorld):
         return [self.results[rank] for rank in sorted(self.results)]
 
     def _plan(self, scheduler: Scheduler, wire: VirtualWire, transports: Sequence[VirtualTransport]) -> None:
-        """Put what happens on the timeline."""
         for event in self.events:
             rank = int(event.number)
             if event.kind == "join":
@@ -263,7 +258,6 @@ class SimulatedPeers(SimulatedWorld):
             self._saved(event["checkpoint"], event["worker"])
 
     def _saved(self, step: int, rank: int) -> None:
-        """A shard was written."""
         if together := self.saving(rank):
             self._written.setdefault(step, set()).add(rank)
             self._awaited.setdefault(step, set()).update(together)
@@ -291,7 +285,7 @@ class SimulatedSwarm(SimulatedPeers):
         return trainer.run(self.out)
 
     @override
-    def told(self) -> dict[str, Any]:
+    def summary_fields(self) -> dict[str, Any]:
         if self.config.pipeline.swarm.stage_lost != "rebuild":
             return self.counts
         return self.counts | {"rebuilt": sum(trainer.model_step.rebuilt for trainer in self.workers.values())}
@@ -332,7 +326,7 @@ class SimulatedClusters(SimulatedPeers):
         return self.workers[rank].agreement.assignment.living
 
     @override
-    def told(self) -> dict[str, Any]:
+    def summary_fields(self) -> dict[str, Any]:
         """Clusters are those that were whole at the end."""
         ended: ClusterWorker = next(self.workers[rank] for rank in self.results)
         return self.counts | {"replicas": len(ended.agreement.assignment.whole)}

@@ -15,7 +15,7 @@ from isles.comm.codecs import codec
 from isles.comm.mesh import Mesh
 from isles.models import Decoder
 from isles.models.subspace import held_inside
-from isles.pipeline.boundaries.names import entries_kept
+from isles.pipeline.boundaries.names import entries_sent
 from isles.pipeline.boundaries.scheme import Crossings, Inside, LargestEntries, crossing, largest, turned
 from isles.pipeline.pipeline import BasisTurns
 from tests.gloo import run_gloo
@@ -103,10 +103,10 @@ def test_a_subspace_that_is_everything_changes_nothing() -> None:
 
 def masked(one: Bounded, model: Any) -> Any:
     """a * mask.detach() behind every block before a cut."""
-    kept = entries_kept(SHAPE.d_model, float(one.boundary.partition(":")[2]))
+    entries = entries_sent(SHAPE.d_model, float(one.boundary.partition(":")[2]))
 
-    def hook(module: object, given: object, x: Tensor) -> Tensor:
-        mask = torch.zeros_like(x).scatter(-1, largest(x, kept), 1.0)
+    def hook(module: object, inputs: object, x: Tensor) -> Tensor:
+        mask = torch.zeros_like(x).scatter(-1, largest(x, entries), 1.0)
         return x * mask.detach()
 
     for cut in [*one.cuts, *([SHAPE.layers] if one.cell.home else [])]:
@@ -186,9 +186,9 @@ def test_bytes_are_those_of_the_formula(one: Bounded) -> None:
     """M b (S - 1) ids of n + 1 tokens, and for each of M (S - 1): payload forward, side, gradient back, loss."""
     cell, n, d = one.cell, SHAPE.context, SHAPE.d_model
     kind, _, number = one.boundary.partition(":")
-    kept = {"none": d, "dct": entries_kept(d, float(number)) if kind == "dct" else 0}.get(kind) or int(number)
+    per_token = {"none": d, "dct": entries_sent(d, float(number)) if kind == "dct" else 0}.get(kind) or int(number)
     e, hops = cell.dtype.itemsize, cell.stages - 1
-    entries = SEQUENCES * n * kept
+    entries = SEQUENCES * n * per_token
     places = entries if kind == "dct" else 0  # D is 16: a byte each
     forth = codec(one.codec).wire_bytes(entries, cell.dtype) + places
     back = codec(one.gradient_codec).wire_bytes(entries, cell.dtype) + max(e, 4)
@@ -197,12 +197,12 @@ def test_bytes_are_those_of_the_formula(one: Bounded) -> None:
     assert sum(done["sent"] for done in virtual(one)) == cell.replicas * cell.microbatches * crossings
     if kind == "subspace" and one.codec == "none":
         M, b = cell.microbatches * cell.replicas, SEQUENCES
-        spec = M * b * hops * (n * (2 * kept * e + 1) + 1) + max(e, 4) * M * hops
+        spec = M * b * hops * (n * (2 * per_token * e + 1) + 1) + max(e, 4) * M * hops
         assert sum(done["sent"] for done in virtual(one)) == spec
         assert spec < 0.5 * M * b * hops * n * 2 * d * e
     if kind == "dct" and not cell.home and one.codec == "none":
         M, b = cell.microbatches * cell.replicas, SEQUENCES
-        spec = M * b * n * hops * kept * (2 * e + 1) + M * hops * (ids + max(e, 4))
+        spec = M * b * n * hops * per_token * (2 * e + 1) + M * hops * (ids + max(e, 4))
         assert sum(done["sent"] for done in virtual(one)) == spec
 
 
@@ -229,7 +229,7 @@ def test_places_take_two_bytes_where_a_stream_is_wide() -> None:
     assert side.numel() == 4 * 10 * 2 == boundary.sizes(1, 4)[1]
     back = boundary.decode(payload, side, torch.empty(0))
     assert torch.equal(back[back != 0].sort().values, payload.flatten().sort().values)
-    assert entries_kept(100, 0.99) == 1
+    assert entries_sent(100, 0.99) == 1
     with pytest.raises(isles.comm.errors.Malformed, match="65535"):
         boundary.decode(payload, torch.full_like(side, 255), torch.empty(0))
 

@@ -11,12 +11,12 @@ import isles
 from examples import recommender
 from examples.recommender import BATCH, LINKS, REPLICAS, TOP, Clicks, Form, Recommender, Result
 from isles.comm.mesh import Mesh
-from isles.pipeline.boundaries.names import entries_kept
+from isles.pipeline.boundaries.names import entries_sent
 from isles.pipeline.boundaries.scheme import LargestEntries, crossing
 
 STEPS = 4
 OPTIONS = {"sparsity": 0.9, "exclude_below": 256}
-KEPT = entries_kept(TOP, 0.95)
+KEPT = entries_sent(TOP, 0.95)
 
 
 def unsplit(world: Mesh, form: Form, seed: int) -> tuple[float, list[float], int]:
@@ -70,7 +70,7 @@ def test_what_a_boundary_of_a_twentieth_takes(value: int, sparsity: float) -> No
     width = 60_000
 
     def ratio(sparsity: float) -> float:
-        boundary = LargestEntries(width, entries_kept(width, sparsity))
+        boundary = LargestEntries(width, entries_sent(width, sparsity))
         (_, _, kept), side = boundary.sizes(1, 1)
         return 2 * width * value / (2 * kept * value + side)
 

@@ -14,12 +14,12 @@ from tests.membership.sessions import free_port
 
 
 class LitRun(ABC):
-    """`endings`: what became of each worker, by the order in which they were started."""
+    """`end_reasons`: what became of each worker, by the order in which they were started."""
 
     def __init__(self, config: Config, out: Path) -> None:
         self.config, self.out = config, out
         self.address, self.token = f"127.0.0.1:{free_port()}", ""
-        self.endings: dict[int, Any] = {}
+        self.end_reasons: dict[int, Any] = {}
         self.lines: list[dict[str, Any]] = []
         self.notices: list[str] = []
         self.summary: Any = None
@@ -62,9 +62,9 @@ class LitRun(ABC):
 
         def ends() -> None:
             try:
-                self.endings[number] = work(number)
+                self.end_reasons[number] = work(number)
             except Exception as error:
-                self.endings[number] = error
+                self.end_reasons[number] = error
 
         self._threads.append(threading.Thread(target=ends, daemon=True))
         self._threads[-1].start()
@@ -75,7 +75,7 @@ class LitRun(ABC):
         ends = time.monotonic() + seconds
         while not over():
             if time.monotonic() > ends or isinstance(self.summary, Exception):
-                raise TimeoutError(f"{self.notices[-6:]} {self.endings} {self.summary}")
+                raise TimeoutError(f"{self.notices[-6:]} {self.end_reasons} {self.summary}")
             time.sleep(0.01)
 
     def ended(self) -> Any:

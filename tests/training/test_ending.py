@@ -13,7 +13,7 @@ from isles.network.churn import ChurnEvent
 from isles.running.run import launch
 from isles.training.config.reading import ending_after, read_config, resolve, tokens_a_step
 from isles.training.elastic.support import elastic
-from tests.training.elastic.test_churned import churned, small
+from tests.training.elastic.test_simulated import churned, small
 
 A_STEP = 2 * 16  # tokens of one worker: 2 sequences of 16
 

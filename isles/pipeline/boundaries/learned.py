@@ -33,7 +33,6 @@ class Narrow(nn.Module):
         self.weight = nn.Parameter(like.new_empty(rank, width)) if kind == "bottleneck" else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Shapes as above."""
         x = self.norm(x)
         if self.weight is not None:
             return nn.functional.linear(x, self.weight)
@@ -49,7 +48,6 @@ class Wide(nn.Module):
         self.weight = nn.Parameter(like.new_empty(width, rank))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Shapes as above."""
         return nn.functional.linear(self.norm(x), self.weight)
 
 

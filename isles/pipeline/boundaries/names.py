@@ -44,12 +44,12 @@ class BoundaryName:
             )
 
 
-def entries_kept(width: int, sparsity: float) -> int:
+def entries_sent(width: int, sparsity: float) -> int:
     """K of a token's `width` entries; the 1e-9 keeps 1 of 100 at 0.99."""
     return max(1, math.ceil((1 - sparsity) * width - 1e-9))
 
 
-def place_size(width: int) -> int:
+def index_bytes(width: int) -> int:
     """Bytes that say which entry of `width` it is."""
     return 1 if width <= 1 << 8 else 2
 

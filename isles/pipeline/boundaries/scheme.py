@@ -59,7 +59,7 @@ from isles.models.subspace import (
 )
 from isles.pipeline.boundaries.base import Boundary, FullStream
 from isles.pipeline.boundaries.learned import Learned, LearnedKind, attach
-from isles.pipeline.boundaries.names import BoundaryName, entries_kept, place_size
+from isles.pipeline.boundaries.names import BoundaryName, entries_sent, index_bytes
 
 
 class Drift:
@@ -103,31 +103,31 @@ class Coordinates(Boundary):
 
 
 class LargestEntries(Boundary):
-    """The `kept` largest entries of each token's stream of `width`."""
+    """The `entries` largest entries of each token's stream of `width`."""
 
-    def __init__(self, width: int, kept: int) -> None:
-        self.width, self.kept = width, kept
-        self.places_dtype = torch.uint8 if place_size(width) == 1 else torch.uint16
+    def __init__(self, width: int, entries: int) -> None:
+        self.width, self.entries = width, entries
+        self.index_dtype = torch.uint8 if index_bytes(width) == 1 else torch.uint16
 
     def encode(self, x_BTD: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
-        places_BTK = largest(x_BTD, self.kept)
-        return x_BTD.gather(-1, places_BTK), as_bytes(places_BTK.to(self.places_dtype).contiguous())
+        indices_BTK = largest(x_BTD, self.entries)
+        return x_BTD.gather(-1, indices_BTK), as_bytes(indices_BTK.to(self.index_dtype).contiguous())
 
     def decode(self, payload: Tensor, side: Tensor | None, tokens: Tensor) -> Tensor:
         assert side is not None
-        places_BTK = side.clone().view(self.places_dtype).to(torch.int64).view(payload.shape)
-        if int(places_BTK.max()) >= self.width:
-            raise Malformed(-1, f"an entry {int(places_BTK.max())} of a stream of {self.width}")
-        return payload.new_zeros(*payload.shape[:-1], self.width).scatter(-1, places_BTK, payload)
+        indices_BTK = side.clone().view(self.index_dtype).to(torch.int64).view(payload.shape)
+        if int(indices_BTK.max()) >= self.width:
+            raise Malformed(-1, f"an entry {int(indices_BTK.max())} of a stream of {self.width}")
+        return payload.new_zeros(*payload.shape[:-1], self.width).scatter(-1, indices_BTK, payload)
 
     def sizes(self, sequences: int, length: int) -> tuple[tuple[int, ...], int]:
-        shape = (sequences, length, self.kept)
-        return shape, math.prod(shape) * self.places_dtype.itemsize
+        shape = (sequences, length, self.entries)
+        return shape, math.prod(shape) * self.index_dtype.itemsize
 
 
-def largest(x_BTD: Tensor, kept: int) -> Tensor:
+def largest(x_BTD: Tensor, entries: int) -> Tensor:
     """Places (B, T, K) of the entries of largest size, rising."""
-    return x_BTD.detach().abs().topk(kept, dim=-1).indices.sort(dim=-1).values
+    return x_BTD.detach().abs().topk(entries, dim=-1).indices.sort(dim=-1).values
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,8 +148,8 @@ class Scheme:
     compares = False
     """Whether there are `settings`."""
 
-    def __init__(self, place: Crossings) -> None:
-        self.place = place
+    def __init__(self, crossings: Crossings) -> None:
+        self.crossings = crossings
 
     def settings(self, stage: Any) -> str | None:
         """What must be the same at all workers that hold a fitted stage; None: nothing but their configurations."""
@@ -163,7 +163,7 @@ class Scheme:
 
     def boundary(self, stage: Any) -> Boundary:
         """Of the messages of a fitted stage."""
-        return FullStream(self.place.width)
+        return FullStream(self.crossings.width)
 
     def unsplit(self, model: nn.Module) -> nn.Module:
         """The fitted whole `model` for one process, in place."""
@@ -177,21 +177,21 @@ class Scheme:
     @property
     def _crossed(self) -> list[int]:
         """The blocks whose output crosses a boundary."""
-        return [cut - 1 for cut in self.place.cuts]
+        return [cut - 1 for cut in self.crossings.cuts]
 
 
 class Sparse(Scheme):
     """Masks: `LargestEntries`."""
 
-    def __init__(self, place: Crossings, sparsity: float) -> None:
-        super().__init__(place)
-        self.kept = entries_kept(place.width, sparsity)
+    def __init__(self, crossings: Crossings, sparsity: float) -> None:
+        super().__init__(crossings)
+        self.entries = entries_sent(crossings.width, sparsity)
 
     def boundary(self, stage: Any) -> Boundary:
-        return LargestEntries(self.place.width, self.kept)
+        return LargestEntries(self.crossings.width, self.entries)
 
     def unsplit(self, model: nn.Module) -> nn.Module:
-        last = [len(cast(Any, model).blocks) - 1] if self.place.home else []
+        last = [len(cast(Any, model).blocks) - 1] if self.crossings.home else []
         return crossing(model, [*self._crossed, *last], self.boundary(model))
 
 
@@ -203,23 +203,25 @@ class Inside(Scheme):
     compares = True
 
     def __init__(
-        self, place: Crossings, rank: int, form: SubspaceForm, seed: int, *, blocks: int = 0, turns: bool = False
+        self, crossings: Crossings, rank: int, form: SubspaceForm, seed: int, *, blocks: int = 0, turns: bool = False
     ) -> None:
-        super().__init__(place)
-        self.form, self.seed, self.inside = form, seed, range(blocks or place.cuts[-1])
-        self.basis = drawn_basis(place.width, rank, seed)
+        super().__init__(crossings)
+        self.form, self.seed, self.inside = form, seed, range(blocks or crossings.cuts[-1])
+        self.basis = drawn_basis(crossings.width, rank, seed)
         """Of now (D, K), float64, on the host."""
-        self.drift = Drift(place.width) if turns else None
+        self.drift = Drift(crossings.width) if turns else None
 
     def settings(self, stage: Any) -> str:
         return stage.subspace.checksum
 
     def fit(self, model: Any) -> None:
         like = next(model.parameters()).detach()
-        model.subspace = Subspace(self.basis.to(like), drawn_table(self.place.vocab, self.place.width, self.seed, like))
+        model.subspace = Subspace(
+            self.basis.to(like), drawn_table(self.crossings.vocab, self.crossings.width, self.seed, like)
+        )
         put_inside(model, model.subspace, self.inside, self.form)
 
-    def turn(self, stage: Any, basis: Tensor) -> None:
+    def rotate(self, stage: Any, basis: Tensor) -> None:
         """Use another basis (D, K) from now on."""
         self.basis = basis
         stage.subspace.basis.copy_(basis)
@@ -230,7 +232,7 @@ class Inside(Scheme):
 
     def boundary(self, stage: Any) -> Boundary:
         first = next(name for name, _ in cast(nn.Module, stage.blocks).named_children())
-        is_last = int(first) == self.place.cuts[-1]
+        is_last = int(first) == self.crossings.cuts[-1]
         return Coordinates(stage.subspace, self.drift if is_last else None)
 
     def restored(self, model: nn.Module) -> nn.Module:
@@ -243,12 +245,12 @@ class Inside(Scheme):
 class Layers(Scheme):
     """Layers around the wire: `Learned`."""
 
-    def __init__(self, place: Crossings, kind: LearnedKind, rank: int, seed: int) -> None:
-        super().__init__(place)
+    def __init__(self, crossings: Crossings, kind: LearnedKind, rank: int, seed: int) -> None:
+        super().__init__(crossings)
         self.kind, self.rank, self.seed = kind, rank, seed
 
     def fit(self, model: nn.Module) -> None:
-        attach(model, self.place.cuts, self.kind, self.place.width, self.rank, self.seed)
+        attach(model, self.crossings.cuts, self.kind, self.crossings.width, self.rank, self.seed)
 
     def boundary(self, stage: Any) -> Boundary:
         blocks = list(stage.blocks)
@@ -264,7 +266,7 @@ class Layers(Scheme):
 
 def scheme_of(
     name: BoundaryName,
-    place: Crossings,
+    crossings: Crossings,
     *,
     form: SubspaceForm = "coordinates",
     seed: int = 0,
@@ -274,14 +276,14 @@ def scheme_of(
     """The scheme called `name`. form, blocks, turns: of a subspace. ValueError where the stream is too narrow for
     it.
     """
-    name.check_width(place.width)
+    name.check_width(crossings.width)
     if name.kind == "subspace":
-        return Inside(place, name.rank, form, seed, blocks=blocks, turns=turns)
+        return Inside(crossings, name.rank, form, seed, blocks=blocks, turns=turns)
     if name.kind == "dct" and name.sparsity:
-        return Sparse(place, name.sparsity)
+        return Sparse(crossings, name.sparsity)
     if name.kind == "bottleneck" or name.kind == "maxout":
-        return Layers(place, name.kind, name.rank, seed)
-    return Scheme(place)
+        return Layers(crossings, name.kind, name.rank, seed)
+    return Scheme(crossings)
 
 
 def crossing(model: nn.Module, blocks: Iterable[int], boundary: Boundary) -> nn.Module:
@@ -289,7 +291,7 @@ def crossing(model: nn.Module, blocks: Iterable[int], boundary: Boundary) -> nn.
     tokens.
     """
 
-    def across(module: nn.Module, given: object, x: Tensor) -> Tensor:
+    def across(module: nn.Module, inputs: object, x: Tensor) -> Tensor:
         no_tokens = torch.empty(0, dtype=torch.int64, device="cpu")
         payload, side = boundary.encode(x, no_tokens)
         return boundary.decode(payload, side, no_tokens)

@@ -1,20 +1,21 @@
-"""Agreement of all who are left on who that is, and on what each of them says.
+"""Agreement of all who are left on who that is, and on what each of them votes.
 
-Rounds of words. In each, everybody tells everybody all that it knows, and waits for the word of everybody whom it does
-not know to be lost:
+Votes are flooded in rounds. In each, every member sends every other all votes that it knows, and waits for those of
+every member that it does not know to be lost:
 
-    heard the same ones twice running   what is known then is what everybody knows: decided, and all are told
-    told of a decision                  that is it, and it is handed on
-    else                                another round
+    votes of the same members in two rounds     all known votes are known to everybody: decided, and all are told
+    a decision arrives                          it is adopted and passed on
+    otherwise                                   another round
 
-Guarantee. Whoever is lost, as many as there are and at any moment, all who are left come to the same answer, and it
-holds what each of them said. That needs what a closed connection gives: who is taken for lost sends nothing any more.
-Who is lost to somebody alone, for it sent what cannot be, leaves as well; of two who lost each other, the higher.
-Without a loss it is one round, of one message to each of the others, and the word of the decision.
-A word begins with whom its sender has lost.
+Guarantee. However many members are lost, at any moment, all who are left reach the same answer, and it holds the vote
+of each of them. This relies on a closed connection: a member that counts as lost sends nothing any more. A member lost
+to one other alone, because it sent what cannot be, leaves as well; of two that lost each other, the higher one.
+Without a loss it is one round, of one message to each other member, and one message with the decision.
+A vote begins with the set of members that its sender has lost.
 
-Why: who heard the same ones in two rounds knows what any of them knew when the second began, and nobody else can still
-speak. Early-deciding flooding, as in Raynal, Fault-tolerant Agreement in Synchronous Message-passing Systems (2010).
+Why: a member that saw votes of the same members in two rounds knows what any of them knew when the second began, and
+nobody else can still send. Early-deciding flooding, as in Raynal, Fault-tolerant Agreement in Synchronous
+Message-passing Systems (2010).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A peer's messages, sorted by the epoch that they belong to.
 
-A epoch is what lies between two agreements: all peers take the same ones, so a message of an earlier epoch is too late,
-and one of a later epoch waits until this peer gets there.
+An epoch is what lies between two agreements. All peers take part in the same agreements, so a message of an earlier
+epoch is too late, and one of a later epoch waits until this peer gets there.
 """
 
 from __future__ import annotations
@@ -94,7 +94,6 @@ class PeerInbox:
         self._boxes: dict[int, list[QueuedMessage]] = {VOTE: [], OUTER: [], _REST: []}
 
     def sort(self) -> None:
-        """Take in what has come."""
         while (message := self.queue.take()) is not None:
             if (answer := self.answers.get(message.header.kind)) is not None:
                 answer(message)
@@ -140,7 +139,6 @@ class PeerInbox:
         return [message for message in box if message.header.attempt == self.epoch]
 
     def requeue(self, message: QueuedMessage) -> None:
-        """Put a word back."""
         self._boxes[VOTE].append(message)
 
 
@@ -150,5 +148,5 @@ def as_bits(value: float) -> int:
 
 
 def as_number(bits: int) -> float:
-    """The double that `as_bits` was given."""
+    """The double whose bits `as_bits` returned."""
     return struct.unpack("<d", struct.pack("<q", bits))[0]

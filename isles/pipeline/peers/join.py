@@ -1,10 +1,10 @@
-"""How a peer comes to others that are at work: it asks them, and is told where and when to begin.
+"""How a peer joins others that are at work: it asks them, and is told where and when to begin.
 
 ASK        to all, once it is here; they name it when they agree
-WELCOME    from all who were there before, from the epoch on in which it is one of them; one is enough
+WELCOME    from all who were there before, from the epoch on in which it is a member; one is enough
 
-What is told is data of the system: here that of a swarm, where a welcome comes at the border of the step that the peer
-takes part in. A message that cannot be ends the queue from its sender, and nothing else.
+What a welcome holds depends on the system: here that of a swarm, where it comes between two steps, before the step that
+the peer takes part in. A malformed message closes the queue from its sender, and nothing else.
 """
 
 from __future__ import annotations

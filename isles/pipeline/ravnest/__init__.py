@@ -2,9 +2,7 @@
 and average with each other from time to time, though they are cut at different blocks.
 
 `stage`        one node of a cluster: its loop over microbatches, whose updates do not wait for each other
-`versions`     the weights that forward passes under way began with; `mailbox`: what a neighbour sends
 `averaging`    who averages which parameters with whom, segment by segment at the same time
-`assignment`        who serves which stage of which cluster, where nodes are lost, come and leave
-`agreement`    which clusters are whole, agreed on by all who are left, and whether what they did together counts
-`entering`     how a node comes to clusters that are at work
+`assignment`   who serves which stage of which cluster, where nodes are lost, come and leave
+`agreement`    which clusters are whole, agreed on by all who are left; how a node joins them
 """

@@ -1,24 +1,22 @@
 """Which clusters are whole, agreed on by all who are left, and whether what they did together counts.
 
-All take part, those of broken clusters and those who stand by as well, as often as it takes:
+All take part, nodes of broken clusters and on standby as well, as often as it takes:
 
-    agree      who is left, who leaves, who has come: all know of the same clusters
-    then the work is tried over those that are whole, by messages of this epoch; whoever hears that somebody is lost, or
-               agrees already, has failed
-    agree      done | failed      all done: it counts. Else from the top
+    agree      who is left, who leaves, who has come: all know the same clusters
+    attempt    the whole clusters do the work, by messages of this epoch; a node that learns of a loss, or of the next
+               agreement, has failed
+    agree      done | failed      all done: it counts. Otherwise from the top
 
-Guarantee, that of `isles.pipeline.peers.agreement`: whoever is lost, as many as there are and at any moment, all who
-are left come to the same clusters, and either all of them count what was done or none does. A worker that is late and
-not lost (DeadlinePassed) ends the run by name: it may come back, so nobody goes on without it. Who serves what changes
-by what all have agreed on alone. Who has come is one of them from the next time on (`admit`).
+Guarantee, that of `isles.pipeline.peers.agreement`: however many nodes are lost, at any moment, all who are left reach
+the same clusters, and either all of them count what was done or none does. A worker that is late and not lost
+(DeadlinePassed) ends the run by name: it may come back, so nobody goes on without it. The assignment changes by what
+all have agreed on alone. A node that has come is a member from the next time on (`admit`).
 
-    word     of a world of fixed size: nothing but who is lost. Where nodes come and leave: leaves | `COMERS` x (who
-             came, what it tells of itself, see `isles.network.clusters.nodes`)
+    vote     in a world of fixed size: nothing but who is lost. Where nodes come and leave: leaves | `COMERS` x (who
+             came, its descriptor, see `isles.network.clusters.nodes`)
 
-How a node comes to clusters that are at work, as `isles.pipeline.peers.join` has it.
-
-asks with     what it offers (`isles.network.clusters.nodes`)
-is told       `ClusterWelcome`, right after the average at which all agreed that it has come
+A node joins as in `isles.pipeline.peers.join`: it asks with its descriptor, and gets a `ClusterWelcome` right after the
+average at which all agreed that it has come.
 """
 
 from __future__ import annotations
@@ -47,7 +45,7 @@ from isles.pipeline.swarm.ledger import words_for
 
 _IDLE = 100.0  # times as long as others wait for each other those wait who train nothing meanwhile
 _LONGEST = 1 << 20  # bytes of a welcome
-_FIGURES = 1 + 2 * COMERS
+_MAX_VALUES = 1 + 2 * COMERS
 T = TypeVar("T")
 
 
@@ -57,7 +55,7 @@ def cluster_inbox(world: Group, run: int, largest: int, met: Sequence[int] | Non
     run: a number that all nodes of this run share and others do not. largest: bytes of a message of what is done
     together. met: positions that this node listens to from the start; None: all others.
     """
-    fields = 8 * world.size * (1 + words_for(world.size) + _FIGURES)
+    fields = 8 * world.size * (1 + words_for(world.size) + _MAX_VALUES)
     lengths = {
         VOTE: range(0, fields + 1, 8),
         OUTER: range(largest + 1),
@@ -100,16 +98,14 @@ class ClusterAgreement:
         self._leaving: Collection[int] = ()
         self._descriptors: dict[int, int] = {}
         if growth is not None:
-            inbox.answers[ASK] = self._hear
+            inbox.answers[ASK] = self._on_ask
 
     @property
     def trains(self) -> bool:
-        """Whether this worker's cluster is whole."""
         return self.assignment.trains(self.world.rank)
 
     @property
     def has_departed(self) -> bool:
-        """Whether this worker has left."""
         return self.world.rank in self.assignment.lost
 
     def repair(self) -> bool:
@@ -127,7 +123,6 @@ class ClusterAgreement:
         self._take(self.assignment.joined(clusters))
 
     def leave(self) -> None:
-        """This worker wants to go."""
         self._leaves = True
 
     def admit(self) -> list[int]:
@@ -150,13 +145,13 @@ class ClusterAgreement:
     def settle(self) -> None:
         """Agree on who is left; all ask together. PeerLost where no cluster is whole."""
         own = [] if self.growth is None else [int(self._leaves), *self._comers()]
-        while not self._fit(said := self._agree(own), self._is_word):
+        while not self._fit(votes := self._agree(own), self._is_vote):
             pass
         self._count_out()
         self._stands = False
         if self.growth is not None:
-            self._leaving = [position for position, word in said.items() if word[0]]
-            self._descriptors = dict(sorted(row for word in said.values() for row in _rows(word)))
+            self._leaving = [position for position, vote in votes.items() if vote[0]]
+            self._descriptors = dict(sorted(row for vote in votes.values() for row in _rows(vote)))
 
     def together(self, attempt: Callable[[], Attempt[T]]) -> T:
         """The result of `attempt` once all who are left have made it. It may be called again where a node is lost
@@ -167,9 +162,9 @@ class ClusterAgreement:
             self.settle()
             made = attempt()
             runs = [self.messages.start(protocol, "outer", nbytes=made.nbytes) for protocol in made.protocols]
-            held = [_holds(transfer) for transfer in runs]  # each is waited for: others may still need it
-            said = self._agree([int(all(held))])
-            if self._fit(said, lambda word: word in ((0,), (1,))) and all(word[0] for word in said.values()):
+            done = [_succeeds(transfer) for transfer in runs]  # each is waited for: others may still need it
+            votes = self._agree([int(all(done))])
+            if self._fit(votes, lambda vote: vote in ((0,), (1,))) and all(vote[0] for vote in votes.values()):
                 return made.result
 
     def drain(self) -> None:
@@ -187,18 +182,18 @@ class ClusterAgreement:
         self._own.patience = self.world.deadlines.outer * (_IDLE if idles else 1.0)
         return self._own.agree(own)
 
-    def _fit(self, said: Mapping[int, tuple[int, ...]], can_be: Callable[[tuple[int, ...]], bool]) -> bool:
+    def _fit(self, votes: Mapping[int, tuple[int, ...]], can_be: Callable[[tuple[int, ...]], bool]) -> bool:
         """Whether all said what can be. Who did not is not read any more: all know of the same."""
-        odd = [position for position, word in said.items() if not can_be(word)]
+        odd = [position for position, vote in votes.items() if not can_be(vote)]
         for position in odd:
             self.inbox.queue.refuse(position, Malformed(self.world.ranks[position], "a word that cannot be"))
         return not odd
 
-    def _is_word(self, word: tuple[int, ...]) -> bool:
+    def _is_vote(self, vote: tuple[int, ...]) -> bool:
         can_be = (
-            0 <= position < self.world.size and is_encoded_node(descriptors) for position, descriptors in _rows(word)
+            0 <= position < self.world.size and is_encoded_node(descriptors) for position, descriptors in _rows(vote)
         )
-        return all(can_be) and all(leaves in (0, 1) for leaves in word[:1])
+        return all(can_be) and all(leaves in (0, 1) for leaves in vote[:1])
 
     def _comers(self) -> list[int]:
         """Who has come by now, as this one has heard, and is none of them yet."""
@@ -208,7 +203,7 @@ class ClusterAgreement:
         rows = [number for one in sorted(self._met.keys() - known)[:COMERS] for number in (one, self._met[one])]
         return rows + [0] * (2 * COMERS - len(rows))
 
-    def _hear(self, message: QueuedMessage) -> None:
+    def _on_ask(self, message: QueuedMessage) -> None:
         descriptors = int(message.body.view(torch.int64))
         if is_encoded_node(descriptors):
             self._met[message.sender] = descriptors
@@ -226,12 +221,12 @@ class ClusterAgreement:
         self._own.let_go({*self._own.members} - {*assignment.living})
 
 
-def _rows(word: Sequence[int]) -> list[tuple[int, int]]:
+def _rows(vote: Sequence[int]) -> list[tuple[int, int]]:
     """Who came, beside what it tells of itself."""
-    return [row for row in zip(word[1::2], word[2::2], strict=True) if row != (0, 0)]
+    return [row for row in zip(vote[1::2], vote[2::2], strict=True) if row != (0, 0)]
 
 
-def _holds(transfer: Transfer[Any]) -> bool:
+def _succeeds(transfer: Transfer[Any]) -> bool:
     """Waits for it; False where somebody who has part in it is lost, or sent what is no message."""
     try:
         transfer.wait()
@@ -240,7 +235,7 @@ def _holds(transfer: Transfer[Any]) -> bool:
     return True
 
 
-_Told = tuple[Annotated[Int, Field(ge=0)], Any, dict[Str, Int]]
+_Facts = tuple[Annotated[Int, Field(ge=0)], Any, dict[Str, Int]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -259,7 +254,7 @@ class ClusterWelcome:
     @classmethod
     def unpacked(cls, body: Tensor, size: int) -> ClusterWelcome:
         """From `packed`. size: positions of the world. ValueError for what is no welcome there."""
-        epoch, assignment, facts = read_json(_Told, body.numpy().tobytes())
+        epoch, assignment, facts = read_json(_Facts, body.numpy().tobytes())
         return cls(epoch=epoch, assignment=ClusterAssignment.of_plain(assignment, size), facts=facts)
 
 

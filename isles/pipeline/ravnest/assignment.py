@@ -20,12 +20,13 @@ _Plain = tuple[_Rows, _Rows, Ints, _Set, _Set, Annotated[tuple[tuple[Int, Int], 
 @dataclass(frozen=True, slots=True)
 class ClusterAssignment:
     """clusters: of each, by stage, the position in the world that serves it, or did. cuts: of each, the first block of
-    every stage but the first. waiting: positions that stand by, in the order of their turn. lost: who is gone. out:
+    every stage but the first. standby: positions that stand by, first come first. lost: who is gone. out:
     clusters that are no part of the averaging: somebody of theirs is lost, or their nodes have not loaded the others'
     weights since.
 
-    Where nodes come and leave. told: by position, what those who came have told of themselves. leaving: who wants to
-    go, and is still here. handed: pairs of one who gives its place, and one who takes it, and has its state not yet.
+    Where nodes come and leave. descriptors: by position, of those who came. leaving: who wants to
+    go, and is still here. handovers: pairs of one that gives its stage up, and one that takes it and does not have its
+    state yet.
     """
 
     clusters: tuple[tuple[int, ...], ...]
@@ -54,11 +55,11 @@ class ClusterAssignment:
 
     @classmethod
     def of_plain(cls, plain: Any, size: int) -> ClusterAssignment:
-        """From `to_plain`. ValueError for what are no seats of a world of so many."""
+        """From `to_plain`. ValueError for what is no assignment in a world of so many."""
         try:
-            clusters, cuts, standby, lost, out, descriptors, leaving = read(_Plain, plain, "seats")
+            clusters, cuts, standby, lost, out, descriptors, leaving = read(_Plain, plain, "assignment")
         except Unfit:
-            raise ValueError("no seats of clusters") from None
+            raise ValueError("no assignment of clusters") from None
         made = cls(clusters, cuts, standby, lost, out, dict(descriptors), leaving)
         assigned = [position for cluster in made.clusters for position in cluster]
         named = [*assigned, *made.standby, *made.lost, *made.descriptors, *made.leaving]
@@ -70,7 +71,7 @@ class ClusterAssignment:
             and all(map(is_encoded_node, made.descriptors.values()))
         )
         if not fits:
-            raise ValueError("no seats of clusters")
+            raise ValueError("no assignment of clusters")
         return made
 
     def to_plain(self) -> list[Any]:
@@ -92,7 +93,6 @@ class ClusterAssignment:
 
     @property
     def living(self) -> list[int]:
-        """All positions that are left."""
         assigned = {position for cluster in self.clusters for position in cluster}
         sources = {source for source, _ in self.handovers}
         return sorted((assigned | sources | set(self.standby)) - self.lost)
@@ -118,7 +118,6 @@ class ClusterAssignment:
         return next((source for source, taker in self.handovers if taker == position), position)
 
     def trains(self, position: int) -> bool:
-        """Whether its cluster is whole."""
         coordinates = self.coordinates_of(position)
         return coordinates is not None and coordinates[0] not in self.out
 
@@ -205,7 +204,7 @@ class ClusterAssignment:
         return assignment
 
     def _grown(self, growth: ClusterGrowth) -> ClusterAssignment:
-        """New clusters, of those who wait and of those who told of themselves in clusters that nobody can mend."""
+        """New clusters, of those who wait and of those with descriptors in clusters that nobody can repair."""
         stuck = [number for number in sorted(self.out) if self._missing(number)]
         left = [p for number in stuck for p in self.clusters[number] if p not in self.lost and self._node(p)]
         free = [*left, *self.standby[: max(0, len(self.standby) - growth.spares)]]

@@ -1,21 +1,19 @@
-"""Averages over clusters that are cut at different blocks, segment by segment at the same time.
+"""Averages over clusters that are cut at different blocks, segment by segment at once (Ravnest's parallel rings).
+
+Segments are the common refinement of the clusters' cuts. Parameters that the same nodes hold are one segment, of which
+each cluster has exactly one holder:
+
+    cluster 0     | a b c | d e f |           holders of a, b: (0, 2, 5)       of d: (1, 3, 5)
+    cluster 1     | a b | c d e | f |                       c: (0, 3, 5)         e: (1, 3, 5)     f: (1, 4, 5)
+    cluster 2     | a b c d e f |
 
     w <- mean_c w_c            equal, or by the samples of each: mean_c (n_c w_c) / mean_c n_c
 
 Bytes sent by a node and average: 2 (C - 1) / C times what it holds, for C clusters, and a header for each segment and
 cluster: a ring's volume, by the two-shot mean (`isles.comm.collectives.mean`), which gives the same bits everywhere.
 
-A cluster that is complete again takes the others' weights and optimizer state, each node its segments from those who
+A cluster that is complete again loads the others' weights and optimizer state, each node its segments from those who
 hold them in a whole cluster.
-
-Who averages what with whom, where clusters are cut at different blocks: the common refinement of their cuts.
-
-    cluster 0     | a b c | d e f |           holders of a, b: (0, 2, 5)       of d: (1, 3, 5)
-    cluster 1     | a b | c d e | f |                       c: (0, 3, 5)         e: (1, 3, 5)     f: (1, 4, 5)
-    cluster 2     | a b c d e f |
-
-Parameters that the same nodes hold are one segment, of which each cluster has exactly one holder. Segments are averaged
-at the same time, each over its holders: Ravnest's parallel rings.
 """
 
 from __future__ import annotations
@@ -152,7 +150,7 @@ class ClusterAverage:
         (`serve`). Refused, naming who gives, where what comes are no weights.
         """
         tensors = {share.number: self._tensors(share, True) for share in self._shares}
-        found, joined = self.agreement.together(lambda: self._gifts(tensors))
+        found, joined = self.agreement.together(lambda: self._transfer_state(tensors))
         for number, (source, flat) in found.items():
             if not flat.isfinite().all():
                 raise Refused(self.agreement.world.ranks[source], "weights that are not finite")
@@ -170,19 +168,21 @@ class ClusterAverage:
         for share, own in zip(self._shares, tensors, strict=True) if self.agreement.trains else ():
             buffer = self._weighed(_flat(own), samples)
             if not buffer.isfinite().all():
-                told = "its weights are not finite: lower the learning rate (inner.lr)"
-                raise WorkerFailed(self.agreement.world.transport.rank, told)
+                reason = "its weights are not finite: lower the learning rate (inner.lr)"
+                raise WorkerFailed(self.agreement.world.transport.rank, reason)
             call = self._among(self.agreement.messages, share, clusters).call(fragment=share.number, round=0)
             protocols.append(mean(call, buffer, codec("none"), Stamp(step=step)))
             buffers.append(buffer)
         return Attempt(buffers, protocols, 2 * sum(buffer.nbytes for buffer in buffers))
 
-    def _gifts(self, tensors: dict[int, list[Tensor]]) -> Attempt[tuple[dict[int, tuple[int, Tensor]], list[int]]]:
+    def _transfer_state(
+        self, tensors: dict[int, list[Tensor]]
+    ) -> Attempt[tuple[dict[int, tuple[int, Tensor]], list[int]]]:
         """What this node is given, by segment, beside who gives it."""
         messages, joined = self.agreement.messages, self.agreement.assignment.complete
         found: dict[int, tuple[int, Tensor]] = {}
         protocols, nbytes = [], 0
-        for fragment, source, takers in self._given(joined):
+        for fragment, source, takers in self._planned_transfers(joined):
             if takers and messages.rank in (source, *takers):
                 flat = _flat(tensors[fragment])
                 call = messages.among([source, *takers]).call(fragment=fragment, round=0)
@@ -192,7 +192,7 @@ class ClusterAverage:
                     found[fragment] = source, flat
         return Attempt((found, joined), protocols, nbytes)
 
-    def _given(self, joined: Sequence[int]) -> Iterator[tuple[int, int, list[int]]]:
+    def _planned_transfers(self, joined: Sequence[int]) -> Iterator[tuple[int, int, list[int]]]:
         """Of each segment who gives it to whom: the first whole cluster to `joined`, who leaves to its successor."""
         assignment = self.agreement.assignment
         first, successors = assignment.whole[0], dict(assignment.handovers)

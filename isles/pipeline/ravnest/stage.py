@@ -1,6 +1,6 @@
 """One node of a cluster: a loop over microbatches whose updates do not wait for each other.
 
-    root, stem    forward      at the newest weights, which are kept
+    root, stem    forward      at the newest weights, which are retained
                   backward     the gradient that came goes back through that pass, at the weights that it used
     leaf          both at once, and the loss
     all           every `every` backward passes one update, of the newest weights
@@ -18,12 +18,14 @@ With S stages and S microbatches in flight the gradient of stage s is S - 1 - s 
     order = "arrival"   backward if a gradient is here, else forward if there is room: never more in flight, but how old
                         a gradient is depends on the network
 
-One message at most is awaited from each neighbour, and never more than `in_flight` can be on their way.
+From each neighbour one message, `[number, flag | body]`, is awaited at most, and never more than `in_flight` can be on
+their way. The flag `LAST` says that nothing comes after this microbatch until the cluster has drained: Ravnest's FLUSH,
+which rides with the last message here, down and back up. `BROKEN` says that nothing comes at all, for a node of the
+cluster is lost.
 
-The weights that forward passes under way began with, kept until their backward pass is over.
-
-Copy on write: a version costs memory only where an update comes while somebody still needs what it writes over. The
-newest one is what the parameters hold; the optimizer sees no other, and its state has no versions.
+Weights that forward passes under way began with are versions, retained until the backward pass is over. Copy on write:
+a version costs memory only where an update comes while it is still needed. The newest one is what the parameters hold;
+the optimizer sees no other, and its state has no versions.
 """
 
 from __future__ import annotations
@@ -39,14 +41,13 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from isles.comm.collectives.basic import all_done, any_done
-from isles.comm.errors import CommError, PeerLost
+from isles.comm.errors import CommError, Malformed, PeerLost
 from isles.comm.group import Group
 from isles.comm.transport import Work
 from isles.models.stages import Stage
 from isles.network.routing.events import Span
 from isles.network.routing.routes import Task
 from isles.pipeline.compute import Context, OpenPass, StageCompute
-from isles.pipeline.ravnest.mailbox import BROKEN, LAST, MORE, Mailbox, pack_message
 from isles.pipeline.shares import StageShares
 from isles.pipeline.wire import StageForm, phase
 
@@ -57,14 +58,14 @@ class WeightVersions:
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         self._parameters = list(parameters)
         self._users: Counter[int] = Counter()
-        self._kept: dict[int, list[Tensor]] = {}
+        self._retained: dict[int, list[Tensor]] = {}
         self.newest = 0
         """Number of updates so far."""
 
     @property
     def live(self) -> int:
         """How many versions take memory now, the newest among them."""
-        return 1 + len(self._kept)
+        return 1 + len(self._retained)
 
     def hold(self) -> int:
         """Keep the newest for whoever asks, until it is released. Returns its number."""
@@ -76,7 +77,7 @@ class WeightVersions:
         self._users[version] -= 1
         if not self._users[version]:
             del self._users[version]
-            self._kept.pop(version, None)
+            self._retained.pop(version, None)
 
     @contextmanager
     def at(self, version: int) -> Iterator[None]:
@@ -85,7 +86,7 @@ class WeightVersions:
             yield
             return
         newest = [parameter.data for parameter in self._parameters]
-        self._put(self._kept[version])
+        self._put(self._retained[version])
         try:
             yield
         finally:
@@ -100,13 +101,83 @@ class WeightVersions:
     def update(self) -> None:
         """Call before the parameters are written to: what is still needed of them stays as it is."""
         if self.newest in self._users:
-            self._kept[self.newest] = [parameter.data for parameter in self._parameters]
-            self._put([data.clone() for data in self._kept[self.newest]])
+            self._retained[self.newest] = [parameter.data for parameter in self._parameters]
+            self._put([data.clone() for data in self._retained[self.newest]])
         self.newest += 1
 
     def _put(self, weights: Iterable[Tensor]) -> None:
         for parameter, data in zip(self._parameters, weights, strict=True):
             parameter.data = data
+
+
+HEADER = 16  # bytes: two int64
+MORE, LAST, BROKEN = range(3)
+
+
+@dataclass(frozen=True, slots=True)
+class StageMessage:
+    """One message. number: of its microbatch in the run. is_last: nothing follows until the cluster has drained. body:
+    as `StageForm.pack` and `pack_back` make it.
+    """
+
+    number: int
+    is_last: bool
+    body: Tensor
+
+
+def pack_message(number: int, flag: int, body: Tensor) -> Tensor:
+    """The bytes of a message, (16 + n,) uint8. flag: `MORE`, `LAST` or `BROKEN`."""
+    wire = torch.empty(HEADER + body.numel(), dtype=torch.uint8, device="cpu")
+    wire[:HEADER] = torch.tensor([number, flag], dtype=torch.int64, device="cpu").view(torch.uint8)
+    wire[HEADER:] = body
+    return wire
+
+
+class NeighbourReceiver:
+    """Messages from position `source` of a cluster, one awaited at a time. task: of the kind and hop that begins with
+    such a message. nbytes: of a body.
+    """
+
+    def __init__(self, group: Group, source: int, task: Task, nbytes: int) -> None:
+        self._group, self._source, self._task = group, source, task
+        self._length = HEADER + nbytes
+        self._posted: tuple[int, Work, Tensor] | None = None
+
+    @property
+    def work(self) -> Work | None:
+        """The receive that is posted; None where there is none."""
+        return None if self._posted is None else self._posted[1]
+
+    @property
+    def nbytes(self) -> int:
+        return self._length
+
+    def expect(self, number: int) -> None:
+        """Take the message about microbatch `number` of the run when it comes, unless another one is awaited."""
+        if self._posted is None:
+            buffer = torch.empty(self._length, dtype=torch.uint8, device="cpu")
+            call = self._group.call("pipeline", round=number)
+            self._posted = number, call.recv(self._source, buffer, phase(self._task)), buffer
+
+    def is_here(self) -> bool:
+        return self._posted is not None and self._posted[1].done()
+
+    def take(self) -> StageMessage:
+        """The message that is here. What it failed with is raised; PeerLost where the neighbour says that somebody is;
+        Malformed, naming the neighbour, where it is about something else.
+        """
+        assert self._posted is not None
+        expected, work, wire = self._posted
+        self._posted = None
+        if work.error is not None:
+            raise work.error
+        number, flag = wire[:HEADER].view(torch.int64).tolist()
+        rank = self._group.ranks[self._source]
+        if number != expected or flag not in (MORE, LAST, BROKEN):
+            raise Malformed(rank, f"microbatch {number}, flag {flag}, where microbatch {expected} was due")
+        if flag == BROKEN:
+            raise PeerLost(-1, f"of this cluster, as worker {rank} says")
+        return StageMessage(number, flag == LAST, wire[HEADER:])
 
 
 StaleUpdate = Callable[[int], None]
@@ -184,17 +255,15 @@ class AsyncStage:
         self._is_leaf = here == last
         self._room = ways.room(here)
         sizes = form.nbytes(Task("F", 0, 0)), form.nbytes(Task("B", 0, 0))
-        self._down = Mailbox(group, here - 1, Task("F", 0, here), sizes[0]) if here else None
-        self._up = Mailbox(group, here + 1, Task("B", 0, here), sizes[1]) if here < last else None
+        self._down = NeighbourReceiver(group, here - 1, Task("F", 0, here), sizes[0]) if here else None
+        self._up = NeighbourReceiver(group, here + 1, Task("B", 0, here), sizes[1]) if here < last else None
         self._sends: list[Work] = []
 
     @property
     def done(self) -> int:
-        """Microbatches of the run so far."""
         return self._next
 
     def resume(self, microbatches: int, updates: int) -> None:
-        """Go on after so many."""
         self._next, self.versions.newest = microbatches, updates
 
     def refuse(self) -> None:
@@ -277,7 +346,7 @@ class _Segment:
             boxes = [node._up, *([node._down] if has_room else [])]
             self._await(*(box for box in boxes if box is not None and box.work is not None))
 
-    def _await(self, *boxes: Mailbox) -> None:
+    def _await(self, *boxes: NeighbourReceiver) -> None:
         works = [box.work for box in boxes if box.work is not None]
         if works and not any(work.done() for work in works):
             self.group.start(any_done(works), "pipeline", nbytes=self._nbytes()).wait()
@@ -333,7 +402,6 @@ class _Segment:
             self._send(Task("B", task.microbatch, self.here - 1), sent, is_last=is_last)
 
     def _passed(self, number: int, used: int) -> None:
-        """A microbatch's gradient has been added."""
         node = self.node
         node.passed.append(Passed(number, used, node.versions.newest))
         self.oldest, self.in_update = max(self.oldest, node.versions.newest - used), self.in_update + 1

@@ -35,16 +35,13 @@ class MovingAverage:
         self._weight = 0.0
 
     def add(self, value: float) -> None:
-        """The newest measurement."""
         self._weight += self.alpha * (1.0 - self._weight)
         self.value = value if self.value is None else self.value + self.alpha / self._weight * (value - self.value)
 
     def state(self) -> list[float | None]:
-        """What `restore` takes."""
         return [self.value, self._weight]
 
     def restore(self, state: Sequence[Any]) -> None:
-        """Go on from `state`."""
         self.value, self._weight = state
 
 

@@ -1,10 +1,10 @@
-"""Judging weights that a swarm holds: the forward pass alone, on the way of microbatches, whoever is lost meanwhile.
+"""The weights that a swarm holds: their validation loss, and the whole model at one peer, whoever is lost meanwhile.
+
+The loss is taken by forward passes alone, on the way of microbatches:
 
 origin   the first peer of stage 0: batches -> LOOK -> a peer of stage 1 -> ... -> LOSS from the last stage
 others   serve until the origin has all losses
 all      agree on the sum; where the origin is lost they begin again with the next one
-
-The stages of a swarm put together at one peer, whoever is lost meanwhile.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class SwarmEvaluator:
         """Mean loss in nats over the rows of `batches` (b, T+1), which origins alone are asked for; the same at all
         peers. NaN without rows. hint: see `Swarm.step`.
         """
-        with self.work.judging():
+        with self.work.evaluating():
             while True:
                 self.agreement.agree([])
                 self.swarm.apply_placement(hint)
@@ -52,10 +52,10 @@ class SwarmEvaluator:
                 else:
                     self._serve(origin)
                     own = (0.0, -1)
-                said = self.agreement.agree([as_bits(own[0]), own[1]])
+                votes = self.agreement.agree([as_bits(own[0]), own[1]])
                 self.swarm.apply_placement(hint)
-                if origin in said and said[origin][1] >= 0:
-                    total, rows = as_number(said[origin][0]), said[origin][1]
+                if origin in votes and votes[origin][1] >= 0:
+                    total, rows = as_number(votes[origin][0]), votes[origin][1]
                     return total / rows if rows else float("nan")
 
     def _ask(self, batches: Iterable[Tensor]) -> tuple[float, int]:
@@ -152,16 +152,16 @@ def gathered(swarm: Swarm, whole: nn.Module, pieces: Sequence[Piece], hint: Call
         agreement.agree([])
         swarm.apply_placement(hint)
         firsts = [swarm.peers(stage)[0] for stage in range(swarm.count)]
-        holds = 1
+        has_model = 1
         if swarm.me == firsts[0]:
-            holds = int(_fill(swarm, whole, pieces, firsts))
+            has_model = int(_fill(swarm, whole, pieces, firsts))
         elif swarm.me in firsts:
             state = swarm.peer.work.stage.state_dict().values()
             body = torch.cat([as_bytes(tensor.detach().to("cpu").contiguous().view(-1)) for tensor in state])
             inbox.queue.send(firsts[0], MessageHeader(STATE, 0, inbox.epoch, swarm.peer.stage), body)
-        said = agreement.agree([holds])
+        votes = agreement.agree([has_model])
         swarm.apply_placement(hint)
-        if firsts[0] in said and said[firsts[0]][0]:
+        if firsts[0] in votes and votes[firsts[0]][0]:
             return swarm.me == firsts[0]
 
 

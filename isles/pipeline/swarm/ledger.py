@@ -53,7 +53,7 @@ def plan_repairs(
             raise LookupError(f"stage {stage} has no peer left")
     runs: list[PartialRoute] = []
     doubles: list[tuple[int, int]] = []
-    given: Counter[int] = Counter()
+    assigned: Counter[int] = Counter()
     for microbatch in range(microbatches):
         holders = [[peer for peer in peers if microbatch in ledger[peer]] for peers in stages]
         doubles += [(microbatch, peer) for held in holders for peer in held[1:]]
@@ -65,8 +65,8 @@ def plan_repairs(
             end = stage
             while end < len(stages) and not holders[end]:
                 end += 1
-            visits = tuple(min(stages[at], key=lambda peer: (given[peer], peer)) for at in range(stage, end))
-            given.update(visits)
+            visits = tuple(min(stages[at], key=lambda peer: (assigned[peer], peer)) for at in range(stage, end))
+            assigned.update(visits)
             feed = holders[stage - 1][0] if stage else None
             sink = holders[end][0] if end < len(stages) else None
             runs.append(PartialRoute(microbatch, stage, visits, feed, sink))
@@ -99,7 +99,7 @@ def as_words(chosen: Collection[int], count: int) -> list[int]:
 
 
 def from_words(words: Sequence[int], count: int) -> set[int]:
-    """What `as_words` was given."""
+    """The set that `as_words` packed, of numbers below `count`."""
     found = set()
     for place, word in enumerate(words):
         word &= (1 << 63) - 1  # a stranger's may be below 0, and have no last bit

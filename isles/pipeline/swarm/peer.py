@@ -31,7 +31,7 @@ class SwarmOptions:
     """How microbatches travel. room: that an origin has under way at most; None: as many as there are. forward,
     backward: seconds until another peer is asked, from sending a microbatch until it is told to be done, and from then
     until its gradient is here. chooses_again: whether there are such deadlines. patience: seconds without any message
-    after which DeadlinePassed ends the wait. keeps: whether the ledger are kept.
+    after which DeadlinePassed ends the wait. keeps: whether passes are saved in the ledger.
     """
 
     room: int | None = None
@@ -45,7 +45,7 @@ class SwarmOptions:
 @dataclass(slots=True)
 class SwarmCounts:
     """Of a run so far. sent_again: microbatches, to another peer; repaired: run by the ledger; taken_back: doubles;
-    begun_again: steps; counted: microbatches added to gradients. seconds: computed for those of this step.
+    restarted: steps; counted: microbatches added to gradients. seconds: computed for those of this step.
     """
 
     sent_again: int = 0
@@ -89,7 +89,6 @@ class SwarmPeer:
 
     @property
     def queue(self) -> int:
-        """Microbatches that wait here."""
         return len(self._forwards) + len(self._backwards)
 
     def set_stages(self, stages: Sequence[Sequence[int]], stage: int) -> None:
@@ -104,12 +103,10 @@ class SwarmPeer:
             self._balancer.join(peer)
 
     def forget(self) -> None:
-        """Nothing is counted any more."""
         self.restore_tally(StepTally([], {}, {}))
 
     @property
     def step_tally(self) -> StepTally:
-        """What is counted."""
         return StepTally(self.counted, self.ledger, self.losses)
 
     def restore_tally(self, step_tally: StepTally) -> None:
@@ -302,7 +299,6 @@ class SwarmPeer:
     # Who is lost or late
 
     def _clear(self) -> None:
-        """Ways that led nowhere."""
         self._under.clear()
         self._forwards.clear()
         self._backwards.clear()

@@ -53,7 +53,7 @@ class StageChange:
     after: int
 
 
-class Placement:
+class StagePlacement:
     """stages: by position, which stage it serves, or `NOWHERE`. costs: what a sample costs at each stage, in any unit.
     balance: None where nobody moves.
     """
@@ -126,19 +126,16 @@ class Placement:
         return StageChange(peer, NOWHERE, stage)
 
     def apply(self, changes: Sequence[StageChange]) -> None:
-        """From now on."""
         for change in changes:
             if change.before != NOWHERE and change.peer in self.seconds:
                 self.seconds[change.peer] *= self.costs[change.after] / self.costs[change.before]
             self.stages[change.peer] = change.after
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON-able."""
         seconds = {str(peer): seconds for peer, seconds in self.seconds.items()}
         return {"stages": list(self.stages), "seconds": seconds, "next_look": self.next_look}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state_dict`."""
         self.stages[:] = state["stages"]
         self.seconds = {int(peer): seconds for peer, seconds in state["seconds"].items()}
         self.next_look = state["next_look"]

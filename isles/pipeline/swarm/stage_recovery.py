@@ -1,19 +1,19 @@
-"""A stage that has lost all of its peers is served again, by somebody who makes it of its neighbours.
+"""How a stage's state reaches a peer that comes to serve it, and how a stage that has lost all peers is rebuilt.
 
-    wait     so many seconds for one who asks to come, where anybody still can
-    agree    on who that is; where nobody has asked, one of a stage that keeps another peer goes there
-    make     it takes what a peer of the stage before has and one of the stage behind, and is their mean by the norms of
-             their gradients (`isles.pipeline.recovery`, CheckFree)
+Between two steps one peer of the stage sends its state; a peer that has it answers whenever it waits, until an exchange
+begins:
 
-Nothing that was counted is worth anything then: the step begins again. The first stage and the last are not made anew,
-for nobody else has what makes the stream of tokens, or scores of the stream.
+    STATE_REQUEST    to the first peer of the stage; to the next one where that is lost
+    STATE_TRANSFER   the state, as bytes
 
-The state of a stage from one peer that serves it to one that comes to it, at the border of a step.
+A stage without peers is rebuilt from its neighbours, and the step begins again:
 
-    WANT    to the first peer of the stage that has it; to the next one where that is lost
-    GIFT    the state, as bytes
+    wait     up to some seconds for a joining peer, where anybody still can join
+    agree    on that peer; where nobody has asked, a peer of a stage that keeps another one goes there
+    rebuild  the mean of a peer of the stage before and one of the stage behind, by the norms of their gradients
+             (`isles.pipeline.recovery`, CheckFree)
 
-Whoever has a state answers wherever it waits until an exchange begins.
+The first stage and the last are not rebuilt: nobody else has what makes the stream of tokens, or scores of the stream.
 """
 
 from __future__ import annotations

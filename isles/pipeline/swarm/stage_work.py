@@ -96,12 +96,12 @@ class StageWork(StageCompute):
 
     def take_back(self, microbatch: int, saved_pass: SavedPass) -> None:
         """Take what `backward` added of it out of the gradients again, by doing it once more."""
-        kept = [(parameter, parameter.grad) for parameter in self.stage.parameters()]
-        for parameter, _ in kept:
+        gradients = [(parameter, parameter.grad) for parameter in self.stage.parameters()]
+        for parameter, _ in gradients:
             parameter.grad = None
         self.backward(self.forward(microbatch, saved_pass.wire, None), saved_pass.gradient, None)
         with torch.no_grad():
-            for parameter, before in kept:
+            for parameter, before in gradients:
                 if before is not None and parameter.grad is not None:
                     before -= parameter.grad
                 parameter.grad = before

@@ -33,7 +33,7 @@ from isles.pipeline.peers.agreement import Agreement
 from isles.pipeline.peers.inbox import ASK, COMERS, as_bits, as_number
 from isles.pipeline.swarm.ledger import as_words, from_words, lacking, plan_repairs
 from isles.pipeline.swarm.peer import SwarmPeer
-from isles.pipeline.swarm.placement import NOWHERE, PeerStats, Placement, StageChange, origins
+from isles.pipeline.swarm.placement import NOWHERE, PeerStats, StageChange, StagePlacement, origins
 from isles.pipeline.swarm.reduction import StageSum
 
 _NO_SQUARE = -1.0
@@ -68,7 +68,7 @@ class SwarmStep:
 
 
 class Swarm:
-    """The steps of one peer. arrangement: the same at all of them.
+    """The steps of one peer. placement: the same at all of them.
 
     parameters: of this peer's stage, whose `.grad` a step leaves as the mean over the step's microbatches; norms are
     those of a stage's mean square over its peers, which are alike here.
@@ -79,7 +79,7 @@ class Swarm:
         peer: SwarmPeer,
         agreement: Agreement,
         parameters: Sequence[nn.Parameter],
-        placement: Placement,
+        placement: StagePlacement,
         microbatches: int,
         *,
         consistency: Consistency = "exact",
@@ -172,7 +172,7 @@ class Swarm:
 
     def may_come(self, asked: Iterable[int]) -> list[int]:
         """Those of `asked` that are positions of somebody who was not here before: who is counted out keeps its
-        stage. Where they wish to go the arrangement knows from now on.
+        stage. Where they wish to go the placement knows from now on.
         """
         wishes = {vote % len(self.stages): vote // len(self.stages) - 1 for vote in sorted(asked) if vote != NOBODY}
         self.placement.wishes = {peer: wish for peer, wish in wishes.items() if self.stages[peer] == NOWHERE}
@@ -265,7 +265,7 @@ class Swarm:
         return [len(self.peer.counted), as_bits(float(sum(loss.double() for loss in self.peer.losses_counted())))]
 
     def _conclude(self, settled: Votes) -> SwarmStep | None:
-        """The step's gradients, once all who are left have them. settled: what all said when the ledger were right."""
+        """The step's gradients, once all who are left have them. settled: what all said when the ledger was right."""
         gradient = self._gradient(self._counted_here(settled))
         votes, asked = self._vote(gradient)
         if not all(stats.holds for stats in votes.values()) or self.lacks(settled):
@@ -324,7 +324,7 @@ class Swarm:
         return SwarmStep(loss, sum(means) ** 0.5, own**0.5, members, votes)
 
     def _squares(self, votes: Mapping[int, float]) -> list[float]:
-        """By stage, the mean square of its peers' gradients, 0 where none has any. said: by position."""
+        """By stage, the mean square of its peers' gradients, 0 where none has any. votes: by position."""
         squares = [[votes[position] for position in self.peers(stage)] for stage in range(self.count)]
         known = [[square for square in each if square != _NO_SQUARE] for each in squares]
         return [sum(each) / len(each) if each else 0.0 for each in known]
@@ -355,7 +355,6 @@ class Swarm:
 
     @property
     def has_departed(self) -> bool:
-        """Whether this peer has left."""
         return self.me not in self.agreement.members
 
     def lacks(self, settled: Collection[int]) -> bool:

@@ -1,7 +1,4 @@
-"""Where each cluster of a run cuts the model, and which worker holds what of it.
-
-What this machine offers to clusters: memory, and how fast it is, measured.
-"""
+"""Where each cluster cuts the model, which worker holds what of it, and what this machine offers to a cluster."""
 
 from __future__ import annotations
 
@@ -51,7 +48,7 @@ def cuts_at(config: Config, clusters: Sequence[Sequence[int]]) -> list[Cut]:
 
 
 def first_blocks(cut: Cut) -> tuple[int, ...]:
-    """Of each stage but the first."""
+    """The first block of each stage but the first."""
     return tuple(piece.blocks.start for piece in cut.pieces[1:])
 
 
@@ -106,9 +103,9 @@ def memory(device: torch.device) -> float:
 
     if device.type == "cuda":
         return float(torch.cuda.mem_get_info(device)[0])
-    told = Path("/proc/meminfo")
-    if told.exists():
-        fields = dict(line.split(":") for line in told.read_text(encoding="ascii").splitlines())
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        fields = dict(line.split(":") for line in meminfo.read_text(encoding="ascii").splitlines())
         return 1024.0 * int(fields["MemAvailable"].split()[0])
     return float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
 

@@ -40,10 +40,10 @@ _LOOK = 2.0  # seconds between questions to the lighthouse
 
 
 class ElasticClusterNode(PeerWork):
-    """What trains in one seat of a run in clusters.
+    """What trains as one member of a run in clusters.
 
-    part: who begin together, or whom of clusters that are at work this node asks to be let in. told: what
-    this machine tells of itself (`isles.network.clusters.nodes`). members_now: who is at work by the lighthouse's
+    part: who begin together, or whom of clusters that are at work this node asks to be let in. descriptor: what
+    this machine says of itself (`isles.network.clusters.nodes`). members_now: who is at work by the lighthouse's
     knowledge; None where it does not answer. await_kept: waits until the lighthouse keeps all parts of the state after
     a step, or time is up.
     """
@@ -212,10 +212,10 @@ def _restore(worker: ClusterWorker, saved: State) -> None:
     for name, parameter in worker.server.model.named_parameters():
         state = worker.server.optimizer.state.get(parameter, {})
         moments = [value for value in state.values() if value.shape == parameter.shape]
-        for own, given in zip_longest([parameter, *moments], held.get(name, [])[: 1 + len(moments)]):
-            if not isinstance(given, Tensor) or given.shape != own.shape:
+        for own, loaded in zip_longest([parameter, *moments], held.get(name, [])[: 1 + len(moments)]):
+            if not isinstance(loaded, Tensor) or loaded.shape != own.shape:
                 raise ValueError(f"the lighthouse's state does not fit this model: {name}")
-            own.copy_(given)
+            own.copy_(loaded)
         for value in state.values():
             if not value.ndim:
                 value.fill_(step)
@@ -225,7 +225,7 @@ _AGAIN = 0.2  # seconds
 
 
 class ClusterParticipant(SwarmParticipant):
-    """One node in one seat. node: what its machine has; None: as its user says, or measured."""
+    """One node as one member. node: what its machine has; None: as its user says, or measured."""
 
     def __init__(self, *of: Any, node: ClusterNode | None = None) -> None:
         self._descriptor, self._closed = node or of[1].here.node, threading.Event()
@@ -255,7 +255,7 @@ class ClusterParticipant(SwarmParticipant):
         threading.Thread(target=self._tear, name="isles-grace", daemon=True).start()
 
     def _tear(self) -> None:
-        """In a thread of its own, until this seat is given back: what is begun later is torn as well."""
+        """In a thread of its own, until this member has ended: what is begun later is torn as well."""
         wait = self.config.run.grace
         while not self._closed.wait(wait):
             wait = _AGAIN

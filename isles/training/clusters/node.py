@@ -1,20 +1,15 @@
-"""One worker of a run in clusters.
+"""One worker of a run in clusters, in a world of fixed size or where workers come and leave.
 
     until the last step:
-        a stretch of updates, which ends drained      at the next average, validation, checkpoint, or after 200 updates
+        a segment of updates, which ends drained      at the next average, validation, checkpoint, or after 200 updates
         average with the other clusters               every replicas.sync_every updates, and at the end
-        mend                                          who stands by takes lost ones' places, new clusters begin
+        repair                                        standby nodes take lost ones' places, new clusters begin
         validate, save, stop                          as any worker, see `isles.training.trainer`
 
-Steps are updates; each stage counts its own, and all have done as many where a stretch ends. A worker that is lost
-takes its cluster out (`isles.pipeline.ravnest.agreement`), until at an average one that stands by takes its place; the
-others go on to the end.
-
-Which text the clusters of a run read, where new ones begin and others end: at each step every cluster the next
-batch of one order (`isles.data.loader`), so no two read the same, and what is read is in the order.
-
-How a worker of a run in clusters begins: in a world of fixed size with what was drawn, its own state, or none; where
-workers come and leave as a founder, or later.
+Steps are updates; each stage counts its own, and all have done as many where a segment ends. A worker that is lost
+takes its cluster out (`isles.pipeline.ravnest.agreement`), until at an average a standby node takes its place; the
+others go on to the end. At each step every cluster reads the next batch of one order (`isles.data.loader`), so no two
+read the same, and what is read is in the order, wherever clusters begin and end.
 """
 
 from __future__ import annotations
@@ -55,7 +50,7 @@ LONGEST = 200
 
 class ClusterWorker(TrainingLoop):
     """One worker, whose `step` is a stretch of updates. corpus: that of `config.data`, where it was loaded already.
-    seats: who serves what. post: messages between all, those who may come included; None: made
+    assignment: who serves what. inbox: messages between all, those who may come included; None: made
     here. growth: how new clusters are made; None: nobody comes or leaves.
     """
 
@@ -91,7 +86,7 @@ class ClusterWorker(TrainingLoop):
         self.reading = SharedReading(len(assignment.clusters), batch)
         self.stale, self._has_come = 0.0, False
         self._end_at = self._taken = 0
-        """Losses of the stretch under way that are among `losses`, or were told."""
+        """Losses of the segment under way that are among `losses`, or were reported."""
         self._cluster_state = ClusterState(config, world, corpus, self.agreement, cuts, self._update)
         self.average = self._cluster_state.average
 
@@ -116,7 +111,7 @@ class ClusterWorker(TrainingLoop):
         self.steps = self.averaged = step
         self.reading = replace(self.reading, since=since, before=before)
         self._has_come = True  # and goes on where the others are, right after an average
-        self._mend()
+        self._repair()
 
     def leave(self) -> None:
         """After the next average, where workers may. May be called in any thread."""
@@ -124,7 +119,6 @@ class ClusterWorker(TrainingLoop):
 
     @property
     def has_departed(self) -> bool:
-        """Whether it has left."""
         return self.agreement.has_departed
 
     @property
@@ -225,7 +219,7 @@ class ClusterWorker(TrainingLoop):
                 self.average.average(until, (until - self.averaged) * samples)
                 self.averaged = until
                 self._admit()
-                self._mend()
+                self._repair()
             elif self._settles(until):
                 self.agreement.settle()
 
@@ -288,7 +282,7 @@ class ClusterWorker(TrainingLoop):
             if self.world.rank == self.agreement.assignment.living[0]:  # who says what all know
                 self._cluster_state.note(f"worker {comer} has come, and stands by from step {self.steps} on")
 
-    def _mend(self) -> None:
+    def _repair(self) -> None:
         """Where somebody stands by for who was lost or leaves, their clusters go on from the others' weights; so do new
         ones.
         """
@@ -309,7 +303,7 @@ class ClusterWorker(TrainingLoop):
 
     @override
     def report(self, val_loss: float | None) -> None:
-        """Where there is a loss to tell: it may have just taken a place."""
+        """Where there is a loss to tell: it may have just been assigned a stage."""
         if self.server is None or not self.trains:
             return
         self._take(self.server)
@@ -350,7 +344,6 @@ class ClusterWorker(TrainingLoop):
             self.server.begin_after(step, read)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue exactly from `state_dict`."""
         if self.server is not None:
             if state["server"] is None:  # of a cluster that was broken, as not all knew
                 raise ValueError("the checkpoint was written while a worker was lost: name an earlier one with --step")
@@ -403,7 +396,7 @@ def found(
     inbox: PeerInbox | None = None,
     growth: ClusterGrowth | None = None,
 ) -> ClusterWorker:
-    """One of the first, `founders` of `world`, which has positions for all who may come. post, growth: as in
+    """One of the first, `founders` of `world`, which has positions for all who may come. inbox, growth: as in
     `ClusterWorker`. ValueError where they fill no cluster.
     """
     cuts = [first_blocks(cut) for cut in cluster_cuts(config)]
@@ -423,7 +416,7 @@ def enter(
     inbox: PeerInbox | None = None,
     gives_up: Callable[[], bool] = lambda: False,
 ) -> ClusterWorker:
-    """One that comes later, once the `others` who are left have let it in. told: see
+    """One that comes later, once the `others` who are left have let it in. descriptor: see
     `isles.network.clusters.nodes`. Left where it has come too late, or gives up before.
     """
     inbox = inbox or inbox_of(config, world)

@@ -1,9 +1,9 @@
-"""What a worker of a run in clusters holds, as its place changes: who serves what is settled at averages.
+"""What a worker of a run in clusters holds, as its assignment changes at averages.
 
-stands by              nothing, until it takes a lost one's place or a new cluster begins
-serves                 its stage of the model with optimizer and schedule, and at the root the text
-cluster is broken      its stage: what it did since the last average is worthless, until somebody mends the cluster
-leaves                 its stage, until whoever takes its place has it
+on standby            nothing, until it takes a lost one's place or a new cluster begins
+serves                its stage of the model with optimizer and schedule, and at the root the text
+cluster is broken     its stage: what it did since the last average does not count, until the cluster is repaired
+leaves                its stage, until its successor has loaded it
 """
 
 from __future__ import annotations
@@ -141,7 +141,6 @@ class StageServer:
         self.node.resume(updates * self.config.pipeline.microbatches, updates)
 
     def batches(self, updates: int) -> Iterator[Tensor]:
-        """What the root feeds."""
         if self.text is not None:
             for _ in range(updates):
                 yield from self.text.batch().split(self.node.form.sequences)
@@ -249,7 +248,6 @@ class ClusterState:
 
     @property
     def tokens(self) -> int:
-        """Read for the updates so far."""
         return self.tokens_before + (0 if self.server is None else self.server.tokens)
 
     def take_assignment(self, steps: int, sequences: int) -> None:
@@ -286,11 +284,11 @@ class ClusterState:
         is_new, assignment = self.server is None, self._agreement.assignment
         self._serve().begin_after(steps, sequences)
         if is_new:
-            told = f"worker {self._world.rank} serves stage {stage} of cluster {cluster} from step {steps} on"
-            self.note(told if self._is_open else f"{told}, in place of one that was lost")
+            notice = f"worker {self._world.rank} serves stage {stage} of cluster {cluster} from step {steps} on"
+            self.note(notice if self._is_open else f"{notice}, in place of one that was lost")
         if stage == 0 and self._is_open and cluster in assignment.out:
-            told = f"cluster {cluster} begins at step {steps} with the others' weights"
-            self.note(f"{told}: {assignment.describe_cluster(cluster)}")
+            notice = f"cluster {cluster} begins at step {steps} with the others' weights"
+            self.note(f"{notice}: {assignment.describe_cluster(cluster)}")
 
     def _serve(self) -> StageServer:
         """Hold what this worker's place is now."""

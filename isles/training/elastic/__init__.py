@@ -1,17 +1,12 @@
 """A run of whole replicas whose workers come and go, on top of `isles.membership`.
 
-`terms`       which configurations can be such a run, and the lighthouse's rules of one
-`figures`     what its summary says; `given`: under which names states and models are given
+`connect`     how a worker joins a run: certificate, session, configuration, data, member id
+`leader`      `Participant`: decides round after round what its member does, until the end of the run
+`worker`      `ElasticWorker`: one worker of a member, which carries out those decisions
+`states`      whole states as files for joiners, and the means of single rounds for members that missed them
+`support`     which configurations can be such a run, and the lighthouse's rules of one
+`metrics`     what the summary says of joins, losses and repeated work
+`simulated`   the same workers on the virtual clock; `replay`: a finished run again, from its record
 
-A worker:
-
-`part`        takes part in a run from its start to its end, as one worker or as an island; `isles join` calls it
-`entering`    certificate, session, configuration, text and member
-`beginning`   with whose state it begins, and with which round
-`joining`     `Participant`: its rounds, and its end
-`worker`      one worker of a member: it obeys decision after decision
-`states`      whole states as files, for joiners; `catch_up_log`: the means of single rounds, for who missed them
-
-`lighthouse`  the other side: who keeps the run
-`churn`       the same workers on the virtual clock
+`isles.training.lighthouse` is the other side: the process that serves the run.
 """

@@ -1,10 +1,8 @@
-"""How a worker comes into a run: certificate, session, configuration, text, member.
+"""How a worker joins a run whose workers come and go: certificate, session, configuration, data, member id.
 
-Taking part in a run whose workers come and go: as one worker, or as the workers of an island, of whom one has its
-member and leads, and the others follow it.
-
-What each machine says for itself in a run that it joined. A joiner takes no path and no code from a lighthouse, nor
-how its own machine is used: it has what was typed there (`--set`), or the defaults. Loads no torch.
+It joins as one worker, or as the workers of an island: the leader of the island has the member id, and the others
+follow it. A joiner takes no path and no code from a lighthouse, nor how its own machine is used: for those it has what
+was typed there (`--set`), or the defaults.
 """
 
 from __future__ import annotations
@@ -166,7 +164,7 @@ def admit(
     fit: Callable[[Config], Config] = in_rounds,
 ) -> RunConnection:
     """Come to the lighthouse, until `stack` ends. fit: the run's configuration as workers here take it; ValueError
-    where they cannot. tell: called with lines for a person.
+    where they cannot. notify: called with lines for a person.
 
     ValueError, in one line, for what a person can fix; OSError where nobody answers.
     """
@@ -236,9 +234,9 @@ def connect(
     notify: Callable[[str], None],
 ) -> tuple[ElasticTransport, StateServer]:
     """Connect the worker whose line to the lighthouse `line` is with those of other members, until `stack` ends: over
-    what it talks to them, and what it gives them.
+    what it talks to them, and what serves them its states.
 
-    It listens where this machine's user has said. places: its island, of which `certificates` are. size: workers of the
+    It listens where this machine's user has said. island: its island, of which `certificates` are. size: workers of the
     world that it begins in. ValueError where the address to listen at cannot be had.
     """
     session, entry, here, island_rank = connection.session, line.entry, connection.here, island.island_rank

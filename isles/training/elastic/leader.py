@@ -1,19 +1,13 @@
-"""A worker of a run whose workers come and go.
+"""What a worker, or the leader of an island, decides in a run whose workers come and go.
 
-    until the last round:
-        told whose state to begin with       take it (where nobody has one: as drawn, the same everywhere)
-        told of a view with this member        train round after round: read the round's cell, exchange at its end
-        told to take another's state         give up its own, and start from the top
-    then: finish, offer its model, and wait for the end of the run
+    bootstrap     load the state that the lighthouse names (as drawn, the same everywhere, where there is none), and
+                  wait for the first round while the others go on. Pairs and groups then load a newer state if that one
+                  is old; where all land one mean, the rounds in between are landed from the donor's log
+    rounds        read the round's data slice, take its inner steps, exchange at its end
+    called back   the lighthouse names another state: give up the own one, and bootstrap again
+    end           offer the model, evaluate the run's where asked, and wait for the end of the run
 
 A worker that is asked for its state copies it right after a landing, when nothing is under way.
-
-With whose state a worker begins, and with which round: the part of `joining` before the first round.
-
-told whose state to begin with       take it, or as drawn where nobody has one; say that it is here
-wait for the first round             the others go on meanwhile
-pairs and groups                     take a newer state where that one is old by then
-all land one mean                    land those of the rounds in between, as the donor did
 """
 
 from __future__ import annotations
@@ -171,8 +165,8 @@ class Participant:
     """One worker, or the leader of an island, from its first state to the end of the run: it decides what its member
     does (`decisions`), and does its own part in that (`worker`).
 
-    client: its line to the lighthouse. transport, gifts: between members; the caller closes them. folder: for files on
-    their way. notice: called with a line for a person. places: the workers of the island that this worker leads, of
+    client: asks the lighthouse. transport, transfers: between members; the caller closes them. folder: for files on
+    their way. notice: called with a line for a person. island: the workers of the island that this worker leads, of
     which what they count is reported beside the metrics (`ElasticWorker.counted`); None: on the virtual clock. shown:
     called with each line of metrics.
 
@@ -441,7 +435,7 @@ class Participant:
         except StateUnavailable as why:
             self.notice(f"the one model did not come ({why}): it is not judged")
             return
-        self.client.report({"judged": self.worker.evaluate(path)})
+        self.client.report({"evaluated": self.worker.evaluate(path)})
 
     def _report(self, event: Any) -> None:
         """What the trainer tells whoever started it: lines of metrics go to the lighthouse, words to the user."""

@@ -53,7 +53,7 @@ def elastic_metrics(
 
 
 def views_of(journal: Iterable[Mapping[str, Any]]) -> dict[int, View]:
-    """Those of a run, by number."""
+    """The views that `journal` holds, by number."""
     views = (from_plain(entry["view"]) for entry in journal if entry["event"] == "view")
     return {view.number: view for view in views}
 

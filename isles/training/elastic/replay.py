@@ -53,7 +53,7 @@ class RecordedIncarnation:
 
 @dataclass(frozen=True)
 class ReplayLog:
-    """lives: by member. views: by number."""
+    """incarnations: by member. views: by number."""
 
     incarnations: Mapping[int, Sequence[RecordedIncarnation]]
     views: Mapping[int, View]

@@ -45,13 +45,13 @@ class SimulatedElasticRun(SimulatedWorld):
         self._made = made
         governed = replace(rules(config), founders=self.founders, most=1 << 20)
         self.simulation = SimulatedMembership(governed, self.trace, config.world.elastic.lease, self._on_report)
-        self.lines: list[dict[str, Any]] = []
+        self.records: list[dict[str, Any]] = []
 
     @override
     def train(self, corpus: Corpus) -> list[dict[str, Any]]:
         with tempfile.TemporaryDirectory(prefix="isles-") as folder:
             self._train(corpus, Path(folder))
-            for name, entries in ((NAME, self.simulation.journal), (EXCHANGES, self.lines)):
+            for name, entries in ((NAME, self.simulation.journal), (EXCHANGES, self.records)):
                 lines = (f"{json.dumps(entry, separators=(',', ':'))}\n" for entry in entries)
                 write_text(self.out / name, "".join(lines))
             self._members = self._mean(Path(folder))
@@ -101,7 +101,7 @@ class SimulatedElasticRun(SimulatedWorld):
         if "result" in event:
             self.results[member] = event["result"]
         elif "round" in event or "start" in event:
-            self.lines.append(event.get("round") or event["start"])
+            self.records.append(event.get("round") or event["start"])
         elif "loss" in event:
             self.write(event)
 
@@ -122,11 +122,11 @@ class SimulatedElasticRun(SimulatedWorld):
         return members
 
     @override
-    def told(self) -> dict[str, Any]:
-        lines = [read_record(line) for line in self.lines]
+    def summary_fields(self) -> dict[str, Any]:
+        records = [read_record(one) for one in self.records]
         computed = sum(transport.compute_seconds for transport in self.simulation.transports)
         membership = self.simulation.membership
         assert membership is not None, "it was there at the end"
         last = last_round(self.config, membership.view)
-        told = elastic_metrics(self.simulation.journal, lines, membership, last, computed).record()
-        return {"workers": len(self._members), "replica_std": self.spread, **told}
+        summary_fields = elastic_metrics(self.simulation.journal, records, membership, last, computed).record()
+        return {"workers": len(self._members), "replica_std": self.spread, **summary_fields}

@@ -1,18 +1,16 @@
-"""The states that joiners begin with, as files that their donors give.
+"""The states that joiners begin with, and the means of rounds that they missed, as files under names that all know.
 
     full       weights, anchors, momenta, the inner optimizer's state: the joiner trains on as its donor does
     anchors    anchors and outer momenta alone, a third or less of that: its inner optimizer begins anew, and its rate
                rises to that of the others over its first `WARM_UP` rounds
 
-A donor copies its state once, right after a landing; the copy becomes a file, and goes, while the donor trains on.
+A donor copies its state once, right after a landing; the copy becomes a file and is sent while the donor trains on.
 
-Shadow rounds: how a joiner's state becomes that of members who land one mean together.
+Where members land one mean together, a joiner catches up from its donor's log:
 
 donor     after a copy of its state was asked for: the mean of each of the next `RETAINED` landed rounds, as a file
 joiner    has the state after round r: fetches the means of r + 1, r + 2, ... and lands them with the same rule,
           until it is where the others are; the hash of its anchor must be theirs
-
-Under which names workers, and the lighthouse, give each other states and models.
 """
 
 from __future__ import annotations
@@ -44,12 +42,12 @@ COPIES, BESIDE = 16, 1 << 20
 
 
 def server_name(member: int, island_rank: int) -> str:
-    """The giver's name of the worker at `island_rank` in the island of `member`."""
+    """The name of the state server of the worker at `island_rank` in the island of `member`."""
     return f"{member}/{island_rank}" if island_rank else str(member)
 
 
 def saved_name(island_rank: int) -> str:
-    """What the lighthouse calls the state of a place in an island."""
+    """What the lighthouse calls the state of a rank in an island."""
     return f"{STATE}-{island_rank}" if island_rank else STATE
 
 
@@ -59,16 +57,16 @@ def state_of(stage: int, step: int) -> str:
 
 
 FRESH = 2
-"""Rounds for which a copied state is given to new takers."""
+"""Rounds for which a copied state is sent to new joiners."""
 WARM_UP = 2
 """Rounds in which the inner rate of a joiner rises that has no moments."""
 
 
 class States:
-    """The states that this worker gives and takes.
+    """The states that this worker sends and loads.
 
     folder: for files on their way. kind: what this worker asks for (`world.elastic.join_state`). last: the last round
-    of the run. place: this worker's in its island, which takes states of that place.
+    of the run. island_rank: this worker's, which takes states of that rank.
 
     taken, of, left_out: bytes of the newest state that was taken, its round, and whom its donor knew by then to be left
     out. lacks_moments: whether that came without the inner optimizer's state. are_drawn: whether this worker's own

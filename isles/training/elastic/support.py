@@ -111,7 +111,7 @@ def is_quorum(config: Config) -> bool:
 
 
 def sync_every(config: Config) -> int:
-    """Inner steps a round."""
+    """Inner steps per round."""
     return cast(Any, config.replicas).sync_every
 
 

@@ -46,7 +46,7 @@ Decisions = Generator[Decision, Any, T]
 class ElasticWorker:
     """One worker's part in what its member does.
 
-    alone: the group of this member by itself, on the transport between members. places: the workers of its island.
+    alone: the group of this member by itself, on the transport between members. island: the workers of its island.
     leader: what decides of rounds; None at a follower. folder: for files on their way. report: called with the
     trainer's events. last: the run's last round, as far as it is known.
 
@@ -213,13 +213,13 @@ class ElasticWorker:
                 self.paced((clock.reading() - began) / (count - left))
 
     def keep(self, decision: Decision) -> None:
-        """Right after `round`: keep its mean, and copy the state for whoever has asked (`CatchUpLog`, `States`)."""
+        """Right after `round`: keep its mean, and copy the state for whoever has asked (`CatchUpLog`, `States`).
+        """
         if lands_together(self._config):
             self.catch_up_log.landed(decision.round, decision.left_out)
         self.copy(decision.round, decision.left_out)
 
     def copy(self, round: int, left_out: Mapping[int, int]) -> None:
-        """See `States.landed`."""
         gathered = self._island.gather(*map(int, self.states.wanted()))
         wanted = [any(each) for each in zip(*gathered, strict=True)]
         if self.states.landed(round, dict(left_out), wanted):
@@ -276,7 +276,7 @@ def _next(decisions: Decisions[Any] | None, came: Any, why: StateUnavailable | N
 def positions(
     config: Config, member: int, batches: Iterable[Batch], spare: int, reader: tuple[int, int] = (0, 1)
 ) -> Iterator[np.ndarray]:
-    """What `member` reads: (b,) places of the data's order for each backward pass.
+    """What `member` reads: (b,) positions of the data's order for each backward pass.
 
     batches: one an inner step; where there are none, a round's out of turn from its own stretch, of which it has read
     `spare`. reader: see `isles.data.order.rows`.

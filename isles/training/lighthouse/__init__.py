@@ -1,6 +1,6 @@
 """The lighthouse of a run, on top of `isles.membership.lighthouse`: its directory, its records, and its model.
 
-`keeper`      `RoundsLighthouseServer`: a run from its start to its end; `keeping`: what it shares with the keepers of
-swarms `averaging`   the mean of the models, without torch; `refused`: who refused whom `stand`       where it stood,
-for `isles resume`
+`server`       `LighthouseServer`: what all lighthouses do; `rounds`: of replicas; `peers`: of swarms and clusters
+`mean`         the one model of what workers hand in, without torch
+`resume_info`  what a stopped run left, for `isles resume`
 """

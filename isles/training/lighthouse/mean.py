@@ -36,17 +36,17 @@ def consolidate(models: Mapping[int, Path], out: Path, *, alike: bool, ratio: fl
     most = _most([*marks.values()]) if marks else ""
     why = "it is not the one that the others have landed" if alike else "its tensors are not those of the others"
     left |= {member: why for member in marks if marks[member] != most}
-    kept = [member for member in marks if marks[member] == most]
-    if kept and not alike:
-        far = _apart([models[member] for member in kept], lambda every: np.median(every, axis=0))[0] ** 0.5
+    accepted = [member for member in marks if marks[member] == most]
+    if accepted and not alike:
+        far = _distances([models[member] for member in accepted], lambda every: np.median(every, axis=0))[0] ** 0.5
         usual = np.sort(far)[(len(far) - 1) // 2]
         if not usual:  # half of them are equal bit for bit, as of a pair: the measure is a tenth of their own size
-            usual = _apart([models[kept[far.argmin()]]], np.zeros_like)[0][0] ** 0.5 / 10 or 1e-30
-        for member, times in zip(kept, far / usual, strict=True):
+            usual = _distances([models[accepted[far.argmin()]]], np.zeros_like)[0][0] ** 0.5 / 10 or 1e-30
+        for member, times in zip(accepted, far / usual, strict=True):
             if times > ratio:
                 left[member] = f"it is {times:.3g} times as far from the others as usual (world.trust_ratio)"
-    if kept := [member for member in kept if member not in left]:
-        write_mean([models[member] for member in kept[: 1 if alike else None]], out)
+    if accepted := [member for member in accepted if member not in left]:
+        write_mean([models[member] for member in accepted[: 1 if alike else None]], out)
     return left
 
 
@@ -57,8 +57,8 @@ def write_mean(models: Sequence[Path], out: Path) -> None:
     files = [_Model(path) for path in models]
     with replacing(out) as partial, plain_mode(partial), partial.open("wb") as file:
         file.write(files[0].header)
-        for place, kind, rows in _runs(files):
-            file.seek(place)
+        for offset, kind, rows in _runs(files):
+            file.seek(offset)
             file.write(_mean(rows, kind) if kind in _FLOATS else _most([row.tobytes() for row in rows]))
 
 
@@ -69,11 +69,11 @@ def same_weights(one: Path, two: Path) -> bool:
 
 def spread(models: Sequence[Path], mean: Path) -> float:
     """Of the models about their mean: sqrt(sum (p - mean p)^2 / (models * floats)), see `ReplicaSync.replica_std`."""
-    squares, floats = _apart([mean, *models], lambda every: every[0])
+    squares, floats = _distances([mean, *models], lambda every: every[0])
     return float(squares.sum() / (len(models) * floats)) ** 0.5 if floats else 0.0
 
 
-def _apart(models: Sequence[Path], center: Callable[[np.ndarray], np.ndarray]) -> tuple[np.ndarray, int]:
+def _distances(models: Sequence[Path], center: Callable[[np.ndarray], np.ndarray]) -> tuple[np.ndarray, int]:
     """(the square of each one's distance from `center` of all, how many floats each has)."""
     squares, floats = np.zeros(len(models)), 0
     for _, kind, rows in _runs([_Model(path) for path in models]):
@@ -87,7 +87,7 @@ def _apart(models: Sequence[Path], center: Callable[[np.ndarray], np.ndarray]) -
 
 class _Model:
     """A file of tensors. header: its first bytes, up to the tensors. form: their types and shapes by name, and notes.
-    places: by name, the first byte of each and the one behind its last.
+    offsets: by name, the first byte of each and the one behind its last.
     """
 
     def __init__(self, path: Path) -> None:
@@ -99,7 +99,7 @@ class _Model:
             self.header = self._bytes[:length].tobytes()
             self.form = parse_json(self.header[8:])
             offsets = {name: one.pop("data_offsets") for name, one in self.form.items() if name != "__metadata__"}
-            self.places = {name: (length + begin, length + end) for name, (begin, end) in offsets.items()}
+            self.offsets = {name: (length + begin, length + end) for name, (begin, end) in offsets.items()}
         except (SafetensorError, ValueError, LookupError) as error:
             raise ValueError(f"{path}: no safetensors file ({error})") from None
 
@@ -115,8 +115,8 @@ class _Model:
         run, kind = self._bytes[begin:end], self.form[name]["dtype"]
         if kind not in _FLOATS:
             return run
-        words = run.view(_FLOATS[kind])
-        found = (words.astype("<u4") << 16).view("<f4") if kind == "BF16" else words
+        raw = run.view(_FLOATS[kind])
+        found = (raw.astype("<u4") << 16).view("<f4") if kind == "BF16" else raw
         if not np.isfinite(found).all():
             raise ValueError(f"{self.path}: {name} is not finite")
         return found.astype(np.result_type(found, np.float32), copy=False)
@@ -125,10 +125,10 @@ class _Model:
 def _runs(files: Sequence[_Model]) -> Iterator[tuple[int, str, list[np.ndarray]]]:
     """All tensors by name, some entries at a time: where they lie in the first file, their type, and each file's."""
     first, step = files[0], max(_AT_ONCE // len(files), 8) & -8
-    for name, (begin, end) in sorted(first.places.items()):
+    for name, (begin, end) in sorted(first.offsets.items()):
         for at in range(0, end - begin, step):
             until = min(at + step, end - begin)
-            runs = [file.run(name, file.places[name][0] + at, file.places[name][0] + until) for file in files]
+            runs = [file.run(name, file.offsets[name][0] + at, file.offsets[name][0] + until) for file in files]
             yield begin + at, first.form[name]["dtype"], runs
 
 

@@ -33,7 +33,7 @@ from isles.training.records.rundir import SUMMARY, as_json
 from isles.training.records.summary import SummaryTable, parallel_bytes, summarise
 
 _MOST_PARTS = 1 << 16  # of a state: the nodes of the cluster that gave it
-_KEPT = 2  # steps whose states stay, for whoever is taking the older one
+_RETAINED = 2  # steps whose states stay, for whoever is taking the older one
 _SLOW = 30.0  # seconds without a piece of a state
 _PATIENCE = 10.0  # seconds for the last words of peers
 
@@ -70,14 +70,14 @@ class SwarmLighthouseServer(LighthouseServer):
         return self.lighthouse.look(lambda now: sorted(self.coordinator.alive()))
 
     @override
-    def keep(self) -> SummaryTable | None:
+    def serve(self) -> SummaryTable | None:
         began = time.perf_counter()
-        holder, begun = None, max(self.coordinator.epoch, 1)
+        holder, epoch = None, max(self.coordinator.epoch, 1)
         while holder is None:
             self.lighthouse.wait(self._is_asked, LOOK)
             self.refused.look()
-            if self.coordinator.epoch > begun:
-                begun, step = (
+            if self.coordinator.epoch > epoch:
+                epoch, step = (
                     self.coordinator.epoch,
                     self.coordinator.saved or "0, for no state is kept (run.checkpoint_every)",
                 )
@@ -130,7 +130,7 @@ class SwarmLighthouseServer(LighthouseServer):
     def _summary(self, holder: int, seconds: float) -> SummaryTable:
         results = [self.results[holder], *(one for member, one in self.results.items() if member != holder)]
         summary = summarise(self.config, results, seconds)
-        peers, lit = (
+        peers, restarts = (
             self.coordinator.peers.values(),
             [one for one in self._journal.entries if one["event"] == "restart"],
         )
@@ -142,7 +142,7 @@ class SwarmLighthouseServer(LighthouseServer):
             "deaths": sum(not peer.connected and not peer.left for peer in peers),
             "leaves": sum(peer.left for peer in peers),
             "begun": self.coordinator.epoch,
-            "outages": len(lit) + bool(self._journal.entries),
+            "outages": len(restarts) + bool(self._journal.entries),
             "links": self.links(),
             "refused": self.refused.table(),
         }
@@ -151,13 +151,15 @@ class SwarmLighthouseServer(LighthouseServer):
     # States
 
     @override
-    def hear(self, member: int, kind: str, value: Any) -> bool:
+    def on_event(self, member: int, kind: str, value: Any) -> bool:
         if kind != "offered":
             return False
-        told, stages = table(value, "offered"), self.config.pipeline.stages
-        step = integer(told, "step", 1, self.config.run.steps)
-        parts = integer(told, "parts", *((1, _MOST_PARTS) if self.coordinator.rules.clustered else (stages, stages)))
-        stage = integer(told, "stage", 0, parts - 1)
+        reported, stages = table(value, "offered"), self.config.pipeline.stages
+        step = integer(reported, "step", 1, self.config.run.steps)
+        parts = integer(
+            reported, "parts", *((1, _MOST_PARTS) if self.coordinator.rules.clustered else (stages, stages))
+        )
+        stage = integer(reported, "stage", 0, parts - 1)
         with self._offering:
             if step > self.coordinator.saved and member in self.coordinator.members:
                 if self._parts.setdefault(step, parts) != parts:  # of another cluster, which fit with none of before
@@ -169,8 +171,8 @@ class SwarmLighthouseServer(LighthouseServer):
     def _newest(self) -> int | None:
         """The newest step of which somebody offers each stage's state. Under `_offering`."""
         offered = self._offers.items()
-        whole = [step for step, offers in offered if all(stage in offers for stage in range(self.parts(step)))]
-        return max(whole, default=None)
+        complete = [step for step, offers in offered if all(stage in offers for stage in range(self.parts(step)))]
+        return max(complete, default=None)
 
     def _save(self) -> None:
         """Fetch the states of all stages of the newest step that can be had."""
@@ -188,10 +190,10 @@ class SwarmLighthouseServer(LighthouseServer):
             return
         self._offer_states(step)
         self.lighthouse.act(lambda now: self.coordinator.keep(step))
-        for old in self._states.steps()[:-_KEPT]:
+        for old in self._states.steps()[:-_RETAINED]:
             for stage in self._states.ranks(old):
                 self.state_server.unpublish(state_of(stage, old))
-        self._states.thin(_KEPT)
+        self._states.thin(_RETAINED)
 
     def _fetch_state(self, members: list[int], step: int, stage: int, path: Path) -> int:
         """Of one stage, from the first of `members` that gives it; its step. StateUnavailable."""

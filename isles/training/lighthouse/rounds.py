@@ -34,7 +34,7 @@ from isles.training.records.checksums import is_whole
 from isles.training.records.rundir import SUMMARY, as_json
 from isles.training.records.summary import SummaryTable, parallel_bytes, summarise
 
-_KEPT = 2  # rounds whose states stay, for whoever is taking the older one
+_RETAINED = 2  # rounds whose states stay, for whoever is taking the older one
 
 
 class RoundsLighthouseServer(LighthouseServer):
@@ -44,7 +44,7 @@ class RoundsLighthouseServer(LighthouseServer):
 
     @override
     def assembly(self, journal: Journal, until: float, stack: ExitStack) -> Coordinator:
-        self.judged: list[float | None] = []
+        self.evaluations: list[float | None] = []
         self.spread = 0.0
         self._exchanges = stack.enter_context((self.out / EXCHANGES).open("a", encoding="utf-8"))
         self._states = Checkpoints(self.out, "states")
@@ -53,7 +53,7 @@ class RoundsLighthouseServer(LighthouseServer):
         return self.membership
 
     @override
-    def keep(self) -> SummaryTable | None:
+    def serve(self) -> SummaryTable | None:
         began, saved = time.perf_counter(), self._rounds() * self.rules.sync_every
         every = self.config.run.checkpoint_every
         while not self.lighthouse.wait(lambda: self._is_done() or self.stopping.is_set(), LOOK):
@@ -67,18 +67,18 @@ class RoundsLighthouseServer(LighthouseServer):
         taken = self._collect(members)
         if not taken:
             raise PeerLost(members[0], "no worker of the last view could be asked for what it came to")
-        self._judge(sorted(taken))
+        self._evaluate(sorted(taken))
         if self.stopping.is_set():
             return None
         summary = summarise(
             self.config, [self.results[member] for member in sorted(taken)], time.perf_counter() - began
         )
-        if self.judged:
-            summary["val_loss"] = self.judged[0]
+        if self.evaluations:
+            summary["val_loss"] = self.evaluations[0]
         ddp = parallel_bytes(summary["parameters"], len(taken), self.config.run.steps)
         summary |= {"workers": len(taken), "replica_std": self.spread, "ddp_bytes_per_worker": ddp}
-        told = elastic_metrics(*recorded(self.out), self.membership, self.membership.last or 0)
-        summary |= replace(told, links=self.links(), refused=self.refused.table()).record()
+        reported = elastic_metrics(*recorded(self.out), self.membership, self.membership.last or 0)
+        summary |= replace(reported, links=self.links(), refused=self.refused.table()).record()
         write_text(self.out / SUMMARY, as_json(summary, indent=2) + "\n")
         self.lighthouse.notify(members, Over())
         workers = self.membership.workers
@@ -99,7 +99,6 @@ class RoundsLighthouseServer(LighthouseServer):
         return self.lighthouse.look(lambda now: self.membership.now(self.lighthouse.seen, refused))
 
     def _rounds(self) -> int:
-        """The newest that anybody has done."""
         done, last = max(self.membership.newest_round - 1, 0), self.membership.last
         return done if last is None else min(done, last)
 
@@ -107,10 +106,10 @@ class RoundsLighthouseServer(LighthouseServer):
         """Fetch a member's state, so that the run outlives its workers; whether that is over until the next one."""
         for member in self.members():
             try:
-                kept = self._states.take_in(range(self.config.world.inner), partial(self._fetch, member))
-                if kept is not None:
-                    self._offer(kept)
-                    self._states.thin(_KEPT)
+                saved = self._states.take_in(range(self.config.world.inner), partial(self._fetch, member))
+                if saved is not None:
+                    self._offer(saved)
+                    self._states.thin(_RETAINED)
                     return True
             except StateUnavailable:
                 continue
@@ -121,17 +120,19 @@ class RoundsLighthouseServer(LighthouseServer):
                 return True
         return False
 
-    def _fetch(self, member: int, place: int, path: Path) -> int:
+    def _fetch(self, member: int, island_rank: int, path: Path) -> int:
         rounds = sorted(self.membership.workers[one].round for one in self.members())
         newest = rounds[(len(rounds) - 1) // 2] + MARGIN  # so far half of them say that they are, or soon
-        facts = self.fetch(server_name(member, place), STATE, path, self.config.world.outer_deadline, newest=newest)
+        facts = self.fetch(
+            server_name(member, island_rank), STATE, path, self.config.world.outer_deadline, newest=newest
+        )
         if not is_whole(path) or "round" not in facts:
             raise StateUnavailable("it is no state, or of no round")
         return facts["round"]
 
     def _offer(self, round: int | None) -> None:
-        for place, path in enumerate([] if round is None else self._states.shards(round)):
-            self.state_server.publish(saved_name(place), path, {})
+        for island_rank, path in enumerate([] if round is None else self._states.shards(round)):
+            self.state_server.publish(saved_name(island_rank), path, {})
 
     def _collect(self, members: Sequence[int]) -> list[int]:
         """Fetch the models of `members`, and write the one model; whose it is of. Who is lost costs its share."""
@@ -145,36 +146,36 @@ class RoundsLighthouseServer(LighthouseServer):
         left |= consolidate(taken, out, alike=self.rules.agrees, ratio=self.config.world.trust_ratio)
         for member, why in left.items():
             self.on_notice(f"worker {member}'s model is left out: {why}")
-        kept = [member for member in members if member not in left]
-        self.spread = spread([paths[member] for member in kept], out) if kept else 0.0
+        saved = [member for member in members if member not in left]
+        self.spread = spread([paths[member] for member in saved], out) if saved else 0.0
         for path in paths.values():
             path.unlink(missing_ok=True)
-        return kept
+        return saved
 
-    def _judge(self, members: Sequence[int]) -> None:
+    def _evaluate(self, members: Sequence[int]) -> None:
         """Have one of `members` judge the one model."""
         self.state_server.publish(MODEL, self.out / MODEL_FILE, {})
         for member in members:
-            if not self.judged:
+            if not self.evaluations:
                 self.lighthouse.notify([member], Examine())
                 patience = self.config.world.eval_deadline
-                self.lighthouse.wait(lambda: bool(self.judged) or self.stopping.is_set(), patience)
+                self.lighthouse.wait(lambda: bool(self.evaluations) or self.stopping.is_set(), patience)
 
     @override
-    def hear(self, member: int, kind: str, value: Any) -> bool:
-        if kind == "judged":
-            self.judged.append(value if isinstance(value, float) else None)
+    def on_event(self, member: int, kind: str, value: Any) -> bool:
+        if kind == "evaluated":
+            self.evaluations.append(value if isinstance(value, float) else None)
         elif kind in ("round", "start"):
             self._note(member, value)
         else:
             return False
         return True
 
-    def _note(self, member: int, told: Any) -> None:
+    def _note(self, member: int, reported: Any) -> None:
         """A line of its rounds, by this machine's clock. ValueError where it is none of its own."""
-        line = read_record(told)
-        rounds = (line.round,) if isinstance(line, RoundRecord) else (line.first, line.copied, line.has)
-        if line.member != member or max(rounds) > (self.membership.last or max(rounds)) + 1:
+        record = read_record(reported)
+        rounds = (record.round,) if isinstance(record, RoundRecord) else (record.first, record.copied, record.has)
+        if record.member != member or max(rounds) > (self.membership.last or max(rounds)) + 1:
             raise ValueError("a line of another member's rounds, or of rounds that this run has not")
-        self._exchanges.write(as_json(asdict(replace(line, at=round(time.time(), 3)))) + "\n")
+        self._exchanges.write(as_json(asdict(replace(record, at=round(time.time(), 3)))) + "\n")
         self._exchanges.flush()

@@ -14,7 +14,7 @@ import contextlib
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -30,13 +30,13 @@ from isles.membership.keys import LIGHTHOUSE, STATUS, MemberKeys
 from isles.membership.lighthouse import GRACE, Lighthouse
 from isles.membership.messages import MemberPaths, PathRow, encode, read_paths
 from isles.membership.p2p.stream import CARRIED
+from isles.membership.session import RejectionRow, Rejections, read_rejections
 from isles.membership.state_transfer import FetchRequest, StateServer, StateUnavailable, fetch_state
 from isles.membership.tls_session import open_router
 from isles.training.config.reading import to_toml
 from isles.training.config.sections import Config
 from isles.training.elastic.states import BESIDE, COPIES
 from isles.training.elastic.support import rules
-from isles.training.lighthouse.rejections import RejectionLog
 from isles.training.records.events import Schema
 from isles.training.records.rundir import CONFIG, METRICS, SUMMARY, as_json, lock_run, save_config
 from isles.training.records.summary import SummaryTable
@@ -54,7 +54,7 @@ _MOST = 1 << 40  # bytes of a file where the model's are not known
 class LighthouseServer(ABC):
     """The lighthouse of the run `config` in the directory `out`, at `address`.
 
-    told: called once it can be joined, with its token. on_line, on_notice: as in `isles.running.run.launch`.
+    on_ready: called once it can be joined, with its token. on_line, on_notice: as in `isles.running.run.launch`.
     """
 
     joins_with: ClassVar[str]
@@ -65,13 +65,13 @@ class LighthouseServer(ABC):
         config: Config,
         out: Path,
         address: str,
-        told: Callable[[str], None],
+        on_ready: Callable[[str], None],
         on_metrics: Callable[[dict[str, Any]], None],
         on_notice: Callable[[str], None],
     ) -> None:
         self.config, self.out, self.address = config, out, address
         self.rules, self.text = rules(config), to_toml(config)  # what workers who join get
-        self.told, self.on_metrics, self.on_notice = told, on_metrics, on_notice
+        self.on_ready, self.on_metrics, self.on_notice = on_ready, on_metrics, on_notice
         self.stopping = threading.Event()
         self.results: dict[int, dict[str, Any]] = {}
         self.carried: dict[int, dict[str, int]] = {}
@@ -79,7 +79,7 @@ class LighthouseServer(ABC):
         self.schema = Schema(config)
 
     def run(self) -> SummaryTable | None:
-        """Keep it until the run ends; its summary, or None where it was stopped (`stopping`).
+        """Serve it until the run ends; its summary, or None where it was stopped (`stopping`).
 
         ValueError where the directory holds another kind of run, or the address cannot be had. PeerLost where nobody
         is left to tell what the run came to. OSError, with the mend, for a full disk.
@@ -88,8 +88,8 @@ class LighthouseServer(ABC):
             return self._run()
         except OSError as error:
             if no_room(error):
-                mend = f"make room and go on with: isles resume {self.out}"
-                raise OSError(f"{self.out}: {no_room(error)} ({error.strerror}); {mend}") from error
+                hint = f"make room and go on with: isles resume {self.out}"
+                raise OSError(f"{self.out}: {no_room(error)} ({error.strerror}); {hint}") from error
             raise
         finally:
             with contextlib.suppress(OSError):
@@ -124,7 +124,7 @@ class LighthouseServer(ABC):
                 self.keys,
                 config=self.text,
                 version=__version__,
-                on_report=self._heard,
+                on_report=self._on_report,
                 island_size=self.config.world.inner,
             )
             stack.callback(self.lighthouse.close)
@@ -134,10 +134,10 @@ class LighthouseServer(ABC):
             )
             if is_new and journal.entries:
                 self.on_notice("its credentials were not there: whoever took part must join anew, with the new token")
-            self.told(str(mine.token))
+            self.on_ready(str(mine.token))
             summary = None
             with contextlib.suppress(InterruptedError):
-                summary = self.keep()
+                summary = self.serve()
         if summary is not None:
             forget(self.out)
         return summary
@@ -157,10 +157,10 @@ class LighthouseServer(ABC):
 
     @abstractmethod
     def members(self) -> list[int]:
-        """Seats of those who take part now."""
+        """Members that take part now."""
 
     @abstractmethod
-    def keep(self) -> SummaryTable | None:
+    def serve(self) -> SummaryTable | None:
         """What there is to do until the end, or until `stopping`."""
 
     @abstractmethod
@@ -168,7 +168,7 @@ class LighthouseServer(ABC):
         """How the run stands: the message for whoever asks."""
 
     @abstractmethod
-    def hear(self, member: int, kind: str, value: Any) -> bool:
+    def on_event(self, member: int, kind: str, value: Any) -> bool:
         """An event of one key that is of this kind of run alone; False where it is none. ValueError refuses it."""
 
     def fetch(
@@ -186,32 +186,31 @@ class LighthouseServer(ABC):
             raise InterruptedError if stops() else why from None
 
     def links(self) -> dict[str, Any]:
-        """See `ElasticSummary.links`."""
         ways = {way: sum(one[way] for one in self.carried.values()) for way in CARRIED}
         pairs = [dict(zip(_PAIR, row, strict=True)) for row in self.paths()]
         return {**ways, "relayed_here": self.lighthouse.relayed, "pairs": pairs}
 
     def paths(self) -> MemberPaths:
         """What workers have told; those with the most bytes first."""
-        told = [(member, *row) for member, rows in sorted(self._paths.items()) for row in rows]
-        return tuple(sorted(told, key=lambda row: -row[4]))
+        reported = [(member, *row) for member, rows in sorted(self._paths.items()) for row in rows]
+        return tuple(sorted(reported, key=lambda row: -row[4]))
 
-    def _heard(self, member: int, event: Any) -> None:
+    def _on_report(self, member: int, event: Any) -> None:
         """What a worker reports, in the session's thread. ValueError refuses it."""
         try:
-            if isinstance(event, dict) and len(event) == 1 and self._hear_one(member, *next(iter(event.items()))):
+            if isinstance(event, dict) and len(event) == 1 and self._on_event(member, *next(iter(event.items()))):
                 return
-            line = self.schema("event", event, {member})
-            if set(line) == {"notice"}:
-                self.on_notice(f"worker {member}: {line['notice']}")
+            row = self.schema("event", event, {member})
+            if set(row) == {"notice"}:
+                self.on_notice(f"worker {member}: {row['notice']}")
                 return
-            self._lines.write(as_json({key: value for key, value in line.items() if value is not None}) + "\n")
+            self._lines.write(as_json({key: value for key, value in row.items() if value is not None}) + "\n")
             self._lines.flush()
-            self.on_metrics(line)
+            self.on_metrics(row)
         except Unfit as error:
             raise ValueError(str(error)) from None
 
-    def _hear_one(self, member: int, kind: str, value: Any) -> bool:
+    def _on_event(self, member: int, kind: str, value: Any) -> bool:
         if kind == "result":
             self.results[member] = self.schema("done", value, {member})
         elif kind == "carried":
@@ -220,7 +219,47 @@ class LighthouseServer(ABC):
         elif kind == "paths":
             self._paths[member] = read_paths(value)
         elif kind == "refused":
-            self.refused.told(member, value)
+            self.refused.update(member, value)
         else:
-            return self.hear(member, kind, value)
+            return self.on_event(member, kind, value)
         return True
+
+
+_BY_LIGHTHOUSE = -1
+_NAMED = 100  # lines for a person
+
+
+class RejectionLog:
+    """own: the lighthouse's, as it grows. notice: called with a line for each (by whom, of whom, why) that is new."""
+
+    def __init__(self, own: Rejections, notice: Callable[[str], None]) -> None:
+        self._own, self._notice = own, notice
+        self._reported: dict[int, list[RejectionRow]] = {}  # by the member that refuses
+        self._named: set[tuple[int, int, str]] = set()
+
+    def update(self, by: int, rows: Any) -> None:
+        """What worker `by` says that it has refused so far. ValueError where that is no such list."""
+        self._reported[by] = read_rejections(rows)
+        self._name(by, self._reported[by])
+
+    def look(self) -> None:
+        """Name what is new of the lighthouse's."""
+        self._name(_BY_LIGHTHOUSE, self._own.rows())
+
+    def rows(self) -> list[tuple[int, int, str, int]]:
+        """(by whom, of whom, why, how often). -1: the lighthouse; somebody without a member, or in another's name."""
+        every = {_BY_LIGHTHOUSE: self._own.rows(), **self._reported}
+        return [(by, *row) for by, rows in sorted(every.items()) for row in rows]
+
+    def table(self) -> list[dict[str, Any]]:
+        """`rows`, for the summary."""
+        return [dict(zip(("by", "member", "reason", "times"), row, strict=True)) for row in self.rows()]
+
+    def _name(self, by: int, rows: Iterable[RejectionRow]) -> None:
+        for member, why, _ in rows:
+            if (by, member, why) in self._named or len(self._named) >= _NAMED:
+                continue
+            self._named.add((by, member, why))
+            where = "the lighthouse" if by == _BY_LIGHTHOUSE else f"worker {by}"
+            whom = "somebody" if member < 0 else f"worker {member}"
+            self._notice(f"{where} refuses {whom}: {why}")

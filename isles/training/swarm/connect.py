@@ -1,12 +1,12 @@
 """Taking part in a swarm over a lighthouse, as one peer, until the run ends or this peer is told to leave.
 
-    member -> "what am I to do?" -> begin with the others, or ask those at work to be let in -> train -> the end
-      ^                                                                                         |
-      +--------- again, in another member: the others have lost this peer, or a stage its last ---+
+    member -> request work -> start with the others, or ask those at work to be let in -> train -> the end
+      ^                                                                                     |
+      +------- again, as another member: the others have lost this peer, or a stage its last -+
 
-Seats are never used twice. So a peer that the others have counted out, that stood still for too long, or whose swarm
-has lost a whole stage gives its member back and comes again. Nothing is lost with that: its state is that of the
-others, or is kept by the lighthouse.
+Member ids are never used twice. So a peer that the others have counted out, that stood still for too long, or whose
+swarm has lost a whole stage joins again as another member. Nothing is lost with that: its state is that of the others,
+or is saved at the lighthouse.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ def take_part(address: str, token: Token, here: LocalSettings, wish: int, *, not
 
 
 class SwarmParticipant:
-    """One peer in one member, until `stack` ends. wish, tell, errors: as in `take_part`. leaving: set once this peer is
-    to leave.
+    """One peer in one member, until `stack` ends. wish, notify, errors: as in `take_part`. leaving: set once this peer
+    is to leave.
     """
 
     def __init__(
@@ -213,7 +213,6 @@ class SwarmParticipant:
         return self.client.ended is not None or (self._trainer is not None and self._trainer.has_left)
 
     def _resume(self, trainer: PeerWork, step: int) -> None:
-        """Begin with what the lighthouse keeps."""
         paths: list[Path] = []
 
         def saved(part: int) -> tuple[Path, dict[str, Any]]:

@@ -32,7 +32,7 @@ from isles.pipeline.swarm.delayed import DelayedSwarm
 from isles.pipeline.swarm.evaluation import SwarmEvaluator, gathered, state_bytes
 from isles.pipeline.swarm.outer import OwnSwarm
 from isles.pipeline.swarm.peer import SwarmOptions, SwarmPeer
-from isles.pipeline.swarm.placement import NOWHERE, Placement, StageChange
+from isles.pipeline.swarm.placement import NOWHERE, StageChange, StagePlacement
 from isles.pipeline.swarm.rebalancer import Rebalancer
 from isles.pipeline.swarm.stage_recovery import StageStateServer, hint, take, take_neighbours
 from isles.pipeline.swarm.stage_work import StageWork
@@ -144,7 +144,7 @@ class Swarmed:
             peer,
             agreement,
             self._trained(),
-            Placement(stages, costs, balance),
+            StagePlacement(stages, costs, balance),
             pipeline.microbatches,
             consistency=pipeline.swarm.consistency,
         )
@@ -176,7 +176,7 @@ class Swarmed:
         self._take_up(self._arrange())
         self._transfers.open()
         self.swarm.number = self.step
-        self.last = self.swarm.step(self._mend if self.rebuilds else None)
+        self.last = self.swarm.step(self._rebuild if self.rebuilds else None)
         self._tell_losses()
         if isinstance(self.swarm, OwnSwarm):
             self._transfers.close()  # until what it exchanges has landed
@@ -201,10 +201,10 @@ class Swarmed:
         """Tell that this peer cannot leave, for nobody could go on without it; who started the run may stop it then."""
         self._has_declined = True
         stage = self.swarm.stages[self.swarm.me]
-        told = (
+        notice = (
             f"worker {self.swarm.me} is asked to leave, and is the last of stage {stage}, with nobody to take its place"
         )
-        self.world.report({"notice": told})
+        self.world.report({"notice": notice})
         self.world.leaving.decline()
 
     def _arrange(self) -> list[StageChange]:
@@ -219,10 +219,10 @@ class Swarmed:
 
     def gauges(self) -> dict[str, float]:
         counts = asdict(self.swarm.peer.counts)
-        told = {name: count for name, count in counts.items() if name != "seconds"}
+        totals = {name: count for name, count in counts.items() if name != "seconds"}
         own = {"stage": self.swarm.stages[self.swarm.me], "moves": self.moves}
         own |= {"rebuilt": self.rebuilt} if self.rebuilds else {}
-        return told | own | {"peers": len(self.swarm.agreement.members)}
+        return totals | own | {"peers": len(self.swarm.agreement.members)}
 
     def state_dict(self) -> dict[str, Any] | None:
         own = {"step": self.step, "tokens": self.tokens, "moves": self.moves, "norm": self.block_norm}
@@ -249,9 +249,9 @@ class Swarmed:
     @property
     def _between(self) -> Callable[[], None] | None:
         """What mends stages that are lost between two steps, where nobody can begin."""
-        return partial(self._mend, comers=False) if self.rebuilds else None
+        return partial(self._rebuild, comers=False) if self.rebuilds else None
 
-    def _mend(self, *, comers: bool = True) -> None:
+    def _rebuild(self, *, comers: bool = True) -> None:
         """Have stages served again that have lost all of their peers."""
         changes = hint(self.swarm, self.step, self.config.pipeline.swarm.stage_patience, comers=comers)
         self._take_up(changes, " and makes it of its neighbours, for it had no peer left")
@@ -263,8 +263,8 @@ class Swarmed:
                 self._move(change)
             if self.swarm.me == self.swarm.agreement.members[0]:
                 whence = "comes" if change.before == NOWHERE else f"goes from stage {change.before}"
-                told = f"worker {change.peer} {whence} to stage {change.after} before step {self.step}{more}"
-                self.world.report({"notice": told})
+                notice = f"worker {change.peer} {whence} to stage {change.after} before step {self.step}{more}"
+                self.world.report({"notice": notice})
 
     def _move(self, change: StageChange) -> None:
         """Take over the state of the new stage from one that has it; where nobody has, make it of its neighbours."""
@@ -289,8 +289,8 @@ class Swarmed:
         agreement = self.swarm.agreement
         missed, agreement.missed = agreement.missed, []
         for peer in missed if self.swarm.me == agreement.members[0] else ():
-            told = f"worker {peer} of stage {self.swarm.stages[peer]} was lost by step {self.step}"
-            self.world.report({"notice": f"{told}; the others go on without it"})
+            notice = f"worker {peer} of stage {self.swarm.stages[peer]} was lost by step {self.step}"
+            self.world.report({"notice": f"{notice}; the others go on without it"})
 
     def _form(self) -> StageForm:
         context, vocab = limits(self.config.model)
@@ -354,12 +354,13 @@ def stage_costs(cut: Cut) -> list[float]:
 
 
 def ways_of(pipeline: PipelineConfig, stages: Sequence[int], patience: float) -> SwarmOptions:
-    """How microbatches travel. stages: by peer, `NOWHERE` for who is not there. patience: seconds (`SwarmOptions`)."""
-    given, origins = pipeline.in_flight, max(stages.count(0), 1)
+    """How microbatches travel. stages: by peer, `NOWHERE` for who is not there. patience: seconds (`SwarmOptions`).
+    """
+    in_flight, origins = pipeline.in_flight, max(stages.count(0), 1)
     here = sum(stage != NOWHERE for stage in stages)
     room = {"auto": -(-_AHEAD * here // origins), "1f1b": max(stages, default=0) + 1, "all": None}
     return SwarmOptions(
-        room=given if isinstance(given, int) else room[given],
+        room=in_flight if isinstance(in_flight, int) else room[in_flight],
         forward=pipeline.swarm.forward_deadline,
         backward=pipeline.swarm.backward_deadline,
         chooses_again=pipeline.swarm.consistency != "strict",

@@ -80,8 +80,10 @@ class SwarmParts(PartsMaker):
     def _validates(self) -> bool:
         if self.world.rank not in self._present:
             return self.read().validates
-        places = self.world.layout.coordinates
-        everyone = self.world.world.among(sorted(self._present, key=lambda rank: places[rank].stage))  # who reads first
+        coordinates = self.world.layout.coordinates
+        everyone = self.world.world.among(
+            sorted(self._present, key=lambda rank: coordinates[rank].stage)
+        )  # who reads first
         return broadcast_from_first(everyone, self.text is not None and self.text.validates)
 
     @override
@@ -152,7 +154,6 @@ class SwarmTrainer(Trainer):
 
     @property
     def has_departed(self) -> bool:
-        """Whether it has left."""
         return self.model_step.swarm.has_departed
 
     def _depart(self) -> None:
@@ -160,8 +161,8 @@ class SwarmTrainer(Trainer):
         self.model_step.swarm.agreement.inbox.queue.settle(_FAREWELL)
         self.world.leaving.has_left = True
         if self.model_step.last is not None:
-            told = f"worker {self.world.rank} has left after step {self.optimizer.steps}, as it was asked to"
-            self.world.report({"left": self.world.rank, "notice": told})
+            notice = f"worker {self.world.rank} has left after step {self.optimizer.steps}, as it was asked to"
+            self.world.report({"left": self.world.rank, "notice": notice})
 
     @override
     def step(self) -> None:
@@ -176,9 +177,9 @@ class SwarmTrainer(Trainer):
         held["late"] = self.model_step.swarm.late
         return StateCopy({**held, "schedule": self.schedule.state_dict()})
 
-    def _become(self, cut: Cut, stage: int, given: Tensor) -> NewStage:
+    def _become(self, cut: Cut, stage: int, received: Tensor) -> NewStage:
         """Serve `stage` from now on, with the state that a peer of it gave."""
-        state = _read(given, self.config.run.steps)
+        state = _read(received, self.config.run.steps)
         served = self._rebuilt(cut, stage)
         self.optimizer.load_weights(state["model"])
         self.optimizer.load_inner_state(state["inner"])
@@ -189,11 +190,11 @@ class SwarmTrainer(Trainer):
         self.model_step.swarm.late = state["late"]
         return served
 
-    def _revive(self, cut: Cut, stage: int, given: Sequence[Tensor]) -> NewStage:
+    def _revive(self, cut: Cut, stage: int, received: Sequence[Tensor]) -> NewStage:
         """Serve `stage`, which nobody does any more, made of the states that peers of its neighbours gave: CheckFree's
         mean of their blocks, empty moments, a higher rate.
         """
-        states = [_read(each, self.config.run.steps) for each in given]
+        states = [_read(each, self.config.run.steps) for each in received]
         served = self._rebuilt(cut, stage)
         whole = sketch(self.config.model)
         run_scheme(self.config, cut).fit(whole)
@@ -215,7 +216,6 @@ class SwarmTrainer(Trainer):
         return served
 
     def _rebuilt(self, cut: Cut, stage: int) -> NewStage:
-        """What serves `stage`, as drawn."""
         scheme = run_scheme(self.config, cut)
         if stage == 0 and self.text is None:
             self.text = self._maker.read()
@@ -260,9 +260,9 @@ class SwarmTrainer(Trainer):
         agreement.patience = max(agreement.patience, self.config.world.eval_deadline)  # a whole model takes its time
         while True:
             result = super().conclude(out)
-            holds = int(result["parameters"] > 0)
-            if any(word[0] for word in agreement.agree([holds]).values()):
-                return result | {"tokens": holds * read}
+            has_model = int(result["parameters"] > 0)
+            if any(vote[0] for vote in agreement.agree([has_model]).values()):
+                return result | {"tokens": has_model * read}
 
     def _take_last(self) -> None:
         """The last update, where it is still to come."""
@@ -274,10 +274,10 @@ class SwarmTrainer(Trainer):
         self._is_concluded = True
 
 
-def _read(given: Tensor, last: int) -> Any:
+def _read(received: Tensor, last: int) -> Any:
     """What `SwarmTrainer._state` made, in a run of `last` steps. Malformed where it is not."""
     try:
-        state = state_from_bytes(given.numpy().tobytes())
+        state = state_from_bytes(received.numpy().tobytes())
         integer(state, "steps", 0, last)
         value_of(state, "norm", Nonnegative)
         return state
@@ -292,10 +292,10 @@ _KEPT = 2  # steps of which a peer goes on to offer its state
 
 @dataclass
 class OwnMember:
-    """What a seated trainer is made with.
+    """What a member of a run trains with.
 
-    transport: between members. gifts: through which this peer gives its states. folder: for files on their way. report:
-    called with events for the lighthouse. stop_here: asked after each step whether this peer ends.
+    transport: between members. transfers: through which this peer serves its states. folder: for files on their way.
+    report: called with events for the lighthouse. stop_here: asked after each step whether this peer ends.
     """
 
     config: Config
@@ -310,9 +310,9 @@ class OwnMember:
     def mesh(self, stages: Mapping[int, int]) -> Mesh:
         """The world as this peer sees it. stages: of the members that are known, its own included."""
         members = range(MAX_MEMBERS)
-        places = [Coordinate(member, stages.get(member, 0), 0 if member in stages else 1) for member in members]
+        coordinates = [Coordinate(member, stages.get(member, 0), 0 if member in stages else 1) for member in members]
         world = Group(self.transport, tuple(members), "control", deadlines(self.config), Ledger())
-        return Mesh(world=world, layout=Layout(tuple(places)), report=self.report, stop_here=self.stop_here)
+        return Mesh(world=world, layout=Layout(tuple(coordinates)), report=self.report, stop_here=self.stop_here)
 
     def publish(self, name: str, facts: dict[str, Any], write: Callable[[Path], None]) -> None:
         """Offer a state under `name` in place of the one before the last. facts: told beside it, JSON-able. write: puts
@@ -326,7 +326,7 @@ class OwnMember:
 
 
 class PeerWork(ABC):
-    """What trains in one member. post: its messages to those in the others."""
+    """What trains as one member. inbox: its messages to those in the others."""
 
     inbox: PeerInbox
 
@@ -389,7 +389,7 @@ class ElasticSwarmTrainer(SwarmTrainer, PeerWork):
         self._asked = part.members if isinstance(part, JoinSwarm) else ()
         self.epoch, self._wish = part.epoch, wish
         self._await_saved = await_saved
-        self._not_awaited = self._told_until = 0  # steps
+        self._not_awaited = self._noticed_until = 0  # steps
         self._member = member
         self._ended_at, self.handed_over = member.transport.now(), 0
         """The step of which all gave their states, for a stage's last peer wants to go."""
@@ -403,15 +403,14 @@ class ElasticSwarmTrainer(SwarmTrainer, PeerWork):
 
     @override
     def conclude(self, out: Path | None) -> dict[str, Any]:
-        """With who is left."""
         self.workers = len(self.model_step.swarm.agreement.members)
         return super().conclude(out)
 
     @override
     def go_on_from(self, step: int, kept: FetchPart) -> None:
-        given = torch.frombuffer(bytearray(kept(self.world.coordinate.stage)[0].read_bytes()), dtype=torch.uint8)
+        received = torch.frombuffer(bytearray(kept(self.world.coordinate.stage)[0].read_bytes()), dtype=torch.uint8)
         stepped = self.model_step
-        stepped.serve(*self._become(stepped.cut, self.world.coordinate.stage, given))
+        stepped.serve(*self._become(stepped.cut, self.world.coordinate.stage, received))
         stepped.step = step
 
     @property
@@ -447,8 +446,8 @@ class ElasticSwarmTrainer(SwarmTrainer, PeerWork):
         if me not in members:
             return None
         stages = tuple(swarm.stages[member] for member in members)
-        told = None if last is None else last.stats.get(me)
-        seconds, queue, counted = (0.0, 0.0, 0) if told is None else (told.seconds, told.queue, told.counted)
+        stats = None if last is None else last.stats.get(me)
+        seconds, queue, counted = (0.0, 0.0, 0) if stats is None else (stats.seconds, stats.queue, stats.counted)
         since = round(self.world.transport.now() - self._ended_at, 1)
         return SwarmBeat(self.epoch, self.optimizer.steps, members, stages, seconds, queue, counted, since, ())
 
@@ -464,10 +463,12 @@ class ElasticSwarmTrainer(SwarmTrainer, PeerWork):
             return
         if time.monotonic() - began >= seconds:
             self._not_awaited = done  # the states after that are waited for again
-        if self.world.rank == self.model_step.swarm.agreement.members[0] and done >= self._told_until:
-            self._told_until = done + every
-            told = f"the lighthouse does not keep the states of step {oldest} or a later one: training goes on without"
-            self.world.report({"notice": f"{told}, and more than run.checkpoint_every = {every} steps may be lost"})
+        if self.world.rank == self.model_step.swarm.agreement.members[0] and done >= self._noticed_until:
+            self._noticed_until = done + every
+            notice = (
+                f"the lighthouse does not keep the states of step {oldest} or a later one: training goes on without"
+            )
+            self.world.report({"notice": f"{notice}, and more than run.checkpoint_every = {every} steps may be lost"})
 
     @override
     def _saves_after(self, step: int) -> bool:

@@ -22,7 +22,7 @@ from isles.pipeline.peers.agreement import Agreement
 from isles.pipeline.peers.inbox import LARGE, PeerInbox, message_lengths
 from isles.pipeline.shares import stage_shares
 from isles.pipeline.swarm.peer import SwarmOptions, SwarmPeer
-from isles.pipeline.swarm.placement import Placement
+from isles.pipeline.swarm.placement import StagePlacement
 from isles.pipeline.swarm.stage_work import StageWork
 from isles.pipeline.swarm.swarm import Swarm
 from isles.pipeline.wire import StageForm
@@ -83,7 +83,7 @@ def swarm_of(world: Mesh, setting: Setting) -> Swarm:
     inbox = PeerInbox(MessageQueue(group, run=9, lengths=lengths, channels=LARGE))
     work = StageWork(stage, group, form, setting.microbatches, shares=shares, autocast=nullcontext)
     agreement = Agreement(inbox, setting.patience, range(world.size))
-    placement = Placement(stages, [1.0] * len(setting.peers))
+    placement = StagePlacement(stages, [1.0] * len(setting.peers))
     forward, backward = setting.deadlines
     ways = SwarmOptions(
         room=setting.room,

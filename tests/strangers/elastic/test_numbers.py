@@ -33,7 +33,7 @@ from isles.training.records.shard import read_state, write_state
 from isles.training.swarm.trainer import _read
 from tests.membership.sessions import router
 from tests.membership.test_gifts import Known
-from tests.training.elastic.test_terms import config
+from tests.training.elastic.test_support import config
 
 HUGE = 1 << 61
 WRONG = ["7", 7.5, True, None, [7], -1, HUGE]
@@ -200,7 +200,7 @@ def test_clusters_begin_at_a_step_of_the_run() -> None:
     begun: list[tuple[int, int]] = []
     run = SimpleNamespace(steps=20)
     worker: Any = SimpleNamespace(
-        config=SimpleNamespace(run=run), begin_after=lambda *at: begun.append(at), serving=None
+        config=SimpleNamespace(run=run), begin_after=lambda *at: begun.append(at), server=None
     )
     for step, read in ((HUGE, 5), (21, 5), (-1, 5), (3, -1), (3.5, 5.0), ("3", 5), (3, None), (True, 5)):
         with pytest.raises(ValueError, match="whole number"):

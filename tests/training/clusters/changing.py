@@ -20,7 +20,7 @@ from isles.training.config.reading import read_config
 from isles.training.config.sections import Config
 from isles.training.simulated_churn import SimulatedClusters
 from tests.pipeline.ravnest.averages import Killed
-from tests.training.clusters.test_clustered import SETTINGS
+from tests.training.clusters.test_clusters import SETTINGS
 
 FOUR = [
     *SETTINGS,

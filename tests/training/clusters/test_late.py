@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from isles.comm.virtual.cluster import VirtualCluster
 from isles.network.links import Links
-from tests.training.clusters.test_clustered import config, train
+from tests.training.clusters.test_clusters import config, train
 
 pytestmark = pytest.mark.long
 

@@ -10,7 +10,7 @@ import pytest
 
 from isles.pipeline.ravnest.averaging import ClusterAverage
 from isles.training.clusters.stage_server import SharedReading, StageServer
-from tests.training.clusters.test_churned import (
+from tests.training.clusters.test_simulated import (
     test_who_comes_makes_clusters_takes_places_and_holds_the_others_bits as who_comes,
 )
 
@@ -27,7 +27,7 @@ def takes_the_wrong_segment(patch: Patch) -> None:
         turned = {key: [*held[1 : counts[key]], held[0], *held[counts[key] :]] for key, held in tensors.items()}
         return transfers(own, turned)
 
-    patch.setattr(ClusterAverage, "_gifts", mutant)
+    patch.setattr(ClusterAverage, "_transfer_state", mutant)
 
 
 def begins_the_optimizer_anew(patch: Patch) -> None:

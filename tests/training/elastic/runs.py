@@ -32,7 +32,9 @@ def in_run(run: LitRun, here: LocalSettings) -> Iterator[Participant]:
 
 
 class Run(LitRun):
-    """A lighthouse in a thread. `workers`: by the order in which they were started; `endings`: what became of each."""
+    """A lighthouse in a thread. `workers`: by the order in which they were started; `end_reasons`: what became of
+    each.
+    """
 
     def __init__(self, config: Config, out: Path) -> None:
         self.workers: dict[int, Participant] = {}
@@ -99,6 +101,6 @@ class Run(LitRun):
         """Wait for the end of the run; its summary."""
         self._keeping.join(90.0)
         for number, thread in enumerate(self._threads):
-            if number in self.workers or number in self.endings:
+            if number in self.workers or number in self.end_reasons:
                 thread.join(20.0)
         return self.ended()

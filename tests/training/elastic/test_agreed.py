@@ -48,9 +48,9 @@ def landed(digests: Digests, member: int) -> list[int]:
 def end(world: Run) -> None:
     """All leave."""
     for number, worker in world.workers.items():
-        if number not in world.endings:
+        if number not in world.end_reasons:
             worker.leaving.set()
-    world.until(lambda: len(world.endings) == len(world.workers))
+    world.until(lambda: len(world.end_reasons) == len(world.workers))
     world.stop()
     world.rest()
 

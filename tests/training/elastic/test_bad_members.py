@@ -64,7 +64,7 @@ def test_it_is_shut_out(
     lies(bad.transport, member, how, monkeypatch)  # type: ignore[arg-type]
     world.until(lambda: bool(events(world.out, "ban")))
     assert [one["member"] for one in events(world.out, "ban")] == [member]
-    world.until(lambda: numbers[2] in world.endings)
+    world.until(lambda: numbers[2] in world.end_reasons)
     assert bad.client.ended is not None and why in str(bad.client.ended), bad.client.ended
     reached = max(map(world.step, numbers[:2]))
     world.until(lambda: min(map(world.step, numbers[:2])) >= reached + 3 * EVERY)
@@ -72,7 +72,7 @@ def test_it_is_shut_out(
         weights = world.workers[number].optimizer.fragments[0].anchor
         assert weights.isfinite().all() and weights.norm() < 1e4
         world.workers[number].leaving.set()
-    world.until(lambda: len(world.endings) == 3)
+    world.until(lambda: len(world.end_reasons) == 3)
     (row,) = [row for row in world.keeper.refused.table() if row["member"] == member and row["by"] < 0]
     assert row["reason"] == "a share that another worker refuses" and row["times"] >= 3
     said = f"the lighthouse refuses worker {member}: {row['reason']}"

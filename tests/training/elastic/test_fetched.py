@@ -16,7 +16,7 @@ from isles.training.elastic.states import MODEL, STATE
 from isles.training.lighthouse.rounds import RoundsLighthouseServer
 from tests.membership.sessions import router
 from tests.membership.test_gifts import Known
-from tests.training.elastic.test_terms import config
+from tests.training.elastic.test_support import config
 
 
 @pytest.fixture

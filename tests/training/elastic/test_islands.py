@@ -144,8 +144,8 @@ def test_nobody_waits_for_an_island_whose_leader_is_lost(tmp_path: Path, method:
     )
     for number in others:
         world.workers[number].leaving.set()
-    world.until(lambda: all(number in world.endings for number in others))
-    assert [world.endings[number] for number in others] == ["left", "left"]
+    world.until(lambda: all(number in world.end_reasons for number in others))
+    assert [world.end_reasons[number] for number in others] == ["left", "left"]
     world.stop()
 
 

@@ -16,7 +16,7 @@ from isles.training.lighthouse import server as keeping
 from isles.training.lighthouse.mean import consolidate, same_weights, spread, write_mean
 from isles.training.lighthouse.rounds import RoundsLighthouseServer
 from isles.training.records.shard import save_model
-from tests.training.elastic.test_terms import config
+from tests.training.elastic.test_support import config
 
 NOTES = {"head": "embedding"}
 

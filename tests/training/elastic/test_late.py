@@ -21,7 +21,7 @@ from isles.training.config.sections import Config
 from isles.training.elastic.metrics import recorded
 from isles.training.elastic.simulated import SimulatedElasticRun
 from isles.training.elastic.support import going_on
-from tests.training.elastic.test_churned import EVERYTHING, churned, read_by, small
+from tests.training.elastic.test_simulated import EVERYTHING, churned, read_by, small
 
 
 def late(folder: Path, workers: int, steps: int, *, every: int = 4, **world: Any) -> Config:
@@ -70,7 +70,7 @@ def test_a_slow_worker_delivers_into_the_next_round_and_delays_nobody(tmp_path: 
 def test_joins_deaths_pauses_leaves_and_outages(tmp_path: Path) -> None:
     config = late(tmp_path, 4, 40, every=2)
     one, two = churned(config, EVERYTHING, tmp_path, "one"), churned(config, EVERYTHING, tmp_path, "two")
-    assert one.lines == two.lines and one.simulation.journal == two.simulation.journal and same_weights(one, two)
+    assert one.records == two.records and one.simulation.journal == two.simulation.journal and same_weights(one, two)
     assert set(one.results) == {2, 3, 4, 5, 6} == set(one.simulation.membership.view.members)
     assert one.summary["replica_std"] == 0.0  # all have landed the same
     landed = [decision["round"] for decision in decisions(one, "land")]

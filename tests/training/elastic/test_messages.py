@@ -12,7 +12,7 @@ from safetensors.numpy import load_file
 
 from isles.comm.virtual.wire import VirtualMessage, VirtualWire
 from isles.training.elastic.simulated import SimulatedElasticRun
-from tests.training.elastic.test_churned import churned, small
+from tests.training.elastic.test_simulated import churned, small
 from tests.training.elastic.traces import random_trace
 
 REASONS = {"PeerLost", "DeadlinePassed", "Elsewhere", "RoundClosed"}
@@ -72,6 +72,6 @@ def test_hundreds_of_events_are_the_same_twice(tmp_path: Path, method: str, seed
     if seed > 1:
         return
     two = run_through(tmp_path, method, most=64, events=events, seed=seed, name="two")
-    assert one.lines == two.lines and one.simulation.journal == two.simulation.journal
+    assert one.records == two.records and one.simulation.journal == two.simulation.journal
     first, second = (load_file(run.out / "model.safetensors") for run in (one, two))
     assert all((first[name] == second[name]).all() for name in first)

@@ -128,13 +128,13 @@ def test_workers_come_and_go(tmp_path: Path) -> None:
     # It begins where the others are, with their weights, and not at the start of the run.
     assert world.step(fourth) > 4 * EVERY
     world.workers[second].leaving.set()
-    world.until(lambda: second in world.endings)
-    assert world.endings[second] == "left"
+    world.until(lambda: second in world.end_reasons)
+    assert world.end_reasons[second] == "left"
     assert len({worker.client.member for worker in world.workers.values()}) == 4  # members are never used twice
     for number in (first, fourth):
         world.workers[number].leaving.set()
-    world.until(lambda: {first, fourth} <= world.endings.keys())
-    assert world.endings[first] == world.endings[fourth] == "left"
+    world.until(lambda: {first, fourth} <= world.end_reasons.keys())
+    assert world.end_reasons[first] == world.end_reasons[fourth] == "left"
     world.stop()
     world.rest()
     views = [view["view"] for view in events(world.out, "view")]
@@ -165,7 +165,7 @@ def test_the_lighthouse_is_put_out_and_lit_again(tmp_path: Path) -> None:
     world.until(lambda: world.step(fourth) > 0)
     assert world.step(fourth) >= 50
     world.workers[fourth].leaving.set()
-    world.until(lambda: fourth in world.endings)
+    world.until(lambda: fourth in world.end_reasons)
     world.stop()
     world.rest()
 
@@ -190,7 +190,7 @@ def test_exchanges_while_the_lighthouse_is_away(tmp_path: Path, listens: bool) -
     for number in pair:
         world.workers[number].leaving.set()
     world.rest()
-    assert all(world.endings[number] == "left" for number in pair), world.endings
+    assert all(world.end_reasons[number] == "left" for number in pair), world.end_reasons
 
 
 @pytest.mark.long
@@ -216,7 +216,7 @@ def test_what_a_joiner_begins_with(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     member = world.workers[joiner].client.member
     for number in range(4):
         world.workers[number].leaving.set()
-    world.until(lambda: len(world.endings) == 4)
+    world.until(lambda: len(world.end_reasons) == 4)
     world.stop()
     world.rest()
     looked = 0

@@ -29,7 +29,7 @@ def elastic_config(*settings: str) -> Config:
 
 
 class SwarmRun(LitRun):
-    """A lighthouse in a thread. `peers`, `endings`: by the order in which they were started. kind, keeps: what they
+    """A lighthouse in a thread. `peers`, `end_reasons`: by the order in which they were started. kind, keeps: what they
     are.
     """
 
@@ -72,8 +72,8 @@ class SwarmRun(LitRun):
 
     def end_reason(self, number: int) -> Any:
         """What becomes of a peer."""
-        self.until(lambda: number in self.endings)
-        return self.endings[number]
+        self.until(lambda: number in self.end_reasons)
+        return self.end_reasons[number]
 
     def vanish(self, number: int) -> None:
         """Its connections break, as when its process is killed; then it ends."""

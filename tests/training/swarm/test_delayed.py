@@ -21,9 +21,9 @@ from isles.training.optimizer import inner_optimizer
 from isles.training.simulated_churn import SimulatedSwarm
 from isles.training.worker import train_worker
 from tests.pipeline.swarm import killing
-from tests.training.swarm.test_churned import EVENTS, write
-from tests.training.swarm.test_swarmed import config as synchronous
-from tests.training.swarm.test_swarmed import furthest, train
+from tests.training.swarm.test_simulated import EVENTS, write
+from tests.training.swarm.test_swarm import config as synchronous
+from tests.training.swarm.test_swarm import furthest, train
 
 torch.set_num_threads(1)
 

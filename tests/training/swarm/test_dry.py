@@ -10,7 +10,7 @@ import pytest
 from isles.cli.plan_printer import show
 from isles.plan.peers import plan_swarm
 from isles.plan.record import RunPlan
-from tests.training.swarm.test_swarmed import config, train
+from tests.training.swarm.test_swarm import config, train
 
 SLOW = (
     "world.virtual.links=lan",

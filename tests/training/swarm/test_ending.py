@@ -17,7 +17,7 @@ from isles.training.config.sections import Config
 from isles.training.worker import train_worker
 from tests.cli.command import isles
 from tests.pipeline.swarm import killing
-from tests.training.swarm.test_swarmed import config, fragile, furthest, train
+from tests.training.swarm.test_swarm import config, fragile, furthest, train
 
 WORKERS = 7
 DECIDED = 60

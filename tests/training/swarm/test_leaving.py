@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.cli.command import isles
-from tests.training.swarm.test_swarmed import fragile, furthest
+from tests.training.swarm.test_swarm import fragile, furthest
 
 CLOSE = 1e-12
 

@@ -11,8 +11,8 @@ import pytest
 from isles.membership import lighthouse
 from isles.training.swarm.trainer import ElasticSwarmTrainer
 from tests.training.swarm.members import SwarmRun, elastic_config
-from tests.training.swarm.test_seated import settings, weights
-from tests.training.swarm.test_swarmed import config, furthest, train
+from tests.training.swarm.test_members import settings, weights
+from tests.training.swarm.test_swarm import config, furthest, train
 
 STEPS, ROUNDS, STAGES = 400, 25, (0, 0, 1, 1)
 PACE = 0.1  # seconds a step, so that a fast machine is not done before they have all left
@@ -39,7 +39,7 @@ def test_a_hundred_peers_leave(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         run.until(lambda: all(run.step(number) > 0 for number in comers))  # noqa: B023
         for number in here:
             run.ask_to_leave(number)
-        assert [run.ending(number) for number in here] == ["left"] * len(here)
+        assert [run.end_reason(number) for number in here] == ["left"] * len(here)
         reached.append(max(run.step(number) for number in here))
         here = comers
     over.set()

@@ -16,7 +16,7 @@ from isles.training.stage_runner import planned_cut
 from isles.training.swarm.step import stage_costs
 from isles.training.swarm.trainer import SwarmTrainer
 from tests.pipeline.swarm import killing
-from tests.training.swarm.test_swarmed import alone, config, furthest
+from tests.training.swarm.test_swarm import alone, config, furthest
 
 __all__ = ["alone"]
 

@@ -20,7 +20,7 @@ from tests.gloo import run_gloo
 from tests.pipeline.swarm import killing
 from tests.training.swarm import oracle
 from tests.training.swarm.test_moves import MOVES
-from tests.training.swarm.test_swarmed import ONE, SWARM, furthest, train
+from tests.training.swarm.test_swarm import ONE, SWARM, furthest, train
 
 torch.set_num_threads(1)
 METHODS = {"diloco": ["replicas.method=diloco"], "noloco": ["replicas.method=noloco"]}

@@ -24,8 +24,8 @@ from isles.training.swarm import trainer as trainers
 from isles.training.swarm.trainer import SwarmTrainer
 from tests.cli.command import isles
 from tests.pipeline.swarm import killing
-from tests.training.swarm.test_churned import run as churned
-from tests.training.swarm.test_swarmed import config, fragile, furthest
+from tests.training.swarm.test_simulated import run as churned
+from tests.training.swarm.test_swarm import config, fragile, furthest
 
 REBUILD = (
     "pipeline.swarm.peers=[2,2,2]",

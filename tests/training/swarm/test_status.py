@@ -15,7 +15,7 @@ from isles.cli.elastic import status as command
 from isles.comm.collectives.message_queue import MessageHeader
 from isles.training.records.tokens import make_token
 from tests.training.swarm.members import SwarmRun, elastic_config
-from tests.training.swarm.test_seated import settings
+from tests.training.swarm.test_members import settings
 
 Show = Callable[[SwarmRun], list[str]]
 

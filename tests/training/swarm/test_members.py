@@ -24,7 +24,7 @@ from isles.training.swarm.trainer import ElasticSwarmTrainer
 from tests.training.elastic.runs import Run, in_run
 from tests.training.elastic.test_runs import small
 from tests.training.swarm.members import SwarmRun, elastic_config
-from tests.training.swarm.test_swarmed import ONE, config, furthest, train
+from tests.training.swarm.test_swarm import ONE, config, furthest, train
 
 
 def settings(peers: str, steps: int, *more: str) -> list[str]:
@@ -52,7 +52,7 @@ def weights(run: SwarmRun) -> dict[str, Tensor]:
 
 def states(run: SwarmRun) -> dict[int, set[bytes]]:
     """By stage, what its peers had in the end: one thing, to the bit."""
-    trainers = [peer._trainer for number, peer in run.peers.items() if run.endings.get(number) == "finished"]
+    trainers = [peer._trainer for number, peer in run.peers.items() if run.end_reasons.get(number) == "finished"]
     found: dict[int, set[bytes]] = {}
     for trainer in trainers:
         assert isinstance(trainer, ElasticSwarmTrainer)
@@ -115,7 +115,7 @@ def test_who_comes_and_who_is_lost_change_nothing(tmp_path: Path, lost: int) -> 
     summary = run.end(120)
     assert furthest(weights(run), undisturbed(tmp_path, "[2,2,2]", steps)) < 1e-9
     assert all(len(found) == 1 for found in states(run).values()) and len(states(run)) == 3
-    assert summary["begun"] == 1 and run.endings[comer] == "finished"
+    assert summary["begun"] == 1 and run.end_reasons[comer] == "finished"
     assert (summary["joins"], summary["deaths"]) == (7, 1)
 
 
@@ -188,7 +188,7 @@ def test_no_step_is_further_than_the_interval_from_what_is_kept(tmp_path: Path) 
     for stage in (0, 1, 1):
         run.join(stage)
     seen = set[int]()
-    while 0 not in run.endings:
+    while 0 not in run.end_reasons:
         newest = max(run.step(number) for number in range(3))
         seen.add(newest - run.keeper.coordinator.saved)
         time.sleep(0.001)
@@ -298,7 +298,7 @@ def test_who_sends_what_cannot_be_is_named_and_left_out(tmp_path: Path, lie: str
     named = [row for row in summary["refused"] if row["member"] == liar.line.member]
     assert named and all(LIES[lie] in row["reason"] for row in named), summary["refused"]
     assert all(row["member"] == liar.line.member for row in summary["refused"])
-    assert run.endings[1] in ("again", "finished") and summary["begun"] == 1  # it may hear of the end first
+    assert run.end_reasons[1] in ("again", "finished") and summary["begun"] == 1  # it may hear of the end first
 
 
 @pytest.mark.long
@@ -334,9 +334,9 @@ def test_who_wishes_a_stage_gets_it_and_who_is_asked_to_leaves(tmp_path: Path) -
     run.until(lambda: run.step(comer) > 0)
     run.until(lambda: run.keeper.coordinator.members.get(run.peers[comer].client.member) == 0)
     run.ask_to_leave(0)
-    run.until(lambda: 0 in run.endings)
+    run.until(lambda: 0 in run.end_reasons)
     summary = run.end(120)
-    assert run.endings == {0: "left", 1: "finished", comer: "finished"}
+    assert run.end_reasons == {0: "left", 1: "finished", comer: "finished"}
     assert furthest(weights(run), undisturbed(tmp_path, "[1,1]", steps)) < 1e-9
     assert (summary["begun"], summary["leaves"], summary["deaths"]) == (1, 1, 0)
 
@@ -350,8 +350,8 @@ def test_the_last_of_a_stage_hands_its_state_over(tmp_path: Path) -> None:
         run.join(stage)
     run.until(lambda: run.step(0) > 2)
     run.ask_to_leave(1)
-    run.until(lambda: 1 in run.endings)
-    assert run.endings[1] == "left" and run.keeper.coordinator.saved == run.step(1) > 0
+    run.until(lambda: 1 in run.end_reasons)
+    assert run.end_reasons[1] == "left" and run.keeper.coordinator.saved == run.step(1) > 0
     run.join()
     summary = run.end(120)
     assert furthest(weights(run), undisturbed(tmp_path, "[1,1]", steps)) == 0
@@ -382,5 +382,5 @@ def test_a_swarm_that_begins_again_says_from_where(tmp_path: Path) -> None:
 
 def test_what_cannot_be_is_a_line(tmp_path: Path) -> None:
     run = SwarmRun(elastic_config(*settings("[1,1]", 10)), tmp_path / "run")
-    one_line(run.ending(run.join(2)), "--stage 2: the run has 2 stages, 0 to 1")
+    one_line(run.end_reason(run.join(2)), "--stage 2: the run has 2 stages, 0 to 1")
     run.stop()

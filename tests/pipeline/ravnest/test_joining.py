@@ -105,7 +105,7 @@ def test_what_are_no_seats_is_refused() -> None:
         [[[0, "1"], [2]], *good[1:]], [[[0, True], [2]], *good[1:]],
     ]  # fmt: skip
     for plain in bad:
-        with pytest.raises(ValueError, match="no seats of clusters"):
+        with pytest.raises(ValueError, match="no assignment of clusters"):
             ClusterAssignment.of_plain(plain, 5)
 
 

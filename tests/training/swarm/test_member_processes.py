@@ -20,8 +20,8 @@ from isles.training.config.reading import to_toml
 from isles.training.config.sections import Config
 from tests.membership.sessions import free_port
 from tests.training.swarm.members import elastic_config
-from tests.training.swarm.test_seated import settings, undisturbed
-from tests.training.swarm.test_swarmed import furthest
+from tests.training.swarm.test_members import settings, undisturbed
+from tests.training.swarm.test_swarm import furthest
 
 STEPS, EVERY = 400, 20
 

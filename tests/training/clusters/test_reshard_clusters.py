@@ -16,8 +16,8 @@ from isles.training.records.checkpoint import Checkpoints
 from isles.training.records.reshard import prepare
 from tests.cli.command import isles
 from tests.training.clusters.changing import Watched, config
-from tests.training.clusters.test_churned import EVENTS
-from tests.training.clusters.test_clustered import lines, train
+from tests.training.clusters.test_clusters import lines, train
+from tests.training.clusters.test_simulated import EVENTS
 
 pytestmark = pytest.mark.long
 SAVING = ("run.steps=20", "run.checkpoint_every=4", "run.keep_checkpoints=0")

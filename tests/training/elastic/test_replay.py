@@ -19,8 +19,8 @@ from isles.network.churn import ChurnEvent
 from isles.training.elastic.metrics import recorded
 from isles.training.elastic.replay import repeat, replay_log
 from tests.training.elastic.processes import Processes
-from tests.training.elastic.test_churned import EVERYTHING, churned, small
 from tests.training.elastic.test_runs import EVERY
+from tests.training.elastic.test_simulated import EVERYTHING, churned, small
 from tests.training.elastic.warm import Worker
 
 EVENTS = int(os.environ.get("ISLES_REPLAY", "20"))

@@ -18,9 +18,9 @@ from isles.membership.messages import SwarmStatus
 from isles.network.clusters.nodes import ClusterNode
 from isles.training.clusters.node import growth_of
 from tests.cli.command import isles
-from tests.training.clusters.test_seated import SEATED
+from tests.training.clusters.test_members import SEATED
 from tests.training.swarm.members import elastic_config
-from tests.training.swarm.test_seated_processes import Commands
+from tests.training.swarm.test_member_processes import Commands
 
 pytestmark = pytest.mark.long
 EVERY = 20

@@ -47,7 +47,7 @@ def member(run: ClusterRun, number: int) -> int:
 @LONG
 def test_founders_train_as_on_the_virtual_clock(tmp_path: Path) -> None:
     """The same weights, to the bit, as in a world of fixed size."""
-    from tests.training.clusters.test_clustered import SETTINGS, config, train
+    from tests.training.clusters.test_clusters import SETTINGS, config, train
 
     run = ClusterRun(tmp_path / "run")
     for _ in range(4):
@@ -57,7 +57,7 @@ def test_founders_train_as_on_the_virtual_clock(tmp_path: Path) -> None:
     ours, theirs = (load_file(str(tmp_path / name / "model.safetensors")) for name in ("run", "fixed"))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     assert summary["workers"] == 4 and summary["replicas"] == 2
-    run.until(lambda: list(run.endings.values()) == ["finished"] * 4)
+    run.until(lambda: list(run.end_reasons.values()) == ["finished"] * 4)
 
 
 @LONG
@@ -77,7 +77,7 @@ def test_who_comes_makes_a_cluster_takes_a_place_and_leaves(tmp_path: Path) -> N
     assignment = assignment_of(run, 0)
     assert assignment.coordinates_of(member(run, last)) is not None and member(run, 1) in assignment.lost
     run.peers[pair[0]].leave()
-    run.until(lambda: run.endings.get(pair[0]) == "left")
+    run.until(lambda: run.end_reasons.get(pair[0]) == "left")
     run.until(lambda: len(assignment_of(run, 0).whole) == 2)
     summary = run.end(300)
     assert summary["workers"] == 5 and summary["leaves"] == 1 and summary["deaths"] == 1
@@ -97,7 +97,7 @@ def test_a_run_that_lost_all_goes_on_from_what_the_lighthouse_keeps(tmp_path: Pa
     run.until(lambda: run.step(fresh[0]) > retained)
     assert run.keeper.coordinator.epoch == 2
     summary = run.end(300)
-    assert summary["begun"] == 2 and all(run.endings[number] == "finished" for number in fresh)
+    assert summary["begun"] == 2 and all(run.end_reasons[number] == "finished" for number in fresh)
 
 
 class Late(ClusterParticipant):

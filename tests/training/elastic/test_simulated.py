@@ -86,7 +86,7 @@ EVERYTHING = [
 
 def test_joins_deaths_pauses_leaves_and_outages(tmp_path: Path) -> None:
     """It ends; who is left has done the last round, and what was read is read once. That it is the same twice: see
-    test_late.py, test_messages.py and test_repeating.py.
+    test_late.py, test_messages.py and test_replay.py.
     """
     config = small(tmp_path, 4, 40)
     one = churned(config, EVERYTHING, tmp_path, "one")

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from isles.training.simulated_churn import SimulatedSwarm
 from tests.cli.command import isles
-from tests.training.swarm.test_swarmed import SWARM, alone, config, furthest, train
+from tests.training.swarm.test_swarm import SWARM, alone, config, furthest, train
 
 __all__ = ["alone"]
 
