@@ -1,8 +1,8 @@
-"""Domains: kinds of text with a name, a difficulty and a place, and what is read of each.
+"""Domains: kinds of text with a name, a difficulty and a path, and what is read of each.
 
 A domain's text is an ordinary `data.path`, split into training and validation text as everywhere in Isles. Validation
-documents are dealt in turn to two parts: "prior" (from which a cached prior is estimated) and "test" (which is judged),
-so that nothing that is judged was seen before. A domain of difficulty "held_out" is only judged.
+documents alternate between two parts: "prior" (from which a cached prior is estimated) and "test" (for evaluation),
+so that nothing evaluated was seen before. A domain of difficulty "held_out" is only evaluated.
 
 The default domains: four or five kinds of text that come with every Python, cut from the standard library.
 
@@ -266,8 +266,8 @@ class DomainText:
         for part, tokens in (("training", self.corpus.train), ("validation", self.corpus.validation)):
             if len(tokens) <= 2 * (context + 1):
                 raise ValueError(
-                    f"domain {domain.name!r} is (nearly) empty: its {part} text has {len(tokens)} tokens, fewer than two "
-                    f"sequences of {context + 1}; give more text, or take the domain out"
+                    f"domain {domain.name!r} is (nearly) empty: its {part} text has {len(tokens)} tokens, fewer than "
+                    f"two sequences of {context + 1}; give more text, or take the domain out"
                     + (f"; data.validation_fraction = {data.validation_fraction}" if part == "validation" else "")
                 )
 

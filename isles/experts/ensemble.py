@@ -1,4 +1,4 @@
-"""How the experts of one forest answer together, as a person asks for it.
+"""How the experts of one forest answer together, by the user's choice.
 
 mixing forests (HDEE)                prior: uniform, cached, updating or given; the `top` experts of it; the posterior
                                      follows the text
@@ -6,7 +6,7 @@ routing forests (SMALLTALK, c-BTM)   route "once": one expert, from the first `p
                                      route "growing": the gate's weights of the text so far, computed again as it grows;
                                      the `top` experts of these
 
-A forest that goes on from prompts: by all experts' mixed distribution, or by the one that a gate chooses.
+`Speaker`: a forest that continues prompts, by all experts' mixed distribution, or by the one that a gate chooses.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
 Paths are relative to the file, so a folder may be moved or put together from several machines. An expert is a finished
 run directory of `isles train` (config.toml, model.safetensors, summary.json); nothing else is needed to serve it.
 
-A forest with its models in memory: what its experts say of sequences, together and each.
+`Served`: a forest with its models in memory, which scores sequences by each expert and by all.
 
 tokens (N, T + 1)  --every expert-->  scores (E, N, T)  --mixture-->  perplexity
 tokens (N, T)      --every expert, mixture-->  log-probabilities of the next token (N, V)  --models.generate-->  text

@@ -1,4 +1,4 @@
-"""What a unit's forward pass saves for the backward pass: swapped to the host and back, or made again."""
+"""What a unit's forward pass saves for the backward pass: swapped to the host and back, or recomputed."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ class _Ticket(NamedTuple):
 class Swapped:
     """The saved tensors of one unit and pass, by storage: each moves once, however many views of it were saved.
 
-    Left where they are: the storages in `others` (parameters, buffers, what other units are given too), and casts that
-    autocast makes of weights. A storage is given back when the last that saved it has read it.
+    Left where they are: the storages in `others` (parameters, buffers, what other units get too), and casts that
+    autocast makes of weights. A storage is freed when the last that saved it has read it.
     """
 
     def __init__(self, others: Iterable[Tensor], meter: MemoryMeter | None = None, moves: Moves | None = None) -> None:

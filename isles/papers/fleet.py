@@ -2,7 +2,7 @@
 is trained: only clocks move, so 100,000 workers are not too many.
 
     COMPUTED   a worker has taken its steps of a round: what it sends leaves
-    ARRIVED    a message is there: its partner's (pairs), its own at the place of the mean, or the mean from there (all)
+    ARRIVED    a message is there: its partner's (pairs), its own at the node that averages, or the mean from there (all)
 
 A worker goes on to its next round when it has computed and its message has arrived; if it is paused then, when it is
 back. pairs: NoLoCo's, new ones each round, an odd one alone. all: a mean over everybody, in two messages one after
@@ -11,7 +11,7 @@ another as `isles.comm.collectives.mean` takes it: known when the last worker's 
 Events are taken one by one from a queue in the order of (time, kind, worker). Every number is drawn from (seed, round),
 each worker's pauses from (seed, worker): nothing depends on the order of events.
 
-The sheet of `isles plan explain noloco-fleet`: fleets of up to 1,024 workers, event by event, with pauses.
+`isles plan explain noloco-fleet` shows fleets of up to 1,024 workers with pauses.
 """
 
 from __future__ import annotations

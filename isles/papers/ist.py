@@ -20,14 +20,14 @@ With rho = (q-1) / (d-1) the mean settles at
     masks           (D + rho (Lbar - D))^-1 bbar
 
 so curvature between coordinates of different subnets is ignored in part: the limit is x* for one worker or diagonal
-Lbar, and D^-1 bbar for d workers. No step size mends that, unlike the noise of stochastic gradients. Whitened:
+Lbar, and D^-1 bbar for d workers. No step size removes that, unlike the noise of stochastic gradients. Whitened:
 E g = Lbar^-1 grad f(x) + h, h = x* - x_inf, x_inf = (1/(n sqrt n)) sum_i D_i^(-1/2) b_i, and exactly
 
     E f(x+) = f - gamma (1 - gamma/2) |grad f|^2 - gamma (1 - gamma) <grad f, h> + (gamma^2 / 2) (|h|^2 + spread)
 
 norms of grad f by Lbar^-1, of h by Lbar; spread = E |g - E g|^2 by Lbar.
 
-The sheet of the theory of independent subnets: `isles plan explain ist-quadratic`.
+`isles plan explain ist-quadratic` prints it.
 """
 
 from __future__ import annotations

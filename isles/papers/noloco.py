@@ -1,5 +1,6 @@
-"""NoLoCo's barrier model (arXiv 2506.10911, section 5.3): what waiting costs when steps take random times and messages
-none.
+"""NoLoCo's two models of time (arXiv 2506.10911, section 5.3).
+
+Barrier model: what waiting costs when steps take random times and messages none.
 
 A step takes exp(mu + s z), z standard normal (log-normal). Every m steps a worker waits, and then goes on:
 
@@ -7,11 +8,10 @@ A step takes exp(mu + s z), z standard normal (log-normal). Every m steps a work
     pair:  clock of i, j      <- max of the two (clock + own m steps)              NoLoCo, random pairs, new each round
 
 A worker's m steps are drawn at once, from the law of their sum: the law of one step, on a grid, convolved m times by
-Fourier transform. Steps are rounded to cells of the grid: a sum is off by about a cell times sqrt(m / 12), less than
-1e-3 of its mean for the paper's law. With an odd number of workers one has no partner in a round.
+Fourier transform. Steps are rounded to points of the grid: a sum is off by about a grid spacing times sqrt(m / 12),
+less than 1e-3 of its mean for the paper's law. With an odd number of workers one has no partner in a round.
 
-NoLoCo's latency model (arXiv 2506.10911, section 5.3): an all-reduce over a tree against an exchange in pairs, when
-a message takes a random time.
+Latency model: an all-reduce over a tree against an exchange in pairs, when a message takes a random time.
 
 t ~ log-normal with mean 1 and coefficient of variation cv = std / mean, so sigma^2 = ln(1 + cv^2); times are in means
 of a message. Bandwidth does not matter here, nor what the messages hold.

@@ -1,9 +1,8 @@
-"""The papers' calculations about pipelines, with what they leave open said: SWARM's square-cube law (arXiv 2301.11913),
-Protocol Models over 80 Mbit/s (arXiv 2506.01260), DiLoCoX over 1 Gbit/s (arXiv 2506.21263), NoLoCo's layouts (arXiv
-2506.10911, Table 2).
+"""The papers' calculations about pipelines, with the assumptions that they leave open: SWARM's square-cube law (arXiv
+2301.11913), Protocol Models over 80 Mbit/s (arXiv 2506.01260), DiLoCoX over 1 Gbit/s (arXiv 2506.21263), NoLoCo's
+layouts (arXiv 2506.10911, Table 2).
 
-Sheets about pipelines in the papers: `isles plan explain swarm-square-cube`, `protocol-80mbit`, `dilocox-speedup`,
-`noloco-table2`.
+`isles plan explain swarm-square-cube`, `protocol-80mbit`, `dilocox-speedup` and `noloco-table2` print them.
 """
 
 from __future__ import annotations

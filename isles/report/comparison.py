@@ -1,8 +1,7 @@
 """The page of several runs: one table, and their losses on common axes against steps, bytes and time.
 
-Who is ahead of whom, from runs of the same seeds: paired differences, their intervals, Holm's correction.
-
-A seed gives all rows the same weights to begin with and the same data in the same order, so losses are subtracted seed
+Which row is ahead is decided from runs of the same seeds: paired differences, their intervals, Holm's correction. A
+seed gives all rows the same weights to begin with and the same data in the same order, so losses are subtracted seed
 by seed. d: the n differences of two rows.
 
     interval   mean d -+ t_{0.975, n-1} s / sqrt(n)          s: standard deviation of d

@@ -1,4 +1,4 @@
-"""The panels of a run whose workers come and go: members over time, and the life of each seat in a lane.
+"""The panels of a run whose workers come and go: members over time, and a lane for each member.
 
 They are made of RUN/members.jsonl and RUN/exchanges.jsonl (`isles.membership.run_log`); a line that is none is left
 out. Seconds are counted from the first entry, of the lighthouse's clock.
@@ -73,7 +73,7 @@ def _members(there: Lives, start: float) -> Panel:
 
 
 def _seats(there: Lives, lines: list[RoundLine | StartLine], start: float) -> Panel:
-    """A lane for each of the first seats, with its rounds, and one for the lighthouse where it was away."""
+    """A lane for each of the first members, with its rounds, and one for the lighthouse where it was away."""
     by_member: dict[int, list[RoundLine]] = {}
     for line in lines:
         if isinstance(line, RoundLine):
@@ -93,25 +93,25 @@ def _seats(there: Lives, lines: list[RoundLine | StartLine], start: float) -> Pa
             css = _LOOKS.get(line.outcome, "blocked")
             at = line.at - start
             pieces.append(LaneSegment(start=max(at - line.seconds, 0.0), end=at, css=css, row=0, hint=hint))
-        lanes.append(Lane(label=f"seat {seat}", segments=pieces))
+        lanes.append(Lane(label=f"member {seat}", segments=pieces))
     if there.outages:
         away = [
             LaneSegment(start=since - start, end=until - start, css="other", row=0, hint="the lighthouse is away,")
             for since, until in there.outages
         ]
         lanes.append(Lane(label="lighthouse", segments=away))
-    title = "Seats"
+    title = "Lanes of members"
     end = there.end - start
     picture = Lanes(title=title, x_label="seconds since the first one came", start=0.0, end=end, lanes=lanes)
     notes = ["A lane ends where its worker died, left, or was cut off."]
     if len(there.present) > MAX_LANES:
-        notes.append(f"The first {MAX_LANES} of {len(there.present)} seats.")
+        notes.append(f"The first {MAX_LANES} of {len(there.present)} members.")
     drawn = {piece.css for lane in lanes for piece in lane.segments}
     return Panel(heading=title, picture=picture, keys=[key for key in _KEYS if key[0] in drawn], notes=notes)
 
 
 def _without(segment: tuple[float, float], done: Sequence[tuple[float, float]]) -> Iterator[tuple[float, float]]:
-    """What of a stretch of time is in none of `done`, which are in order."""
+    """What of a span of time is in none of `done`, which are in order."""
     since, until = segment
     for begins, ends in done:
         if begins > since and ends <= until:

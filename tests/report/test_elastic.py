@@ -58,10 +58,10 @@ def test_members_and_seats(tmp_path: Path) -> None:
     assert connected[-1] == (75.0, 2.0) and (30.0, 1.0) in connected and (50.0, 2.0) in connected
     assert in_view[-1] == (75.0, 2.0)
     lanes = {lane.label: [(s.start, s.end, s.css) for s in lane.segments] for lane in seats.picture.lanes}
-    assert list(lanes) == ["seat 0", "seat 1", "seat 2", "lighthouse"]
-    assert lanes["seat 1"] == [(10.0, 30.0, "away"), (0.0, 10.0, "compute")]
-    assert lanes["seat 0"][-2:] == [(15.0, 25.0, "blocked"), (25.0, 35.0, "transfer")]
-    assert lanes["seat 2"] == [(50.0, 65.0, "away"), (65.0, 75.0, "compute")]
+    assert list(lanes) == ["member 0", "member 1", "member 2", "lighthouse"]
+    assert lanes["member 1"] == [(10.0, 30.0, "away"), (0.0, 10.0, "compute")]
+    assert lanes["member 0"][-2:] == [(15.0, 25.0, "blocked"), (25.0, 35.0, "transfer")]
+    assert lanes["member 2"] == [(50.0, 65.0, "away"), (65.0, 75.0, "compute")]
     assert lanes["lighthouse"] == [(30.0, 40.0, "other")]
     hints = [piece.hint for lane in seats.picture.lanes for piece in lane.segments]
     assert "round 4, with the state of 0: whole," in hints

@@ -1,4 +1,4 @@
-"""HDEE from words to results: texts, seeds, experts, forests, and the table of perplexities.
+"""HDEE from settings to results: texts, seeds, experts, forests, and the table of perplexities.
 
 OUT/experts.toml             what was asked for
 OUT/domains/*.jsonl          the default domains, where none were listed
@@ -7,7 +7,7 @@ OUT/seed-0/seed-f192/ ...    runs: seeds and experts (`jobs`)
 OUT/seed-0/forests/*.json    one forest a variant and iteration (`registry`)
 OUT/results.json             everything that was measured; means over seeds beside each seed's
 
-Called again with the same words it goes on where it stopped.
+Called again with the same settings it goes on where it stopped.
 
 The ridge gate (as in DUME and IR3DE): which expert a text belongs to, by a linear map of its tokens' embeddings.
 

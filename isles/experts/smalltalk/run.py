@@ -1,4 +1,4 @@
-"""SMALLTALK LM from words to results: each seed's routers, shares and experts, and how well they do.
+"""SMALLTALK LM from settings to results: each seed's routers, shares and experts, and how well they do.
 
 OUT/experts.toml, domains/     as in HDEE
 OUT/seed-0/pool, routers, assignment.npy, segments    see `seed`
@@ -6,7 +6,7 @@ OUT/seed-0/expert-E, dense-*   ordinary runs (`jobs`)
 OUT/seed-0/forests/smalltalk.json    experts and routers (`registry`)
 OUT/results.json               everything that was measured; means over seeds beside each seed's
 
-Called again with the same words it goes on where it stopped.
+Called again with the same settings it goes on where it stopped.
 
 SMALLTALK LM of one seed, until its experts can be trained: pool, routers, shares.
 

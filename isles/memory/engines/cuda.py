@@ -2,16 +2,16 @@
 
 What keeps copies and kernels apart, though kernels run later than they are called:
 
-    read     a lane begins when the kernels that had been called before it was asked are over (an event for each job)
+    read     a lane begins when the kernels that had been called before it was submitted are over (an event for each job)
     written  memory for what comes up is taken from the computing stream's own, and the lane waits for all kernels that
              had been called by then: whoever had that memory before is among them
-    done     a lane says so when its copy is over, not when it is called; so who waits for it may call kernels at once,
-             and what is given back after it has no reader left
+    done     a lane's event fires when its copy is over, not when it is called; so a waiter may call kernels at once,
+             and what is freed after it has no reader left
 
 Streams are made once a lane: every fresh one would have the allocator keep memory of its own for it. Kernels are called
-from two threads, the caller's and autograd's; which stream they use is looked up where a job is asked for.
+from two threads, the caller's and autograd's; which stream they use is looked up where a job is submitted.
 
-**Not run by its authors, for want of a GPU.** `tests/memory/streams.py` judges the order of its accesses without one;
+**Not run by its authors, for want of a GPU.** `tests/memory/streams.py` checks the order of its accesses without one;
 `tests/memory/test_cuda.py` waits for one; a run holds it against plain copies before it trusts it
 (`isles.training.memory.trial`).
 """
