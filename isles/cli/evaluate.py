@@ -66,7 +66,7 @@ def evaluate(
         from isles.cli.terminal import print_table
         from isles.models.stages import blocks_of_stages
         from isles.training.scoring import asked_order, order_loss, stages_of
-        from isles.training.scoring import curves as judged_curves
+        from isles.training.scoring import curves as evaluated_curves
 
         pieces = stages_of(saved.config, saved.model)
 
@@ -76,7 +76,7 @@ def evaluate(
             return order_loss(saved.model, loader.validation_batches(), blocks, context)
 
         if curves:
-            print_table(_table(judged_curves(len(pieces), loss_of)))
+            print_table(_table(evaluated_curves(len(pieces), loss_of)))
             return
         asked = asked_order(
             len(pieces), drop=_stages("--drop-stages", drop_stages), leave=early_exit, order=_stages("--order", order)

@@ -135,7 +135,7 @@ class Joined:
         return mixture.constant(scores_ENT, one_EN.scatter(0, chosen_N[None], 0.0))
 
 
-def judged_on(path: Path, data: str, joining: Joining) -> dict[str, str]:
+def evaluated_on(path: Path, data: str, joining: Joining) -> dict[str, str]:
     """What to print: the perplexity of the forest, and of each expert alone, on the test part of `data`'s validation
     text (a cached prior is of the other part). ValueError: anything that does not fit.
     """

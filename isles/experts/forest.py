@@ -97,7 +97,6 @@ class Forest:
                 )
 
     def save(self, path: Path) -> None:
-        """Write `path`, all or nothing."""
         path.parent.mkdir(parents=True, exist_ok=True)
 
         def index(file: Path) -> str:
@@ -207,9 +206,9 @@ class Served:
         weights_ENT = weigh(F.pad(seen_ENT.double(), (0, 1)), log_prior[indices])
         return mixture.mix(logs_ENTV[:, :, -1].double(), weights_ENT[:, :, -1, None])
 
-    def logits(self, log_prior: Tensor, weigh: Weigh = mixture.posterior) -> Callable[[Tensor], Tensor]:
+    def logits(self, log_prior: Tensor) -> Callable[[Tensor], Tensor]:
         """`next_token` in the form that `isles.models.generate` calls: (1, T) to (1, 1, V)."""
-        return lambda tokens: self.next_token(tokens, log_prior, weigh)[:, None]
+        return lambda tokens: self.next_token(tokens, log_prior)[:, None]
 
     def average(self, weights: Sequence[float]) -> dict[str, Tensor]:
         """One set of parameters, sum_j w_j theta_j (BTM's): for experts of one shape that come from one seed.

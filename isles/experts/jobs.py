@@ -200,7 +200,7 @@ class ExpertTask:
     needs: tuple[str, ...] = ()
 
 
-def carry_out(tasks: Sequence[ExpertTask], at_once: int, progress: JobProgress) -> None:
+def run_tasks(tasks: Sequence[ExpertTask], at_once: int, progress: JobProgress) -> None:
     """Do all of them, `at_once` at a time; in their order, which puts each behind what it needs.
 
     Errors and KeyboardInterrupt as of the work itself; CommError for a process that died.
@@ -211,7 +211,7 @@ def carry_out(tasks: Sequence[ExpertTask], at_once: int, progress: JobProgress) 
                 task.work(progress)
                 interrupts.check()
     else:
-        _Several(tasks, at_once, progress).carry_out()
+        _Several(tasks, at_once, progress).run_tasks()
 
 
 class _Several:
@@ -221,7 +221,7 @@ class _Several:
         self.failure: Exception | None = None
         self.stopping = False
 
-    def carry_out(self) -> None:
+    def run_tasks(self) -> None:
         start_server()
         try:
             with first_interrupt(self._stop):
@@ -295,7 +295,6 @@ class _Relayed(JobProgress):
 
 
 def _serve(task: ExpertTask, pipe: Connection) -> None:
-    """The life of a task's process."""
     os.setpgrp()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     threading.Thread(target=_end_with_launcher, args=(pipe,), daemon=True).start()

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
-from isles.memory.costs import Placement
 from isles.memory.engines.base import Moves
 from isles.memory.meter import MemoryMeter
 from isles.memory.plan import MemoryPlan
@@ -139,19 +138,14 @@ class Repeatable:
                 table[name] = buffer
 
 
-def moves_nothing(placements: tuple[Placement, ...]) -> bool:
-    """Whether all stays on the device."""
-    return all(one.tier == "device" and one.activations != "swap" for one in placements)
-
-
 class Remade:
-    """`model` under a plan that moves nothing, until `close`: every block keeps what its forward pass saves, or makes
-    it again. Optimizer, weights and the order of passes are left alone, so it goes with methods that shard parameters,
-    with gradient scalers, and with several passes under way.
+    """`model` under a plan that moves nothing, until `close`: every block saves its activations, or recomputes
+    them. Optimizer, weights and the order of passes are left alone, so it goes with methods that shard parameters,
+    with gradient scalers, and with several passes in flight.
     """
 
     def __init__(self, plan: MemoryPlan, model: nn.Module) -> None:
-        assert moves_nothing(plan.placements)
+        assert all(one.tier == "device" and one.activations != "swap" for one in plan.placements)
         self.plan, self.device = plan, next(model.parameters()).device
         units = zip(units_of(model), plan.placements, strict=True)
         self._modules = [unit.module for unit, one in units if one.activations == "recompute"]

@@ -319,7 +319,6 @@ class StoredUnit:
     # Weights and gradients
 
     def fetch(self, into: Sequence[Tensor]) -> None:
-        """Copy the weights to `into`."""
         assert self.weights is not None
         with self.staging.fetching:
             _copy(into, self.weights.read(self.staging.fetched.take(self.weights.room)))
@@ -393,7 +392,6 @@ class StoredUnit:
                 }
 
     def update(self) -> StoredUpdate:
-        """The next update of this unit."""
         return StoredUpdate(self)
 
 

@@ -84,7 +84,6 @@ class Brought:
             parameter.untyped_storage().resize_(0)
 
     def refresh(self) -> None:
-        """Copy the host's weights."""
         with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(self.device)):
             if self._fetch is not None:
                 self._fetch(self.device)

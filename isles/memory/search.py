@@ -367,7 +367,6 @@ class PlanTrials:
         ).play()
 
     def time(self, plan: tuple[Placement, ...], budget: float | None = None) -> float:
-        """Seconds of its step."""
         if budget is None and plan in self.seconds:
             return self.seconds[plan]
         try:

@@ -208,28 +208,28 @@ class _Clock:
         self.clock = np.zeros_like(occupied)
         self.link = np.zeros_like(occupied)
         self.step = 0
-        self.answers: dict[int, list[tuple[int, Floats]]] = {}  # by the step that needs them: (layer, arrival)
+        self.arrivals: dict[int, list[tuple[int, Floats]]] = {}  # by the step that needs them: (layer, arrival)
 
     def advance(self, steps: int) -> None:
         """Compute so many steps. Nodes between two layers that wait or send are one stretch."""
         node, layers = self.job.node_seconds, self.job.layers
         clock, link, occupied = self.clock, self.link, self.occupied
         for step in range(self.step, self.step + steps):
-            place = 0
-            for layer, arrival in self.answers.pop(step, ()):
-                clock = np.maximum(clock + (layer - place) * node, arrival)
-                place = layer
-            clock = clock + (layers - place) * node
-            place, sent = layers, []
+            position = 0
+            for layer, arrival in self.arrivals.pop(step, ()):
+                clock = np.maximum(clock + (layer - position) * node, arrival)
+                position = layer
+            clock = clock + (layers - position) * node
+            position, sent = layers, []
             for layer in self.exchanges.after(step):
-                clock = clock + (2 * (place - layer) - (layer == 0)) * node
-                place = layer
+                clock = clock + (2 * (position - layer) - (layer == 0)) * node
+                position = layer
                 link = np.maximum(link, clock) + occupied
                 sent.append((layer, link))
             if sent:
-                self.answers[step + 1 + self.exchanges.overlap] = sent[::-1]
-            if place > 0:
-                clock = clock + (2 * place - 1) * node
+                self.arrivals[step + 1 + self.exchanges.overlap] = sent[::-1]
+            if position > 0:
+                clock = clock + (2 * position - 1) * node
         self.clock, self.link, self.step = clock, link, self.step + steps
 
 

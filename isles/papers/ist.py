@@ -124,8 +124,8 @@ def one_step(problem: Quadratics, x: np.ndarray, diagonals: np.ndarray, rate: fl
     moved = diagonals * gradients
     if kind == "masks":
         return x - rate * moved.sum(axis=-2)
-    kept = x if kind == "whitened" else at.mean(axis=-2)  # whitened sketches are for the gradient alone
-    return kept - rate * moved.mean(axis=-2)
+    retained = x if kind == "whitened" else at.mean(axis=-2)  # whitened sketches are for the gradient alone
+    return retained - rate * moved.mean(axis=-2)
 
 
 def shared(workers: int, size: int) -> float:
@@ -165,11 +165,9 @@ def all_owners(size: int, workers: int) -> np.ndarray:
     return chunks(np.array(list(permutations(range(size)))), workers)
 
 
-def paths(
-    problem: Quadratics, kind: Sketch, *, rate: float, rounds: int, copies: int, seed: int = 0
-) -> Iterator[np.ndarray]:
+def paths(problem: Quadratics, kind: Sketch, *, rate: float, rounds: int, copies: int) -> Iterator[np.ndarray]:
     """The iterates (copies, d) of independent runs from 0 after each of `rounds` rounds."""
-    random = np.random.default_rng(seed)
+    random = np.random.default_rng(0)
     x = np.zeros((copies, problem.size))
     order = np.broadcast_to(np.arange(problem.size), x.shape)
     for _ in range(rounds):

@@ -38,7 +38,7 @@ def elastic_panels(run: Run) -> list[Panel]:
     there = lives(entries, max((line.at for line in lines), default=0.0))
     if there.end <= start:
         return []
-    return [_members(there, start), _seats(there, lines, start)]
+    return [_members(there, start), _member_lanes(there, lines, start)]
 
 
 def _members(there: Lives, start: float) -> Panel:
@@ -56,8 +56,8 @@ def _members(there: Lives, start: float) -> Panel:
         count += change
     connected.append((there.end - start, connected[-1][1]))
     in_view: list[Point] = [(0.0, 0.0)]
-    for at, _, _, seats in there.views:
-        in_view += [(at - start, in_view[-1][1]), (at - start, float(len(seats)))]
+    for at, _, _, members in there.views:
+        in_view += [(at - start, in_view[-1][1]), (at - start, float(len(members)))]
     in_view.append((there.end - start, in_view[-1][1]))
     picture = Chart(
         title="Members over time",
@@ -72,7 +72,7 @@ def _members(there: Lives, start: float) -> Panel:
     return chart_panel(picture, keys=keys)
 
 
-def _seats(there: Lives, lines: list[RoundLine | StartLine], start: float) -> Panel:
+def _member_lanes(there: Lives, lines: list[RoundLine | StartLine], start: float) -> Panel:
     """A lane for each of the first members, with its rounds, and one for the lighthouse where it was away."""
     by_member: dict[int, list[RoundLine]] = {}
     for line in lines:

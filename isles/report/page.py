@@ -77,7 +77,7 @@ def _listed(table: Any, form: Callable[[Any], str]) -> str:
     return ", ".join(f"{str(name).replace('_', ' ')} {form(value)}" for name, value in table.items()) or "nothing"
 
 
-_WORDS = (str, _by_channel, format_counts, format_link_bytes, format_rejections)
+_NAMES = (str, _by_channel, format_counts, format_link_bytes, format_rejections)
 """Forms for what is no number."""
 # Key of summary.json, its name in words, its form.
 FIELDS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
@@ -310,7 +310,7 @@ def _table(run: Run) -> str:
 
 
 def _row(key: str, name: str, value: Any, form: Callable[[Any], str]) -> str:
-    if form not in (_raw, *_WORDS) and finite(value) is None:
+    if form not in (_raw, *_NAMES) and finite(value) is None:
         form = _raw
     shown, exact = form(value), ""
     if form is format_bytes and value >= 1000:

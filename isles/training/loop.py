@@ -143,7 +143,6 @@ class TrainingLoop(ABC):
         """What a line of metrics has beside."""
 
     def metrics(self, val_loss: float | None) -> Metrics:
-        """The line for the steps since the last one."""
         step = self.steps_done()
         self._refuse_not_finite(step, self.losses)
         loss = self._mean(self.losses) if self.losses else math.nan
@@ -215,7 +214,6 @@ class TrainingLoop(ABC):
         }
 
     def load_records(self, state: dict[str, Any]) -> None:
-        """Go on from `records`."""
         self.losses = [] if state["losses"] is None else list(state["losses"].to(self.device))
         self.step_clock.seconds = state["training_seconds"]
         self.started = time.perf_counter() - state["host_seconds"]

@@ -137,7 +137,6 @@ def message_sizes(text: str, boundary: str | None, codec: str | None) -> tuple[S
 
 
 def _costs(text: str) -> Costs:
-    """Of --costs."""
     from dataclasses import replace
 
     from isles.network.routing.problem import Costs

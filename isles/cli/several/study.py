@@ -80,11 +80,9 @@ class Terms:
 
     @property
     def first(self) -> int:
-        """Trials of the first part."""
         return -(-self.trials // 2) if self.own else self.trials
 
     def run(self, settings: dict[str, Any]) -> Config:
-        """The run of a trial."""
         made = at_equal(self.at, changed(self.config, settings), self.config)
         shown = {"validate_every": -(-made.run.steps // _PARTS), "checkpoint_every": 0}
         return replace(made, run=replace(made.run, seed=self.seed, **shown))

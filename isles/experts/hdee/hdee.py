@@ -180,7 +180,7 @@ def plan(own: HdeeConfig, base: Config, domains: list[Domain], seed: int, folder
     seeds = {ffn: planner.seed(ffn) for ffn in dict.fromkeys([own.ffn[1], *(ffn for one in groups for ffn in one.ffn)])}
     forests = {one.variant: planner.forests(one, lessons) for one in groups}
     steps = own.steps[1] * own.iterations
-    random = [planner.baseline("random", f"splits/{place}", steps, f"-{place}") for place in range(len(TRAINED))]
+    random = [planner.baseline("random", f"splits/{index}", steps, f"-{index}") for index in range(len(TRAINED))]
     dense = planner.baseline("dense", MIXTURE, steps * len(TRAINED))
     return HdeePlan(
         jobs=tuple(planner.jobs.values()), seeds=seeds, forests=forests, random=tuple(filter(None, random)), dense=dense

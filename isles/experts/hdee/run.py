@@ -102,11 +102,9 @@ class Hdee(System[HdeeConfig]):
         ]
 
     def plan(self, seed: int) -> HdeePlan:
-        """The jobs of one seed."""
         return hdee.plan(self.own, self.base, self.domains, seed, self.folder(seed))
 
     def folder(self, seed: int) -> Path:
-        """Where the runs of a seed lie."""
         return self.out / f"seed-{seed}"
 
     @override

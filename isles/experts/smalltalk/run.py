@@ -74,7 +74,6 @@ class SmalltalkSeed:
         self.base = smalltalk.seeded(base, seed)
 
     def jobs(self) -> list[ExpertJob]:
-        """The experts' runs and the dense ones."""
         return smalltalk.expert_jobs(self.own, self.base, self.folder / "segments", self.folder / "pool")
 
     def pool(self, trained: Sequence[DomainText]) -> Pool:
@@ -82,7 +81,6 @@ class SmalltalkSeed:
         return pooled(trained, self.folder / "pool", self.base.run.seed, validation=self.own.sequences)
 
     def forest(self) -> Forest:
-        """Experts, and what chooses among them."""
         experts = self._members("expert", self.folder)
         if self.own.gate == "clusters":
             clusters = self.folder / CLUSTERS
@@ -289,9 +287,11 @@ def _evaluated(seed: SmalltalkSeed, scored: DomainScores) -> dict[str, Any]:
     by_method["random"] = experts_ENT.mean(0)
     behind = seed.own.prefix - 1
     after = (
-        {way: mixture.perplexity(scores[:, behind:]) for way, scores in by_method.items()} if behind < length else None
+        {method: mixture.perplexity(scores[:, behind:]) for method, scores in by_method.items()}
+        if behind < length
+        else None
     )
-    return {"all": {way: mixture.perplexity(scores) for way, scores in by_method.items()}, "after_prefix": after}
+    return {"all": {method: mixture.perplexity(scores) for method, scores in by_method.items()}, "after_prefix": after}
 
 
 class Smalltalk(System[SmalltalkConfig]):

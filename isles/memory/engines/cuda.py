@@ -2,7 +2,7 @@
 
 What keeps copies and kernels apart, though kernels run later than they are called:
 
-    read     a lane begins when the kernels that had been called before it was submitted are over (an event for each job)
+    read     a lane begins when the kernels that had been called before it was submitted are over (an event a job)
     written  memory for what comes up is taken from the computing stream's own, and the lane waits for all kernels that
              had been called by then: whoever had that memory before is among them
     done     a lane's event fires when its copy is over, not when it is called; so a waiter may call kernels at once,
@@ -144,7 +144,6 @@ class CudaMoves(Moves):
                     module._buffers[name] = buffer.to(self.device)
 
     def _ring(self) -> PinnedRing:
-        """Of this thread."""
         if not hasattr(self._here, "ring"):
             self._here.ring = PinnedRing()
         return self._here.ring
