@@ -58,8 +58,8 @@ def paired(differences: Sequence[float]) -> Paired:
 def holm(ps: Sequence[float]) -> list[float]:
     """The p values, corrected for there being several, in their order."""
     found, largest = [0.0] * len(ps), 0.0
-    for index, index in enumerate(sorted(range(len(ps)), key=lambda index: ps[index])):
-        largest = max(largest, min(1.0, ps[index] * (len(ps) - index)))
+    for rank, index in enumerate(sorted(range(len(ps)), key=lambda index: ps[index])):
+        largest = max(largest, min(1.0, ps[index] * (len(ps) - rank)))
         found[index] = largest
     return found
 
@@ -130,7 +130,7 @@ def read_comparison(folder: Path) -> Runs:
         }
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{folder / INDEX} is damaged ({error}); run isles compare again") from error
-    return {label: [read_run(*index) for index in group] for label, group in arguments.items()}
+    return {label: [read_run(*one) for one in group] for label, group in arguments.items()}
 
 
 def comparison_rows(summaries: dict[str, list[dict[str, Any]]]) -> tuple[list[str], list[list[str]]]:

@@ -161,7 +161,7 @@ def _record(job: PlanQuestion, one: MethodPlan, slowest: float, percent: str) ->
     if one.fit:
         fit = one.fit
         record |= {"device_bytes": fit.device_bytes, "activations": fit.activations, "fits": fit.fits}
-        record |= {"host_bytes": fit.host_bytes, "mends": fit.suggestions}
+        record |= {"host_bytes": fit.host_bytes, "suggestions": fit.suggestions}
     if one.hours is not None:
         record |= {"hours": one.hours, "bytes_sent": one.nbytes, "money": one.money}
     return record
