@@ -37,7 +37,7 @@ def evaluate(
     trust: Trust = False,
 ) -> None:
     """Judge the run's consolidated model. Stages are those of the run; of one that was not cut, its blocks."""
-    from isles.training.records.finished import load_run
+    from isles.training.records.saved_run import load_run
 
     options = {"drop": drop_stages, "leave": early_exit, "order": order}
     partial = curves or any(part is not None for part in options.values())

@@ -98,5 +98,5 @@ class ComingAndGoing(Progress):
     def counted(self) -> list[dict[str, Any]]:
         there = self.members()
         self.workers = len(there)
-        self.latest = {seat: line for seat, line in self.latest.items() if seat in there}
+        self.latest = {member: line for member, line in self.latest.items() if member in there}
         return list(self.latest.values())

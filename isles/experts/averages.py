@@ -19,7 +19,7 @@ from isles.data import DataConfig
 from isles.experts.domains import Domain, DomainText
 from isles.experts.forest import ForestMember, Served
 from isles.experts.routing.routing import CACHED_SEQUENCES, cached
-from isles.training.records.finished import SavedRun
+from isles.training.records.saved_run import SavedRun
 from isles.training.records.shard import save_model
 from isles.training.records.writer import write_config
 

@@ -36,7 +36,7 @@ from isles.experts.routing.routing import (
     updating,
     weights_of,
 )
-from isles.training.records.finished import encoded, load_run
+from isles.training.records.saved_run import encoded, load_run
 
 JoinMode = Literal["once", "growing"]
 PRIORS = ("uniform", "cached", "updating")

@@ -31,7 +31,7 @@ from isles.data.tokenizer import Tokenizer
 from isles.experts import mixture
 from isles.models import limits
 from isles.training.config.reading import read_config
-from isles.training.records.finished import SavedRun, load_run
+from isles.training.records.saved_run import SavedRun, load_run
 
 _FORMAT = 1
 

@@ -80,20 +80,20 @@ def _member_lanes(there: Lives, lines: list[RoundLine | StartLine], start: float
             by_member.setdefault(line.seat, []).append(line)
     begun = {(line.seat, line.first): line for line in lines if isinstance(line, StartLine)}
     lanes = []
-    for seat, segments in sorted(there.present.items())[:MAX_LANES]:
+    for member, segments in sorted(there.present.items())[:MAX_LANES]:
         pieces = []
-        own = sorted(by_member.get(seat, []), key=lambda line: line.at)
+        own = sorted(by_member.get(member, []), key=lambda line: line.at)
         done = [(line.at - line.seconds, line.at) for line in own]
         for since, until in (gap for segment in segments for gap in _without(segment, done)):
             pieces.append(LaneSegment(start=since - start, end=until - start, css="away", row=0, hint="waits,"))
         for line in own:
-            first = begun.get((seat, line.round))
+            first = begun.get((member, line.round))
             donor = f", with the state of {first.donor}" if first is not None and first.donor >= 0 else ""
             hint = f"round {line.round}{donor}: {line.outcome},"
             css = _LOOKS.get(line.outcome, "blocked")
             at = line.at - start
             pieces.append(LaneSegment(start=max(at - line.seconds, 0.0), end=at, css=css, row=0, hint=hint))
-        lanes.append(Lane(label=f"member {seat}", segments=pieces))
+        lanes.append(Lane(label=f"member {member}", segments=pieces))
     if there.outages:
         away = [
             LaneSegment(start=since - start, end=until - start, css="other", row=0, hint="the lighthouse is away,")

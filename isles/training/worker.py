@@ -32,7 +32,7 @@ from isles.training.kinds import kind_of
 from isles.training.memory.in_use import PlannedMemory
 from isles.training.optimizer import weighs_samples, wrapped
 from isles.training.records.checkpoint import Checkpoints
-from isles.training.records.finished import start_weights
+from isles.training.records.saved_run import start_weights
 from isles.training.setup import expectation, take_cores
 from isles.training.stage_runner import (
     Staged,

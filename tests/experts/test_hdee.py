@@ -27,7 +27,7 @@ from isles.experts.reading import keep, read, template
 from isles.experts.system import System
 from isles.models.generate import generate
 from isles.report import write_report
-from isles.training.records.finished import load_run
+from isles.training.records.saved_run import load_run
 from tests.experts.small import HDEE, asked, made, write_domains
 
 

@@ -18,7 +18,7 @@ from isles.experts.jobs import ExpertJob, JobProgress, train, weights_sha256
 from isles.experts.routing.clusters import clustered, texts_of
 from isles.experts.routing.routing import ByClusters, Routers, cached, following, growing, parse_prior, running
 from isles.experts.system import System
-from isles.training.records.finished import load_run
+from isles.training.records.saved_run import load_run
 from tests.experts.small import made, write_domains
 
 BTM = ["hdee.variants=['m-ho-i-he']", "hdee.iterations=2", "hdee.branch=average", "hdee.baselines=[]"]

@@ -42,7 +42,7 @@ from isles.experts.jobs import ExpertJob, JobProgress
 from isles.experts.routing.routing import cached
 from isles.experts.system import System
 from isles.models import flops_per_token
-from isles.training.records.finished import SavedRun, load_run
+from isles.training.records.saved_run import SavedRun, load_run
 
 LAMBDA = 1e-2
 

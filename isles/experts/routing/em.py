@@ -36,7 +36,7 @@ from isles.training.config.inner import lr_factor
 from isles.training.config.sections import Config
 from isles.training.optimizer import wrapped
 from isles.training.records.checkpoint import Checkpoints
-from isles.training.records.finished import SavedRun
+from isles.training.records.saved_run import SavedRun
 from isles.training.records.shard import save_model
 
 

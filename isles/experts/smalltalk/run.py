@@ -57,8 +57,8 @@ from isles.running.run import Interrupted
 from isles.training.config.sections import Config
 from isles.training.interrupts import first_interrupt
 from isles.training.records.checkpoint import Checkpoints
-from isles.training.records.finished import SavedRun, load_run
 from isles.training.records.rundir import clear_logs
+from isles.training.records.saved_run import SavedRun, load_run
 from isles.training.records.writer import write_config
 from isles.training.startup import starter
 

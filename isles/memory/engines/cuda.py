@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from isles.base.staging import arena
 from isles.memory.engines.base import Engine, EngineLane, Moves, Urgency
-from isles.memory.engines.paced import Paced
+from isles.memory.engines.threads import ThreadEngine
 
 _CHUNK = 1 << 24
 """Bytes of each of the two pieces of pinned memory through which numbers go whose format changes on the way."""
@@ -168,7 +168,7 @@ def _land(copied: torch.cuda.Event, piece: Tensor, target: Tensor) -> None:
     target.copy_(piece)
 
 
-class Cuda(Paced):
+class Cuda(ThreadEngine):
     """A thread and a stream a lane. The host's updates take as many threads as the caller has, copies a quarter."""
 
     def __init__(self, device: torch.device, *, first_come: bool = False) -> None:
@@ -205,4 +205,4 @@ class Cuda(Paced):
 
 def usual_engine(device: torch.device) -> Engine:
     """Threads; on a GPU with streams of their own."""
-    return Cuda(device) if device.type == "cuda" else Paced()
+    return Cuda(device) if device.type == "cuda" else ThreadEngine()
