@@ -66,7 +66,7 @@ def format_rejections(rows: Any) -> str:
     if not isinstance(rows, list) or not all(isinstance(row, Mapping) for row in rows):
         return json.dumps(rows)
     ordered = sorted(rows, key=lambda row: -(finite(row.get("times")) or 0))
-    parts = [f"seat {row.get('seat')}, {row.get('times')} times: {row.get('reason')}" for row in ordered[:_REASONS]]
+    parts = [f"member {row.get('seat')}, {row.get('times')} times: {row.get('reason')}" for row in ordered[:_REASONS]]
     more = [f"and {len(ordered) - _REASONS} more"] if len(ordered) > _REASONS else []
     return "; ".join(parts + more) or "nothing"
 
@@ -116,19 +116,19 @@ FIELDS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("rounds_alone", "Of that, without anybody else's work", format_percent),
     ("outcomes", "By how their exchange ended", format_counts),
     ("rounds_again", "Exchanges tried again", format_count),
-    ("rounds_out_of_turn", "Rounds that read out of turn", format_count),
+    ("rounds_out_of_turn", "Rounds that read unassigned samples", format_count),
     ("inner_steps", "Inner steps of all workers", format_count),
     ("inner_steps_counted", "Of that, whose work is in the model", format_count),
     ("inner_steps_owed", "Inner steps of the data that nobody has read for good", format_count),
     ("inner_steps_repeated", "Inner steps of the data that were read twice", format_count),
     ("joins", "Workers that came", format_count),
     ("losses", "Connections that broke", format_count),
-    ("leaves", "Workers that said that they leave", format_count),
+    ("leaves", "Workers that announced that they leave", format_count),
     ("views", "Views", format_count),
     ("outages", "Times that the lighthouse was away", format_count),
-    ("gifts", "States given to joiners", format_count),
+    ("gifts", "States transferred to joiners", format_count),
     ("gift_bytes", "Their bytes", format_bytes),
-    ("links", "Between workers, by way", format_link_bytes),
+    ("links", "Between workers, by link", format_link_bytes),
     ("refused", "Refused", format_rejections),
     ("train_seconds", "Training", format_seconds),
     ("wall_seconds", "Wall time, start and end included", format_seconds),

@@ -72,7 +72,7 @@ def test_the_page_says_what_happened(tmp_path: Path) -> None:
     refused = [{"by": -1, "seat": 3, "reason": "<b>no numbers</b>", "times": 4}]
     summary = {"method": "noloco", "goodput": 0.953, "outcomes": {"whole": 7, "alone": 2}, "outages": 1}
     page = render_page(read_run(written(tmp_path, ENTRIES, LINES, {**summary, "links": links, "refused": refused})))
-    for words in ("95.3 %", "whole 7, alone 2", "direct 2.00 MB, relayed 1.00 kB", "seat 3, 4 times", "seat 2"):
+    for words in ("95.3 %", "whole 7, alone 2", "direct 2.00 MB, relayed 1.00 kB", "member 3, 4 times", "member 2"):
         assert words in page
     assert "<b>no numbers" not in page
     assert write_picture(tmp_path).stat().st_size > 10_000
@@ -95,4 +95,4 @@ def test_whatever_a_summary_holds_is_shown() -> None:
     assert format_counts("three") == '"three"' and format_counts({}) == "nothing"
     assert format_link_bytes({"direct": None}) == '{"direct": null}'
     assert format_rejections([1]) == "[1]" and format_rejections([]) == "nothing"
-    assert format_rejections([{"times": "x"}]).startswith("seat None, x times")
+    assert format_rejections([{"times": "x"}]).startswith("member None, x times")
