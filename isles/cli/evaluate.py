@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 def evaluate(
     run: Annotated[Path, typer.Argument(help="Directory of a finished run.")],
-    data: Annotated[str | None, typer.Option(help="Text to judge on. Default: the run's own.")] = None,
+    data: Annotated[str | None, typer.Option(help="Text to evaluate on. Default: the run's own.")] = None,
     questions: Annotated[
         Path | None, typer.Option(help="JSONL with multiple-choice questions (HellaSwag, PIQA or ARC layout).")
     ] = None,
@@ -42,7 +42,7 @@ def evaluate(
     options = {"drop": drop_stages, "leave": early_exit, "order": order}
     partial = curves or any(part is not None for part in options.values())
     if curves and any(part is not None for part in options.values()):
-        raise ValueError("--curves judges many orders by itself: leave --drop-stages, --early-exit and --order out")
+        raise ValueError("--curves evaluates many orders by itself: leave --drop-stages, --early-exit and --order out")
     if partial and questions is not None:
         raise ValueError("--questions are asked of the whole model: leave the options about stages out")
     saved = load_run(run, device=device, trust=trust, masked=not without_mask)

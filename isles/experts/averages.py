@@ -35,7 +35,8 @@ def averaged(served: Served, shares: Sequence[float]) -> SavedRun:
 
 
 def shares_on(served: Served, data: DataConfig) -> list[float]:
-    """The experts' mean posterior on the text of `data`: on the part of its validation text that nothing is judged on.
+    """The experts' mean posterior on the text of `data`: on the part of its validation text that nothing is evaluated
+    on.
 
     ValueError where it holds too little.
     """

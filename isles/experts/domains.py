@@ -221,7 +221,7 @@ def read_domains(
     tables: Mapping[str, Any], folder: Path, characters: int, held_out: Sequence[str] = ("comments", "headers")
 ) -> list[Domain]:
     """The domains that a configuration lists as [domains.NAME]; without any, the default ones, written to `folder`, of
-    which those in `held_out` are only judged.
+    which those in `held_out` are only evaluated.
     """
     if tables:
         return [typed(f"domains.{name}", Domain, {"name": name, **table}) for name, table in tables.items()]
@@ -254,7 +254,7 @@ def keep_texts(out: Path, texts: Mapping[str, str]) -> None:
 
 
 class DomainText:
-    """The text of one domain, tokenised. ValueError where there is none, or too little to judge on."""
+    """The text of one domain, tokenised. ValueError where there is none, or too little to evaluate on."""
 
     def __init__(self, domain: Domain, data: DataConfig, context: int) -> None:
         self.domain, self.context = domain, context

@@ -40,8 +40,8 @@ from isles.training.records.saved_run import encoded, load_run
 
 JoinMode = Literal["once", "growing"]
 PRIORS = ("uniform", "cached", "updating")
-SEQUENCES = 256  # of a text that a forest is judged on, at most
-EVERY = 16  # tokens between two computations of growing weights, where a text is judged
+SEQUENCES = 256  # of a text that a forest is evaluated on, at most
+EVERY = 16  # tokens between two computations of growing weights, where a text is evaluated
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,7 +141,7 @@ def evaluated_on(path: Path, data: str, joining: Joining) -> dict[str, str]:
     """
     joined = Joined(Forest.load(path), joining)
     experts = joined.experts
-    # Split as for training: of a text that an expert was trained on, only what it did not see is judged.
+    # Split as for training: of a text that an expert was trained on, only what it did not see is evaluated.
     fraction = min(run.config.data.validation_fraction for run in experts.runs)
     text = joined.text(data, validation_fraction=fraction)
     tokens = text.sequences("test", SEQUENCES)

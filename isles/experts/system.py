@@ -24,7 +24,7 @@ class System(ABC, Generic[Own]):
     """One directory of experts. ValueError where the words cannot be met; nothing is trained before that is known."""
 
     held_out: tuple[str, ...] = ()
-    """Default domains that are only judged."""
+    """Default domains that are only evaluated."""
 
     def __init__(self, asked: ExperimentConfig[Own], out: Path) -> None:
         self.asked, self.own, self.base, self.out = asked, asked.own, asked.base, out

@@ -70,7 +70,7 @@ def never_talks(summary: Mapping[str, Any]) -> bool:
 
 
 def validation_loss_of(summary: Mapping[str, Any]) -> float | None:
-    """The validation loss that a run is judged by."""
+    """The validation loss that runs are compared by."""
     return summary.get("val_loss_replicas" if never_talks(summary) else "val_loss")
 
 
@@ -150,7 +150,9 @@ def comparison_rows(summaries: dict[str, list[dict[str, Any]]]) -> tuple[list[st
 
 
 def _named(summaries: dict[str, list[dict[str, Any]]]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """Rows as a table has them: workers that never talk are judged each by itself, and by the mean of their weights."""
+    """Rows as a table has them: workers that never exchange are evaluated each by itself, and by the mean of their
+    weights.
+    """
     for label, group in summaries.items():
         if group and never_talks(group[0]):
             each = [{**summary, "val_loss": summary.get("val_loss_replicas")} for summary in group]

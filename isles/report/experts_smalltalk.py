@@ -72,7 +72,7 @@ def _by_prefix(results: dict[str, Any], of: str) -> Titled:
         "all trained domains; first N tokens: one expert for the whole sequence; so far: experts mixed by weights that "
         f"are computed again after each {results['reweigh_every']} tokens, from all text before; {of}"
     )
-    return "Perplexity by what the gate reads", what, Table(heads=["tokens judged", *heads.values()], rows=rows)
+    return "Perplexity by what the gate reads", what, Table(heads=["tokens evaluated", *heads.values()], rows=rows)
 
 
 def _experts(results: dict[str, Any]) -> Titled:

@@ -36,7 +36,7 @@ class TrainingLoop(ABC):
     """One worker. name: of the run's configuration. device: where it computes. model: the whole one, where this worker
     runs it by itself.
 
-    judges: whether text was set apart for validation. tokens: read so far. losses: since the last line of metrics.
+    validates: whether text was set apart for validation. tokens: read so far. losses: since the last line of metrics.
     """
 
     validates, losses_a_step = False, 1

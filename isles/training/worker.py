@@ -125,7 +125,7 @@ class PartsMaker(TrainerParts):
         return wrapped(self.config, model, self.roster or self.world.outer, self.world, self.memory.manage)
 
     def _validates(self) -> bool:
-        """With a plan the first column judges for all."""
+        """With a plan the first column validates for all."""
         validates = broadcast_from_first(self.world.stage, self.text is not None and self.text.validates)
         return validates and (not self.config.pipeline.skippipe.plan or self.world.place.replica == 0)
 

@@ -321,7 +321,7 @@ class Smalltalk(System[SmalltalkConfig]):
     def evaluate(self, progress: JobProgress) -> dict[str, Any]:
         records = []
         for folder, seed in self.seeds.items():
-            progress.notice(f"judging the experts of {folder}")
+            progress.notice(f"evaluating the experts of {folder}")
             records.append(evaluate_seed(seed, self.texts))
         first = next(iter(self.seeds.values()))
         pool = first.pool(self.trained)
