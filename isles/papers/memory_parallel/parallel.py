@@ -17,7 +17,7 @@ from functools import lru_cache
 
 from isles.memory.costs import Placement, Profile, ends_update, host_bytes, least_peak, tail, unit_time
 from isles.memory.lanes import LaneRun, LaneTimeline
-from isles.memory.search import Counts, PlanTrials, expand, possible
+from isles.memory.search import Counts, Search, expand, possible
 from isles.network.links import Links
 from isles.network.machines import Machine
 from isles.network.routing.events import in_flight
@@ -88,7 +88,7 @@ def planned(job: ParallelJob, *, shared: bool) -> PassPlan | None:
     best, fastest = None, math.inf
     for accumulation in divisors(job.sequences // job.devices):
         made = averaged(job, job.shape, accumulation, shared=shared)
-        tried = PlanTrials(made, job.machine, disk=0.0, update="early", accumulation=accumulation)
+        tried = Search(made, job.machine, disk=0.0, update="early", accumulation=accumulation)
         tried.first(_family(len(made.units)), _TRIED, below=fastest)
         for plan, seconds in tried.seconds.items():
             if seconds < fastest:
