@@ -26,7 +26,7 @@ from isles.experts.forest import Served
 from isles.experts.routing.routing import Routers, route
 from isles.models import ModelConfig, build
 from isles.training.config.reading import read_config
-from isles.training.records.finished import SavedRun
+from isles.training.records.saved_run import SavedRun
 
 EXPERTS, SEQUENCES, CONTEXT, PREFIX = 3, 48, 256, 64
 TURNS = 7

@@ -36,7 +36,7 @@ from isles.experts.reading import read
 from isles.experts.routing.routing import route
 from isles.experts.smalltalk.run import Smalltalk
 from isles.report.comparison import paired
-from isles.training.records.finished import load_run
+from isles.training.records.saved_run import load_run
 
 PAGE, ROOT = "experts.md", Path("runs", "experts-dense")
 EXPERTS = "experts"

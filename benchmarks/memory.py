@@ -18,7 +18,7 @@ from dataclasses import replace
 import torch
 
 from isles.memory.costs import Placement, Profile, least_peak
-from isles.memory.engines.paced import Paced
+from isles.memory.engines.threads import ThreadEngine
 from isles.memory.lanes import LaneRun
 from isles.memory.optimizer import Managed
 from isles.memory.plan import MemoryPlan, digests
@@ -150,7 +150,7 @@ def _run(
     )
     model = Decoder(SHAPE)
     inner = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-    engine = Paced(pace=True, first_come=first_come)
+    engine = ThreadEngine(pace=True, first_come=first_come)
     marks = []
     with Managed(plan, model, inner, profile=made, machine=machine, engine=engine) as optimizer:
         for step in range(STEPS):

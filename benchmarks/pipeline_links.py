@@ -68,7 +68,7 @@ class _Sleepy(torch.autograd.Function):
         return gradient, None
 
 
-class Paced(nn.Module):
+class ThreadEngine(nn.Module):
     """What an executor takes for a stage, with nothing to compute."""
 
     def __init__(self) -> None:
@@ -172,7 +172,7 @@ def worker(world: Mesh, steps: int) -> dict[str, list[float]]:
     text = torch.zeros(1, LENGTH + 1, dtype=torch.int64)
     number = 0
     for name, way in (routed() | planned()).items():
-        run = Executor(cast(Stage, Paced()), group, Given(way.routes), FORM, MICROBATCHES, Ways(tasks=way.tasks))
+        run = Executor(cast(Stage, ThreadEngine()), group, Given(way.routes), FORM, MICROBATCHES, Ways(tasks=way.tasks))
         own = {route.microbatch: text for route in way.routes if route.origin == world.rank}
         taken[name] = []
         for _ in range(steps):

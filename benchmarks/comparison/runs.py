@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.comparison.cases import TOPOLOGIES, Case, Key
-from isles.experts.jobs import ExpertTask, JobProgress, carry_out
+from isles.experts.jobs import ExpertTask, JobProgress, run_tasks
 from isles.plan.prices import priced
 from isles.report.comparison import never_talks
 from isles.report.rundir import read_run
@@ -71,7 +71,7 @@ def run_missing(cases: Sequence[Case], out: Path, rows: Path, at_once: int, sett
     progress = Printed(len(left))
     progress.notice(f"{len(cases)} runs, {len(left)} of them to be made")
     tasks = [ExpertTask(name=case.name, work=partial(_run, case, out, rows, settings)) for case in left]
-    carry_out(tasks, at_once, progress)
+    run_tasks(tasks, at_once, progress)
 
 
 def append(file: Path, record: Mapping[str, Any]) -> None:

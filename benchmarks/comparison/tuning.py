@@ -25,7 +25,7 @@ from isles.base.durable import replacing
 from isles.cli.several.study import Study, Terms
 from isles.data import load_corpus
 from isles.data.config import DataConfig
-from isles.experts.jobs import ExpertTask, JobProgress, carry_out
+from isles.experts.jobs import ExpertTask, JobProgress, run_tasks
 from isles.report.tuning import complete, saved
 from isles.running.run import launch
 from isles.training.config.sections import Config
@@ -42,7 +42,7 @@ def tune_missing(cases: Sequence[Case], out: Path, file: Path, trials: int, at_o
     for case in [*left.values()][:1]:
         training_text(case.base.data, out / "tuning" / "text.txt")  # before several want it at once
     tasks = [ExpertTask(name=" ".join(key), work=partial(_tune, case, out, file, trials)) for key, case in left.items()]
-    carry_out(tasks[::-1], at_once, progress)
+    run_tasks(tasks[::-1], at_once, progress)
 
 
 def untuned(cases: Sequence[Case], file: Path) -> None:

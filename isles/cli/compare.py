@@ -51,7 +51,7 @@ def compare(
     if over and not (folders and as_):
         raise ValueError("--over prices finished runs: isles compare RUN... --as MODEL --over LINKS")
     if folders:
-        if dry_run or quick or any(given is not None for given in (methods, sweep, tuned, workers, steps, set_)):
+        if dry_run or quick or any(value is not None for value in (methods, sweep, tuned, workers, steps, set_)):
             raise ValueError("finished runs are as they are: leave all options but --as, --over and --out away")
         out = new_folder(out, "compare")
         summaries = rows.of_runs(folders, out, as_, over)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 def evaluate(
     run: Annotated[Path, typer.Argument(help="Directory of a finished run.")],
-    data: Annotated[str | None, typer.Option(help="Text to judge on. Default: the run's own.")] = None,
+    data: Annotated[str | None, typer.Option(help="Text to evaluate on. Default: the run's own.")] = None,
     questions: Annotated[
         Path | None, typer.Option(help="JSONL with multiple-choice questions (HellaSwag, PIQA or ARC layout).")
     ] = None,
@@ -37,12 +37,12 @@ def evaluate(
     trust: Trust = False,
 ) -> None:
     """Judge the run's consolidated model. Stages are those of the run; of one that was not cut, its blocks."""
-    from isles.training.records.finished import load_run
+    from isles.training.records.saved_run import load_run
 
     options = {"drop": drop_stages, "leave": early_exit, "order": order}
     partial = curves or any(part is not None for part in options.values())
     if curves and any(part is not None for part in options.values()):
-        raise ValueError("--curves judges many orders by itself: leave --drop-stages, --early-exit and --order out")
+        raise ValueError("--curves evaluates many orders by itself: leave --drop-stages, --early-exit and --order out")
     if partial and questions is not None:
         raise ValueError("--questions are asked of the whole model: leave the options about stages out")
     saved = load_run(run, device=device, trust=trust, masked=not without_mask)
@@ -66,7 +66,7 @@ def evaluate(
         from isles.cli.terminal import print_table
         from isles.models.stages import blocks_of_stages
         from isles.training.scoring import asked_order, order_loss, stages_of
-        from isles.training.scoring import curves as judged_curves
+        from isles.training.scoring import curves as evaluated_curves
 
         pieces = stages_of(saved.config, saved.model)
 
@@ -76,7 +76,7 @@ def evaluate(
             return order_loss(saved.model, loader.validation_batches(), blocks, context)
 
         if curves:
-            print_table(_table(judged_curves(len(pieces), loss_of)))
+            print_table(_table(evaluated_curves(len(pieces), loss_of)))
             return
         asked = asked_order(
             len(pieces), drop=_stages("--drop-stages", drop_stages), leave=early_exit, order=_stages("--order", order)

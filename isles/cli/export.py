@@ -23,7 +23,7 @@ def export(
     from isles.data.tokenizer import HuggingFaceTokenizer
     from isles.models.hf import save_as_llama
     from isles.training.config.trust import SAVED_WITH_RUN
-    from isles.training.records.finished import load_run
+    from isles.training.records.saved_run import load_run
 
     if format not in ("hf", "safetensors"):
         raise ValueError(unknown_name("--format", format, ("hf", "safetensors")))

@@ -22,7 +22,7 @@ def generate(
 ) -> None:
     """Continue a prompt with the run's consolidated model."""
     from isles.models.generate import generate as sample
-    from isles.training.records.finished import load_run
+    from isles.training.records.saved_run import load_run
 
     saved = load_run(run, device=device, trust=trust)
     ids = sample(

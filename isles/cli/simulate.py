@@ -67,7 +67,7 @@ def simulate(
     numbers = [own.run.seed] if seeds is None else seeds_of(seeds)
     configs, start = read_all(SharedSettings(config, flags, set_ or []), chosen, numbers), None
     if churn is not None:
-        configs, start = _churned(churn, configs)
+        configs, start = _simulate_churn(churn, configs)
     folder, summaries = run_all(configs, out, "simulate", start)
     if json:
         print(json_module.dumps({"folder": str(folder), "runs": summaries}, indent=1))
@@ -99,7 +99,7 @@ def _replay(run: str | None, out: Path | None, *, as_json: bool) -> None:
         raise typer.Exit(1)
 
 
-def _churned(name: str, configs: Configs) -> tuple[Configs, Start]:
+def _simulate_churn(name: str, configs: Configs) -> tuple[Configs, Start]:
     """The same where workers come and go, and what starts them; all that can be refused is, before the first begins."""
     from isles.training.elastic.support import going_on
     from isles.training.kinds import kind_of

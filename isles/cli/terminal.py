@@ -1,11 +1,4 @@
-"""Tables in the terminal.
-
-Options that several commands have.
-
-What a signal means to a command before its run has begun, and where there is none to stop in good order.
-
-A sheet on the terminal, as JSON, or in files.
-"""
+"""What commands share: options, tables and sheets on the terminal, and signals before a run has begun."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def tune(
     trials: Annotated[int, typer.Option(help="Trials in all.")] = 30,
     budget: Annotated[str | None, typer.Option(help="Begin no trial after this time, such as 20min.")] = None,
     at: Annotated[str, typer.Option(help="What all trials have alike: tokens, steps or seconds.")] = "tokens",
-    seed: Annotated[int, typer.Option(help="Seed of the search and its runs; judge by others.")] = 1000,
+    seed: Annotated[int, typer.Option(help="Seed of the search and its runs; compare by others.")] = 1000,
     set_: Set = None,
     quick: Annotated[bool, typer.Option("--quick", help="A tiny model and few steps: see what comes out.")] = False,
     out: Annotated[

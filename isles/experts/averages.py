@@ -19,7 +19,7 @@ from isles.data import DataConfig
 from isles.experts.domains import Domain, DomainText
 from isles.experts.forest import ForestMember, Served
 from isles.experts.routing.routing import CACHED_SEQUENCES, cached
-from isles.training.records.finished import SavedRun
+from isles.training.records.saved_run import SavedRun
 from isles.training.records.shard import save_model
 from isles.training.records.writer import write_config
 
@@ -35,7 +35,8 @@ def averaged(served: Served, shares: Sequence[float]) -> SavedRun:
 
 
 def shares_on(served: Served, data: DataConfig) -> list[float]:
-    """The experts' mean posterior on the text of `data`: on the part of its validation text that nothing is judged on.
+    """The experts' mean posterior on the text of `data`: on the part of its validation text that nothing is evaluated
+    on.
 
     ValueError where it holds too little.
     """

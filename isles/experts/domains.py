@@ -1,8 +1,8 @@
-"""Domains: kinds of text with a name, a difficulty and a place, and what is read of each.
+"""Domains: kinds of text with a name, a difficulty and a path, and what is read of each.
 
 A domain's text is an ordinary `data.path`, split into training and validation text as everywhere in Isles. Validation
-documents are dealt in turn to two parts: "prior" (from which a cached prior is estimated) and "test" (which is judged),
-so that nothing that is judged was seen before. A domain of difficulty "held_out" is only judged.
+documents alternate between two parts: "prior" (from which a cached prior is estimated) and "test" (for evaluation),
+so that nothing evaluated was seen before. A domain of difficulty "held_out" is only evaluated.
 
 The default domains: four or five kinds of text that come with every Python, cut from the standard library.
 
@@ -221,7 +221,7 @@ def read_domains(
     tables: Mapping[str, Any], folder: Path, characters: int, held_out: Sequence[str] = ("comments", "headers")
 ) -> list[Domain]:
     """The domains that a configuration lists as [domains.NAME]; without any, the default ones, written to `folder`, of
-    which those in `held_out` are only judged.
+    which those in `held_out` are only evaluated.
     """
     if tables:
         return [typed(f"domains.{name}", Domain, {"name": name, **table}) for name, table in tables.items()]
@@ -254,7 +254,7 @@ def keep_texts(out: Path, texts: Mapping[str, str]) -> None:
 
 
 class DomainText:
-    """The text of one domain, tokenised. ValueError where there is none, or too little to judge on."""
+    """The text of one domain, tokenised. ValueError where there is none, or too little to evaluate on."""
 
     def __init__(self, domain: Domain, data: DataConfig, context: int) -> None:
         self.domain, self.context = domain, context

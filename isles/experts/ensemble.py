@@ -1,4 +1,4 @@
-"""How the experts of one forest answer together, as a person asks for it.
+"""How the experts of one forest answer together, by the user's choice.
 
 mixing forests (HDEE)                prior: uniform, cached, updating or given; the `top` experts of it; the posterior
                                      follows the text
@@ -6,7 +6,7 @@ routing forests (SMALLTALK, c-BTM)   route "once": one expert, from the first `p
                                      route "growing": the gate's weights of the text so far, computed again as it grows;
                                      the `top` experts of these
 
-A forest that goes on from prompts: by all experts' mixed distribution, or by the one that a gate chooses.
+`Speaker`: a forest that continues prompts, by all experts' mixed distribution, or by the one that a gate chooses.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from isles.experts.routing.routing import (
     updating,
     weights_of,
 )
-from isles.training.records.finished import encoded, load_run
+from isles.training.records.saved_run import encoded, load_run
 
 JoinMode = Literal["once", "growing"]
 PRIORS = ("uniform", "cached", "updating")
-SEQUENCES = 256  # of a text that a forest is judged on, at most
-EVERY = 16  # tokens between two computations of growing weights, where a text is judged
+SEQUENCES = 256  # of a text that a forest is evaluated on, at most
+EVERY = 16  # tokens between two computations of growing weights, where a text is evaluated
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,13 +135,13 @@ class Joined:
         return mixture.constant(scores_ENT, one_EN.scatter(0, chosen_N[None], 0.0))
 
 
-def judged_on(path: Path, data: str, joining: Joining) -> dict[str, str]:
+def evaluated_on(path: Path, data: str, joining: Joining) -> dict[str, str]:
     """What to print: the perplexity of the forest, and of each expert alone, on the test part of `data`'s validation
     text (a cached prior is of the other part). ValueError: anything that does not fit.
     """
     joined = Joined(Forest.load(path), joining)
     experts = joined.experts
-    # Split as for training: of a text that an expert was trained on, only what it did not see is judged.
+    # Split as for training: of a text that an expert was trained on, only what it did not see is evaluated.
     fraction = min(run.config.data.validation_fraction for run in experts.runs)
     text = joined.text(data, validation_fraction=fraction)
     tokens = text.sequences("test", SEQUENCES)

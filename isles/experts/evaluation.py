@@ -1,6 +1,7 @@
 """How well experts do on a text, in every way of joining them, from their scores alone.
 
-test_ENT, prior_ENT: scores on what is judged, and on validation text for the cached prior. Perplexities are per token.
+test_ENT, prior_ENT: scores on what is evaluated, and on validation text for the cached prior. Perplexities are per
+token.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
 Paths are relative to the file, so a folder may be moved or put together from several machines. An expert is a finished
 run directory of `isles train` (config.toml, model.safetensors, summary.json); nothing else is needed to serve it.
 
-A forest with its models in memory: what its experts say of sequences, together and each.
+`Served`: a forest with its models in memory, which scores sequences by each expert and by all.
 
 tokens (N, T + 1)  --every expert-->  scores (E, N, T)  --mixture-->  perplexity
 tokens (N, T)      --every expert, mixture-->  log-probabilities of the next token (N, V)  --models.generate-->  text
@@ -31,7 +31,7 @@ from isles.data.tokenizer import Tokenizer
 from isles.experts import mixture
 from isles.models import limits
 from isles.training.config.reading import read_config
-from isles.training.records.finished import SavedRun, load_run
+from isles.training.records.saved_run import SavedRun, load_run
 
 _FORMAT = 1
 
@@ -97,7 +97,6 @@ class Forest:
                 )
 
     def save(self, path: Path) -> None:
-        """Write `path`, all or nothing."""
         path.parent.mkdir(parents=True, exist_ok=True)
 
         def index(file: Path) -> str:
@@ -207,9 +206,9 @@ class Served:
         weights_ENT = weigh(F.pad(seen_ENT.double(), (0, 1)), log_prior[indices])
         return mixture.mix(logs_ENTV[:, :, -1].double(), weights_ENT[:, :, -1, None])
 
-    def logits(self, log_prior: Tensor, weigh: Weigh = mixture.posterior) -> Callable[[Tensor], Tensor]:
+    def logits(self, log_prior: Tensor) -> Callable[[Tensor], Tensor]:
         """`next_token` in the form that `isles.models.generate` calls: (1, T) to (1, 1, V)."""
-        return lambda tokens: self.next_token(tokens, log_prior, weigh)[:, None]
+        return lambda tokens: self.next_token(tokens, log_prior)[:, None]
 
     def average(self, weights: Sequence[float]) -> dict[str, Tensor]:
         """One set of parameters, sum_j w_j theta_j (BTM's): for experts of one shape that come from one seed.

@@ -5,15 +5,15 @@ ExpertJob -> run.launch (any replica method, any workers) -> FOLDER/NAME/ (a run
 A job's name says all that decides its weights within its folder, so two experts never share a run directory, and
 systems that need the same expert share the run. Nothing crosses between jobs but the weights that one starts from.
 
-Pieces of work that wait for each other: one after another in this process, or several at once in processes of their
-own. What comes out is the same to the bit.
+Tasks that depend on each other run one after another in this process, or several at once in processes of their own,
+with the same results to the bit.
 
 launcher                                  process of a task
 starts it when what it needs is done ---> works
-                                     <--- ("told" | "done" | "stopped" | "failed", what)
-SIGINT: stop, with a checkpoint      ---> ends by KeyboardInterrupt; also when the launcher is gone, then at once
+                                     <--- ("call" | "done" | "stopped" | "failed", what)
+SIGINT: stop, with a checkpoint      ---> ends by KeyboardInterrupt; also when the launcher has died, then at once
 
-A task that fails keeps new ones from starting; those under way go on to their end, and then its error is raised. The
+A task that fails keeps new ones from starting; running ones go on to their end, and then its error is raised. The
 processes stand apart from the terminal's group, so that the first Ctrl-C reaches each of them once.
 """
 
@@ -200,7 +200,7 @@ class ExpertTask:
     needs: tuple[str, ...] = ()
 
 
-def carry_out(tasks: Sequence[ExpertTask], at_once: int, progress: JobProgress) -> None:
+def run_tasks(tasks: Sequence[ExpertTask], at_once: int, progress: JobProgress) -> None:
     """Do all of them, `at_once` at a time; in their order, which puts each behind what it needs.
 
     Errors and KeyboardInterrupt as of the work itself; CommError for a process that died.
@@ -211,7 +211,7 @@ def carry_out(tasks: Sequence[ExpertTask], at_once: int, progress: JobProgress) 
                 task.work(progress)
                 interrupts.check()
     else:
-        _Several(tasks, at_once, progress).carry_out()
+        _Several(tasks, at_once, progress).run_tasks()
 
 
 class _Several:
@@ -221,7 +221,7 @@ class _Several:
         self.failure: Exception | None = None
         self.stopping = False
 
-    def carry_out(self) -> None:
+    def run_tasks(self) -> None:
         start_server()
         try:
             with first_interrupt(self._stop):
@@ -263,7 +263,7 @@ class _Several:
         except (EOFError, OSError):
             process.join()
             kind, values = "failed", (to_plain(CommError(f"its process ended with exit code {process.exitcode}")), [])
-        if kind == "told":
+        if kind == "call":
             method, arguments = values
             getattr(self.progress, str(method))(*arguments)
             return
@@ -291,11 +291,10 @@ class _Relayed(JobProgress):
 
     def __init__(self, pipe: Connection) -> None:
         for method in ("begin", "line", "end", "notice"):
-            setattr(self, method, lambda *arguments, method=method: pipe.send(("told", (method, arguments))))
+            setattr(self, method, lambda *arguments, method=method: pipe.send(("call", (method, arguments))))
 
 
 def _serve(task: ExpertTask, pipe: Connection) -> None:
-    """The life of a task's process."""
     os.setpgrp()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     threading.Thread(target=_end_with_launcher, args=(pipe,), daemon=True).start()

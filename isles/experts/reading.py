@@ -1,9 +1,9 @@
-"""A user's words for an expert system: its own section and [domains.NAME] beside the sections of every run.
+"""A user's settings for an expert system: its own section and [domains.NAME] beside the sections of every run.
 
 hdee.toml, smalltalk.toml (only without a CONFIG.toml)  <  CONFIG.toml  <  --set section.key=value
 
 [model] [data] [inner] [replicas] [world] [run] say how each of its runs is trained: by one worker and no method unless
-they say otherwise. OUT/experts.toml keeps the words.
+they say otherwise. OUT/experts.toml saves them.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 
 from isles.experts.domains import Domain, DomainText, keep_texts, known_texts, read_domains
 from isles.experts.evaluation import mean_of
-from isles.experts.jobs import ExpertJob, ExpertTask, JobProgress, carry_out, state, train
+from isles.experts.jobs import ExpertJob, ExpertTask, JobProgress, run_tasks, state, train
 from isles.experts.reading import ExperimentConfig, keep, make_directory, refuse_others
 from isles.models import limits
 from isles.models.factory import placement
@@ -24,7 +24,7 @@ class System(ABC, Generic[Own]):
     """One directory of experts. ValueError where the words cannot be met; nothing is trained before that is known."""
 
     held_out: tuple[str, ...] = ()
-    """Default domains that are only judged."""
+    """Default domains that are only evaluated."""
 
     def __init__(self, asked: ExperimentConfig[Own], out: Path) -> None:
         self.asked, self.own, self.base, self.out = asked, asked.own, asked.base, out
@@ -111,7 +111,7 @@ class System(ABC, Generic[Own]):
         # All of them: an empty domain is found before hours are spent on the others.
         self._bind(self._read(domain for domain in self.domains if domain.path in paths) if only else self.texts)
         progress.notice(f"device: {placement(self.base.model, self.base.world.workers)}")
-        carry_out(tasks, at_once, progress)
+        run_tasks(tasks, at_once, progress)
         return all(state == "done" for _, state in self.jobs().values())
 
     def _tasks(self, wanted: Mapping[str, ExpertJob]) -> list[ExpertTask]:

@@ -1,4 +1,4 @@
-"""What a unit's forward pass saves for the backward pass: swapped to the host and back, or made again."""
+"""What a unit's forward pass saves for the backward pass: swapped to the host and back, or recomputed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
-from isles.memory.costs import Placement
 from isles.memory.engines.base import Moves
 from isles.memory.meter import MemoryMeter
 from isles.memory.plan import MemoryPlan
@@ -41,8 +40,8 @@ class _Ticket(NamedTuple):
 class Swapped:
     """The saved tensors of one unit and pass, by storage: each moves once, however many views of it were saved.
 
-    Left where they are: the storages in `others` (parameters, buffers, what other units are given too), and casts that
-    autocast makes of weights. A storage is given back when the last that saved it has read it.
+    Left where they are: the storages in `others` (parameters, buffers, what other units get too), and casts that
+    autocast makes of weights. A storage is freed when the last that saved it has read it.
     """
 
     def __init__(self, others: Iterable[Tensor], meter: MemoryMeter | None = None, moves: Moves | None = None) -> None:
@@ -139,19 +138,14 @@ class Repeatable:
                 table[name] = buffer
 
 
-def moves_nothing(placements: tuple[Placement, ...]) -> bool:
-    """Whether all stays on the device."""
-    return all(one.tier == "device" and one.activations != "swap" for one in placements)
-
-
 class Remade:
-    """`model` under a plan that moves nothing, until `close`: every block keeps what its forward pass saves, or makes
-    it again. Optimizer, weights and the order of passes are left alone, so it goes with methods that shard parameters,
-    with gradient scalers, and with several passes under way.
+    """`model` under a plan that moves nothing, until `close`: every block saves its activations, or recomputes
+    them. Optimizer, weights and the order of passes are left alone, so it goes with methods that shard parameters,
+    with gradient scalers, and with several passes in flight.
     """
 
     def __init__(self, plan: MemoryPlan, model: nn.Module) -> None:
-        assert moves_nothing(plan.placements)
+        assert all(one.tier == "device" and one.activations != "swap" for one in plan.placements)
         self.plan, self.device = plan, next(model.parameters()).device
         units = zip(units_of(model), plan.placements, strict=True)
         self._modules = [unit.module for unit, one in units if one.activations == "recompute"]

@@ -27,7 +27,7 @@ class Arena:
 
     def __init__(self, budget: float, used: float = 0) -> None:
         self.budget, self.used, self.peak = budget, used, used
-        self._asked: deque[tuple[float, Callable[[], None]]] = deque()
+        self._requested: deque[tuple[float, Callable[[], None]]] = deque()
         self._granted: deque[Callable[[], None]] = deque()
         self._notifying = False
         self._lock = threading.Lock()
@@ -38,11 +38,10 @@ class Arena:
         those of earlier grants having run.
         """
         with self._lock:
-            self._asked.append((nbytes, then))
+            self._requested.append((nbytes, then))
         self._grant()
 
     def free(self, nbytes: float) -> None:
-        """Give bytes back."""
         if nbytes:
             with self._lock:
                 self.used -= nbytes
@@ -51,8 +50,8 @@ class Arena:
     def _grant(self) -> None:
         # Callbacks run outside the lock, for they may ask and free themselves; one thread runs them, in their order.
         with self._lock:
-            while self._asked and self.used + self._asked[0][0] <= self.budget:
-                nbytes, then = self._asked.popleft()
+            while self._requested and self.used + self._requested[0][0] <= self.budget:
+                nbytes, then = self._requested.popleft()
                 self.used += nbytes
                 self.peak = max(self.peak, self.used)
                 self._granted.append(then)

@@ -4,7 +4,7 @@ Choices for a block's parameters and optimizer states (`MemoryTier`):
 
     device     D    all of it stays on the device, which updates it
     optimizer  O    the device keeps a copy of the weights; the host holds the masters and the states and updates them
-    host       H    as O, and the copy comes up for each pass and goes again
+    host       H    as O, and the copy comes up for each pass and is dropped
     disk       N    as H, and the states wait in a file
     file       F    weights, gradients and states wait in a file: where the RAM is the device, with no host beside it
 
@@ -14,13 +14,13 @@ How the bytes of one block move through a step (`stream`: the tensor between two
 
     forward    asks   saved + forward's transients (R: its input + transients); gives the transients back (S: the rest
                       too, once it is on the host)
-    backward   asks   S: saved, R: what is made again; backward's transients; its gradients
+    backward   asks   S: saved, R: what is recomputed; backward's transients; its gradients
                gives  all of that but the gradients; O, H, N: these too, once they are on the host; D: these too where
                       they were added to those of another batch of the step
     step       gives  the gradients of D
 
 Units: bytes and seconds; parameters are counted in numbers. The same amounts drive the simulation (`lanes`) and the
-executor (`managed`), so a plan cannot promise what the run does not do.
+executor (`optimizer`), so a plan cannot promise what the run does not do.
 """
 
 from __future__ import annotations

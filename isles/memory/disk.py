@@ -5,7 +5,7 @@
 
 The file has no name: nobody else can cut or lose it, and it disappears when the process ends, however it ends. Each
 section begins on a page. The executor reads and writes whole sections through page-aligned slots of its own mapping
-(memory that is given back to the C library stays with the process), past the page cache where the file system can; the
+(memory freed to the C library stays with the process), past the page cache where the file system can; the
 gradients' through it, because clipping reads them soon. Everyone else sees the sections as tensors mapped from the same
 file: the kernel keeps both views alike as long as they do not overlap in time, which `catch_up` sees to.
 
@@ -319,7 +319,6 @@ class StoredUnit:
     # Weights and gradients
 
     def fetch(self, into: Sequence[Tensor]) -> None:
-        """Copy the weights to `into`."""
         assert self.weights is not None
         with self.staging.fetching:
             _copy(into, self.weights.read(self.staging.fetched.take(self.weights.room)))
@@ -393,7 +392,6 @@ class StoredUnit:
                 }
 
     def update(self) -> StoredUpdate:
-        """The next update of this unit."""
         return StoredUpdate(self)
 
 

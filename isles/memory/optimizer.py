@@ -9,8 +9,8 @@
         managed.zero_grad()
     managed.catch_up()                           # all updates have landed: before weights or states are read
 
-A `ReplicaSync` around it calls `gradients` and `catch_up` where they are due (`isles.base.wrapping`). What is kept bit
-for bit: losses, weights, optimizer states. What differs is when and where the bytes move.
+A `ReplicaSync` around it calls `gradients` and `catch_up` where they are due (`isles.base.wrapping`). Losses,
+weights and optimizer states are the same to the bit. What differs is when and where the bytes move.
 """
 
 from __future__ import annotations

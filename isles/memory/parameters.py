@@ -2,12 +2,11 @@
 
 The unit's modules show the host's parameters, as anyone who reads the model expects, and the device's while the unit
 runs. Views that autograd has saved stay valid when a storage is emptied and filled again, for it is the same storage.
-Who else writes to the host's parameters (an outer step that lands, a checkpoint that is loaded) is noticed by their
+Any other write to the host's parameters (an outer step that lands, a checkpoint that is loaded) is noticed by their
 version counters.
 
-Gradients on their way from the device to the parameters of the host.
-
-Parts of one optimizer: each updates some of its parameters, with the whole one's settings and state.
+`Arrivals` brings gradients from the device to the parameters of the host. `PartialOptimizer` is a part of one
+optimizer: it updates some of its parameters, with the whole one's settings and state.
 """
 
 from __future__ import annotations
@@ -85,7 +84,6 @@ class Brought:
             parameter.untyped_storage().resize_(0)
 
     def refresh(self) -> None:
-        """Copy the host's weights."""
         with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(self.device)):
             if self._fetch is not None:
                 self._fetch(self.device)

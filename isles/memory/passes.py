@@ -43,7 +43,7 @@ class PassesInFlight:
         """What is left of each pass, by number."""
         self.begun = 0
         """Passes so far."""
-        self._asked: set[Half] = set()
+        self._requested: set[Half] = set()
         self._ahead: deque[Half] = deque()
 
     def announce(self, halves: Iterable[tuple[PassKind, object]]) -> None:
@@ -68,14 +68,14 @@ class PassesInFlight:
         """The halves to ask for when `half` begins, in their order."""
         if self.in_flight == 1:
             return [half, Half(half.number, "backward")] if half.kind == "forward" else []
-        if self._ahead and half not in self._ahead and half not in self._asked:
+        if self._ahead and half not in self._ahead and half not in self._requested:
             self._ahead.clear()  # it does not follow the announced order: nothing is known of what follows
-        asked = [] if half in self._asked else [half]
+        asked = [] if half in self._requested else [half]
         while half in self._ahead:
             self._ahead.popleft()
-        if self._ahead and (not self._asked or self._asked == {half}):
+        if self._ahead and (not self._requested or self._requested == {half}):
             asked.append(self._ahead.popleft())
-        self._asked = (self._asked | set(asked)) - {half}
+        self._requested = (self._requested | set(asked)) - {half}
         return asked
 
     def task(self, number: int, task: PassTask) -> bool:

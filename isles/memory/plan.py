@@ -95,7 +95,6 @@ class MemoryPlan:
             )
 
     def to_json(self) -> str:
-        """What `from_json` reads."""
         table = asdict(self) | {"format": _FORMAT, "placements": [astuple(one) for one in self.placements]}
         return json.dumps(table, indent=1)
 

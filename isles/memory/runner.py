@@ -1,5 +1,5 @@
-"""Forward and backward passes under a plan: bytes are asked for, blocks' weights brought, activations swapped or made
-again, and gradients sent to the host, in the order and the amounts of `isles.memory.lanes`.
+"""Forward and backward passes under a plan: bytes are asked for, blocks' weights brought, activations swapped or
+recomputed, and gradients sent to the host, in the order and the amounts of `isles.memory.lanes`.
 
     when a pass starts    all its bytes are asked for, in the order of need
     forward of a unit     wait for them and for its weights; run; hand on

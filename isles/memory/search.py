@@ -304,8 +304,30 @@ METHODS: dict[str, tuple[tuple[MemoryTier, ...], tuple[Activations, ...]]] = {
 """By method, where a unit's weights may be, and what may happen to its activations."""
 
 
-class PlanTrials:
-    """method: a key of `METHODS`. budget, host, disk: bytes of the device, of the host and of files; None: all that the
+_FEW = 8  # units whose neighbours are all tried
+_TRIED = 60  # counts that are simulated before refining; of few units, more
+_TRIED_FEW = 150
+_SCANNED = 20_000  # counts that are looked at
+_STARTS = 3
+_CLIMBS = 20
+_CLIMBED, _CLIMBS_OF_MANY = 20, 3  # plans a climb simulates, and how often it climbs, where there are many units
+# Of (device, up, down, host, read, write) in the goal of the integer program: stalls follow from lanes that are full.
+_WEIGHTS = (
+    None,
+    (0.0, 0.1, 0.1, 0.2, 0.0, 0.0),
+    (0.5, 0.0, 0.0, 0.0, 0.0, 0.0),
+    (0.0, 0.5, 0.5, 1.0, 0.0, 0.0),
+    (0.3, 0.3, 0.3, 0.3, 0.0, 0.0),
+)
+_SIMPLER = 1.01  # how much longer a step may take if all of it stays on the device
+_MOST = 2.0**60  # bytes, where a budget is infinite
+_TIGHT = 1.002  # how much longer a step may take on less memory
+
+
+class Search:
+    """A question about memory, the plans that were tried for it, and the ways to look for the fastest (`run`).
+
+    method: a key of `METHODS`. budget, host, disk: bytes of the device, of the host and of files; None: all that the
     machine has. update: whether updates on the host wait for all gradients ("exact") or begin as these come ("early").
     accumulation: batches a step.
 
@@ -367,7 +389,6 @@ class PlanTrials:
         ).play()
 
     def time(self, plan: tuple[Placement, ...], budget: float | None = None) -> float:
-        """Seconds of its step."""
         if budget is None and plan in self.seconds:
             return self.seconds[plan]
         try:
@@ -390,30 +411,6 @@ class PlanTrials:
                 return
             if math.isfinite(bound) and self.fits(plan):
                 fastest, tried = min(fastest, self.time(plan)), tried + 1
-
-
-_FEW = 8  # units whose neighbours are all tried
-_TRIED = 60  # counts that are simulated before refining; of few units, more
-_TRIED_FEW = 150
-_SCANNED = 20_000  # counts that are looked at
-_STARTS = 3
-_CLIMBS = 20
-_CLIMBED, _CLIMBS_OF_MANY = 20, 3  # plans a climb simulates, and how often it climbs, where there are many units
-# Of (device, up, down, host, read, write) in the goal of the integer program: stalls follow from lanes that are full.
-_WEIGHTS = (
-    None,
-    (0.0, 0.1, 0.1, 0.2, 0.0, 0.0),
-    (0.5, 0.0, 0.0, 0.0, 0.0, 0.0),
-    (0.0, 0.5, 0.5, 1.0, 0.0, 0.0),
-    (0.3, 0.3, 0.3, 0.3, 0.0, 0.0),
-)
-_SIMPLER = 1.01  # how much longer a step may take if all of it stays on the device
-_MOST = 2.0**60  # bytes, where a budget is infinite
-_TIGHT = 1.002  # how much longer a step may take on less memory
-
-
-class Search(PlanTrials):
-    """The ways to look for the fastest plan of a question, of which `run` takes those that fit it."""
 
     def run(self) -> MemoryPlan:
         """The fastest plan found. InfeasibleBudget, with the smallest budgets that work, where no plan fits."""
@@ -578,7 +575,7 @@ class Search(PlanTrials):
         return high
 
 
-def infeasible(tried: PlanTrials) -> InfeasibleBudget:
+def infeasible(tried: Search) -> InfeasibleBudget:
     """Which budgets are too small, and what the least would be."""
     small = smallest(tried)
     device, host = least_peak(tried.profile, small, tried.accumulation), host_bytes(tried.profile, small)
@@ -606,7 +603,7 @@ def infeasible(tried: PlanTrials) -> InfeasibleBudget:
     return InfeasibleBudget(" and ".join(parts or ["no plan fits"]) + advice, device_bytes=device, host_bytes=host)
 
 
-def smallest(tried: PlanTrials) -> tuple[Placement, ...]:
+def smallest(tried: Search) -> tuple[Placement, ...]:
     """A plan with as small a peak as can be found: from the uniform ones, unit by unit, within host and disk where
     that is possible.
     """

@@ -9,7 +9,7 @@ which sends the whole of it once, as in a ring. The forward node of a layer wait
 
     utilisation = time of the nodes / time until the last node ends
 
-Two ways to look: `steps` of a run that begins with an idle link, and transfers still under way at the end left out (the
+Two ways to look: `steps` of a run that begins with an idle link, and transfers still in flight at the end left out (the
 papers' tables), or the long run, in which what is sent must also arrive. The long run begins with a full queue, so that
 a link that is too slow shows at once and not after it has fallen `overlap` steps behind.
 
@@ -17,7 +17,7 @@ Closed forms, r = bits of the model / (bandwidth * step), v = 1 / (3L - 1), in s
 data parallel: max(Lv + 2v + r, 1 + r/L + max(0, r/L - v)); DiLoCo: (H - 1 + that) / H; all: utilisation <= `bound`.
 Not in the model: latency, jitter, lost packets, time to encode, unequal workers. `isles plan methods` has them.
 
-Which layers are exchanged after which step, and when the answer must be there: what `utilisation` simulates.
+The schedules say which layers are exchanged after which step, and when the answer must be there:
 
 | schedule | after step s | answer needed |
 |---|---|---|
@@ -28,10 +28,10 @@ Which layers are exchanged after which step, and when the answer must be there: 
 P fragments take turns, so each is exchanged every `period` = n P steps, which is H only where P divides H. Layers are
 counted from 0, the one next to the data.
 
-Tables of the Eager and the Streaming DiLoCo papers (arXiv 2502.12996, 2501.18512), from the model in `utilisation`.
+The tables of the two papers, from that model:
 
 table 5   bandwidth for a utilisation of 50 to 99 %, as printed: on a grid of 50 bandwidths from 0.1 to 1000 Gbit/s,
-          over S = 2H + 1 steps from an idle link, transfers under way at the end left out, the H = 30 rows with a
+          over S = 2H + 1 steps from an idle link, transfers in flight at the end left out, the H = 30 rows with a
           fragment after every step, and step times 1.19 times those stated. S, the grid, the order of the fragments
           and the factor are stated nowhere: they are what gives all 120 printed numbers.
 long run  the same need with a fragment every round(H / P) steps, in the long run, at any bandwidth.
@@ -208,28 +208,28 @@ class _Clock:
         self.clock = np.zeros_like(occupied)
         self.link = np.zeros_like(occupied)
         self.step = 0
-        self.answers: dict[int, list[tuple[int, Floats]]] = {}  # by the step that needs them: (layer, arrival)
+        self.arrivals: dict[int, list[tuple[int, Floats]]] = {}  # by the step that needs them: (layer, arrival)
 
     def advance(self, steps: int) -> None:
         """Compute so many steps. Nodes between two layers that wait or send are one stretch."""
         node, layers = self.job.node_seconds, self.job.layers
         clock, link, occupied = self.clock, self.link, self.occupied
         for step in range(self.step, self.step + steps):
-            place = 0
-            for layer, arrival in self.answers.pop(step, ()):
-                clock = np.maximum(clock + (layer - place) * node, arrival)
-                place = layer
-            clock = clock + (layers - place) * node
-            place, sent = layers, []
+            position = 0
+            for layer, arrival in self.arrivals.pop(step, ()):
+                clock = np.maximum(clock + (layer - position) * node, arrival)
+                position = layer
+            clock = clock + (layers - position) * node
+            position, sent = layers, []
             for layer in self.exchanges.after(step):
-                clock = clock + (2 * (place - layer) - (layer == 0)) * node
-                place = layer
+                clock = clock + (2 * (position - layer) - (layer == 0)) * node
+                position = layer
                 link = np.maximum(link, clock) + occupied
                 sent.append((layer, link))
             if sent:
-                self.answers[step + 1 + self.exchanges.overlap] = sent[::-1]
-            if place > 0:
-                clock = clock + (2 * place - 1) * node
+                self.arrivals[step + 1 + self.exchanges.overlap] = sent[::-1]
+            if position > 0:
+                clock = clock + (2 * position - 1) * node
         self.clock, self.link, self.step = clock, link, self.step + steps
 
 

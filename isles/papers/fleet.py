@@ -2,7 +2,7 @@
 is trained: only clocks move, so 100,000 workers are not too many.
 
     COMPUTED   a worker has taken its steps of a round: what it sends leaves
-    ARRIVED    a message is there: its partner's (pairs), its own at the place of the mean, or the mean from there (all)
+    ARRIVED    a message is there: its partner's (pairs), its own at the averaging node, or the mean from there (all)
 
 A worker goes on to its next round when it has computed and its message has arrived; if it is paused then, when it is
 back. pairs: NoLoCo's, new ones each round, an odd one alone. all: a mean over everybody, in two messages one after
@@ -11,7 +11,7 @@ another as `isles.comm.collectives.mean` takes it: known when the last worker's 
 Events are taken one by one from a queue in the order of (time, kind, worker). Every number is drawn from (seed, round),
 each worker's pauses from (seed, worker): nothing depends on the order of events.
 
-The sheet of `isles plan explain noloco-fleet`: fleets of up to 1,024 workers, event by event, with pauses.
+`isles plan explain noloco-fleet` shows fleets of up to 1,024 workers with pauses.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def run(fleet: Fleet, mixing: Literal["pairs", "all"], rounds: int, log: list[Fl
         landed += 1
         if landed == fleet.workers:
             landed = 0
-            for one, taken in enumerate(drawn.answers(number)):
+            for one, taken in enumerate(drawn.arrivals(number)):
                 timeline.at(time + taken, ARRIVED, one, arrived, one, number)
 
     def arrived(worker: int, number: int) -> None:
@@ -150,7 +150,7 @@ class _Rounds:
         self._fleet, self._pairs = fleet, pairs
         self._seconds: dict[int, list[float]] = {}
         self._messages: dict[int, tuple[list[float], list[int]]] = {}
-        self._asked: dict[tuple[str, int], int] = {}
+        self._requests: dict[tuple[str, int], int] = {}
 
     def seconds(self, number: int) -> list[float]:
         """Of everybody's steps in a round; each worker asks once."""
@@ -175,7 +175,7 @@ class _Rounds:
         self._count(self._messages, "messages", number)
         return found
 
-    def answers(self, number: int) -> list[float]:
+    def arrivals(self, number: int) -> list[float]:
         """Seconds of the mean's way to everybody; asked for once."""
         return self._of_messages(self._random(number, 2))
 
@@ -187,13 +187,13 @@ class _Rounds:
         z = random.standard_normal(self._fleet.workers)
         return (self._fleet.message * np.exp(s * z - s * s / 2)).tolist()
 
-    def _count(self, kept: dict[int, Any], what: str, number: int) -> None:
-        asked = self._asked.get((what, number), 0) + 1
-        if asked < self._fleet.workers:
-            self._asked[what, number] = asked
+    def _count(self, retained: dict[int, Any], what: str, number: int) -> None:
+        count_so_far = self._requests.get((what, number), 0) + 1
+        if count_so_far < self._fleet.workers:
+            self._requests[what, number] = count_so_far
         else:
-            del kept[number]
-            self._asked.pop((what, number), None)
+            del retained[number]
+            self._requests.pop((what, number), None)
 
 
 _WORKERS, _ROUNDS, _STEPS = (16, 64, 256, 1024), 20, 50

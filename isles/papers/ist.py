@@ -20,14 +20,14 @@ With rho = (q-1) / (d-1) the mean settles at
     masks           (D + rho (Lbar - D))^-1 bbar
 
 so curvature between coordinates of different subnets is ignored in part: the limit is x* for one worker or diagonal
-Lbar, and D^-1 bbar for d workers. No step size mends that, unlike the noise of stochastic gradients. Whitened:
+Lbar, and D^-1 bbar for d workers. No step size removes that, unlike the noise of stochastic gradients. Whitened:
 E g = Lbar^-1 grad f(x) + h, h = x* - x_inf, x_inf = (1/(n sqrt n)) sum_i D_i^(-1/2) b_i, and exactly
 
     E f(x+) = f - gamma (1 - gamma/2) |grad f|^2 - gamma (1 - gamma) <grad f, h> + (gamma^2 / 2) (|h|^2 + spread)
 
 norms of grad f by Lbar^-1, of h by Lbar; spread = E |g - E g|^2 by Lbar.
 
-The sheet of the theory of independent subnets: `isles plan explain ist-quadratic`.
+`isles plan explain ist-quadratic` prints it.
 """
 
 from __future__ import annotations
@@ -124,8 +124,8 @@ def one_step(problem: Quadratics, x: np.ndarray, diagonals: np.ndarray, rate: fl
     moved = diagonals * gradients
     if kind == "masks":
         return x - rate * moved.sum(axis=-2)
-    kept = x if kind == "whitened" else at.mean(axis=-2)  # whitened sketches are for the gradient alone
-    return kept - rate * moved.mean(axis=-2)
+    retained = x if kind == "whitened" else at.mean(axis=-2)  # whitened sketches are for the gradient alone
+    return retained - rate * moved.mean(axis=-2)
 
 
 def shared(workers: int, size: int) -> float:
@@ -165,11 +165,9 @@ def all_owners(size: int, workers: int) -> np.ndarray:
     return chunks(np.array(list(permutations(range(size)))), workers)
 
 
-def paths(
-    problem: Quadratics, kind: Sketch, *, rate: float, rounds: int, copies: int, seed: int = 0
-) -> Iterator[np.ndarray]:
+def paths(problem: Quadratics, kind: Sketch, *, rate: float, rounds: int, copies: int) -> Iterator[np.ndarray]:
     """The iterates (copies, d) of independent runs from 0 after each of `rounds` rounds."""
-    random = np.random.default_rng(seed)
+    random = np.random.default_rng(0)
     x = np.zeros((copies, problem.size))
     order = np.broadcast_to(np.arange(problem.size), x.shape)
     for _ in range(rounds):

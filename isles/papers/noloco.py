@@ -1,5 +1,6 @@
-"""NoLoCo's barrier model (arXiv 2506.10911, section 5.3): what waiting costs when steps take random times and messages
-none.
+"""NoLoCo's two models of time (arXiv 2506.10911, section 5.3).
+
+Barrier model: what waiting costs when steps take random times and messages none.
 
 A step takes exp(mu + s z), z standard normal (log-normal). Every m steps a worker waits, and then goes on:
 
@@ -7,11 +8,10 @@ A step takes exp(mu + s z), z standard normal (log-normal). Every m steps a work
     pair:  clock of i, j      <- max of the two (clock + own m steps)              NoLoCo, random pairs, new each round
 
 A worker's m steps are drawn at once, from the law of their sum: the law of one step, on a grid, convolved m times by
-Fourier transform. Steps are rounded to cells of the grid: a sum is off by about a cell times sqrt(m / 12), less than
-1e-3 of its mean for the paper's law. With an odd number of workers one has no partner in a round.
+Fourier transform. Steps are rounded to points of the grid: a sum is off by about a grid spacing times sqrt(m / 12),
+less than 1e-3 of its mean for the paper's law. With an odd number of workers one has no partner in a round.
 
-NoLoCo's latency model (arXiv 2506.10911, section 5.3): an all-reduce over a tree against an exchange in pairs, when
-a message takes a random time.
+Latency model: an all-reduce over a tree against an exchange in pairs, when a message takes a random time.
 
 t ~ log-normal with mean 1 and coefficient of variation cv = std / mean, so sigma^2 = ln(1 + cv^2); times are in means
 of a message. Bandwidth does not matter here, nor what the messages hold.
@@ -35,7 +35,7 @@ from functools import lru_cache
 
 import numpy as np
 
-_CELLS = 1 << 18
+_POINTS = 1 << 18
 _TAIL = 7.0  # standard normal deviations to which the law of one step is kept
 _KNOTS = 4096
 
@@ -82,15 +82,15 @@ def _quantiles(steps: StepLaw) -> tuple[np.ndarray, np.ndarray]:
     # The longest sum worth keeping: all steps usual but one, plus what many usual ones add up to at the most.
     spread = steps.mean * math.sqrt(math.expm1(steps.variance) / steps.count)
     longest = steps.mean + math.exp(steps.mu + s * _TAIL) + 10 * spread
-    cell = longest / _CELLS
-    edges = np.log(np.arange(0.5, _CELLS) * cell)
+    spacing = longest / _POINTS
+    edges = np.log(np.arange(0.5, _POINTS) * spacing)
     below = np.concatenate([[0.0], np.exp(log_ndtr((edges - steps.mu) / s))])
     law = np.diff(below, append=1.0)
-    total = np.fft.irfft(np.fft.rfft(law, 2 * _CELLS) ** steps.count, 2 * _CELLS).clip(min=0.0)
+    total = np.fft.irfft(np.fft.rfft(law, 2 * _POINTS) ** steps.count, 2 * _POINTS).clip(min=0.0)
     above = total[::-1].cumsum()[::-1]  # chance of at least so many cells, exact in the upper tail
     at = -ndtri_exp(np.log(np.clip(above / above[0], 1e-300, 1 - 1e-16)))
-    kept = np.concatenate([[True], np.diff(at) > 0])
-    return z, np.interp(z, at[kept], (np.arange(2 * _CELLS) - 0.5)[kept] * cell)
+    retained = np.concatenate([[True], np.diff(at) > 0])
+    return z, np.interp(z, at[retained], (np.arange(2 * _POINTS) - 0.5)[retained] * spacing)
 
 
 class Sampler:
@@ -101,10 +101,10 @@ class Sampler:
         self.values, self.slopes = values, np.diff(values, append=values[-1])
 
     def draw(self, count: int) -> np.ndarray:
-        place = (self.random.standard_normal(count) - self.first) * self.per_z
-        place = np.clip(place, 0, len(self.values) - 1)
-        cell = place.astype(np.intp)
-        return self.values[cell] + self.slopes[cell] * (place - cell)
+        position = (self.random.standard_normal(count) - self.first) * self.per_z
+        position = np.clip(position, 0, len(self.values) - 1)
+        spacing = position.astype(np.intp)
+        return self.values[spacing] + self.slopes[spacing] * (position - spacing)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,14 +180,14 @@ def swap_seconds(cv: float) -> float:
     return pair_seconds(cv) / 2
 
 
-def two_shot_seconds(workers: int, cv: float, rounds: int, seed: int = 0) -> np.ndarray:
+def two_shot_seconds(workers: int, cv: float, rounds: int) -> np.ndarray:
     """Times of `rounds` independent two-shot means of `workers`, (rounds,)."""
     from scipy.special import ndtri_exp
 
     _check(workers, rounds)
     if workers == 1:
         return np.zeros(rounds)
-    random, sigma = np.random.default_rng(seed), sigma_of(cv)
+    random, sigma = np.random.default_rng(0), sigma_of(cv)
     at_once = max(1, _AT_ONCE // workers)
     parts = []
     for first in range(0, rounds, at_once):

@@ -89,8 +89,8 @@ def barrier() -> Sheet:
         table=Table(
             heads=["workers", *(f"H = {count}" for count in _INNER_STEPS)],
             rows=[
-                [str(workers), *(f"{row[place].ratio:.2f}" for row in runs.values())]
-                for place, workers in enumerate(_CROWDS)
+                [str(workers), *(f"{row[position].ratio:.2f}" for row in runs.values())]
+                for position, workers in enumerate(_CROWDS)
             ],
         ),
         data={"rows": [{**asdict(run), "ratio": run.ratio} for row in runs.values() for run in row]},

@@ -1,9 +1,8 @@
-"""The papers' calculations about pipelines, with what they leave open said: SWARM's square-cube law (arXiv 2301.11913),
-Protocol Models over 80 Mbit/s (arXiv 2506.01260), DiLoCoX over 1 Gbit/s (arXiv 2506.21263), NoLoCo's layouts (arXiv
-2506.10911, Table 2).
+"""The papers' calculations about pipelines, with the assumptions that they leave open: SWARM's square-cube law (arXiv
+2301.11913), Protocol Models over 80 Mbit/s (arXiv 2506.01260), DiLoCoX over 1 Gbit/s (arXiv 2506.21263), NoLoCo's
+layouts (arXiv 2506.10911, Table 2).
 
-Sheets about pipelines in the papers: `isles plan explain swarm-square-cube`, `protocol-80mbit`, `dilocox-speedup`,
-`noloco-table2`.
+`isles plan explain swarm-square-cube`, `protocol-80mbit`, `dilocox-speedup` and `noloco-table2` print them.
 """
 
 from __future__ import annotations
@@ -132,14 +131,14 @@ def eighty_mbit() -> Sheet:
     """Subspace boundaries against whole ones."""
     rows, data = [], []
     for model in PROTOCOL:
-        for words, rate, share in (
+        for label, rate, share in (
             ("k = d / 100, 80 Mbit/s", 80e6, 0.01),
             ("whole, 80 Mbit/s", 80e6, 1.0),
             ("whole, 100 Gbit/s", 100e9, 1.0),
         ):
             seconds, bubble = step_of(model, rate, share)
-            rows.append([model.name, words, f"{seconds:.4g}", f"{100 * bubble:.1f}"])
-            data.append({"model": model.name, "boundary": words, "step_seconds": seconds, "bubble": bubble})
+            rows.append([model.name, label, f"{seconds:.4g}", f"{100 * bubble:.1f}"])
+            data.append({"model": model.name, "boundary": label, "step_seconds": seconds, "bubble": bubble})
     return Sheet(
         name="protocol-80mbit",
         title="A pipeline over home connections, with a hundredth of the bytes",
@@ -158,17 +157,17 @@ def eighty_mbit() -> Sheet:
 
 def speedup() -> Sheet:
     """DiLoCoX against AllReduce over 1 Gbit/s, and its parts."""
-    found, given = dilocox_times(), DILOCOX_TIMES
-    rows = [[words, f"{times:.0f}"] for words, times in found.items()]
+    found, stated = dilocox_times(), DILOCOX_TIMES
+    rows = [[label, f"{times:.0f}"] for label, times in found.items()]
     return Sheet(
         name="dilocox-speedup",
         title="DiLoCoX over 1 Gbit/s",
-        subtitle=f"107B, after the abstract of arXiv 2506.21263, which says {given} times for the whole",
+        subtitle=f"107B, after the abstract of arXiv 2506.21263, which says {stated} times for the whole",
         what="AllReduce: half-precision gradients every step. DiLoCoX: H steps, a round late, low rank and int4.",
         table=Table(heads=["what", "times AllReduce"], rows=rows),
-        data={"rows": [{"what": words, "times": times} for words, times in found.items()]},
+        data={"rows": [{"what": label, "times": times} for label, times in found.items()]},
         notes=[
-            f"The {given} times are no prediction: they set a step's computing, for it hides its exchange. AllReduce "
+            f"The {stated} times are no prediction: they set a step's computing, for it hides its exchange. AllReduce "
             "sends all of it after each step. The parts are predicted from that, by a ring of two over the line.",
             f"Ours: H = {DILOCOX_EVERY}; a round has {DILOCOX_SMALLER} times fewer bytes than in half precision.",
         ],
@@ -181,7 +180,7 @@ def table2() -> Sheet:
 
     rows, data = [], []
     for size, replicas, stages, printed in NOLOCO:
-        one = plan_split(_asked(size, replicas, stages), WorkerSplit(replicas=replicas, stages=stages, inner=1))
+        one = plan_split(_requests(size, replicas, stages), WorkerSplit(replicas=replicas, stages=stages, inner=1))
         shares = [f"{100 * part / one.step:.1f}" for part in (one.computing, one.bubble)]
         sizes = [f"{nbytes / 1e9:.3g}" for nbytes in (one.stage_bytes, one.outer_bytes, one.memory)]
         paper = " / ".join(f"{value:g}" for value in printed)
@@ -215,7 +214,7 @@ def table2() -> Sheet:
     )
 
 
-def _asked(size: str, replicas: int, stages: int) -> SplitsQuestion:
+def _requests(size: str, replicas: int, stages: int) -> SplitsQuestion:
     from isles.plan.question import PlanQuestion
     from isles.plan.splits import SplitsQuestion
 

@@ -231,7 +231,6 @@ class PlannedMethod:
 
     @cached_property
     def _whole(self) -> RunSketch:
-        """All workers."""
         return self._sketch if self.question.devices == 1 else _sketched(self.config)
 
     @property
@@ -403,7 +402,6 @@ class MethodPlan:
 
     @property
     def is_unfit(self) -> bool:
-        """Whether it is known not to fit."""
         return self.fit is not None and not self.fit.fits
 
     @property
@@ -418,7 +416,6 @@ class MethodPlan:
 
     @property
     def utilisation(self) -> float:
-        """Share of the time spent computing."""
         return self.timing.account.share
 
 

@@ -19,7 +19,7 @@ ANSWER = 8
 """Bytes of a stage's part of the gradient's norm."""
 
 
-_KEPT = 8  # steps whose tasks are remembered, for workers that are at different ones
+_MOST_STEPS = 8  # steps whose tasks are remembered, for workers that are at different ones
 
 
 class PlannedTask(NamedTuple):
@@ -63,12 +63,12 @@ class StagedSteps:
     """
 
     routes: Callable[[int], Sequence[Route]]
-    most_held: Mapping[int, int]
+    most_in_flight: Mapping[int, int]
     shares: TaskSeconds
     sizes: Sizes
     columns: Sequence[Sequence[int]]
     stages: int
-    asks_norm: bool
+    exchanges_norm: bool
     listed: Mapping[int, Sequence[Task]] | None = None
     rest: Callable[[Task], float] = lambda task: 0.0
     _made_for: dict[Sequence[Route], TasksByRank] = field(default_factory=dict)
@@ -86,7 +86,7 @@ class StagedSteps:
 
     def peers(self, rank: int) -> tuple[tuple[int, ...], MessagePattern] | None:
         """Whom a worker tells its gradient's norm, itself among them, and how; None: nobody."""
-        if not self.asks_norm:
+        if not self.exchanges_norm:
             return None
         column = next(column for column in self.columns if rank in column)
         first = column.index(rank) // self.stages * self.stages
@@ -104,12 +104,12 @@ class StagedSteps:
     def messages(self) -> int:
         """Of a step, of all workers."""
         between = sum(task.ends is not None for tasks in self._tasks(1).values() for task in tasks)
-        asked = gathered(ANSWER, self.stages).messages(self.stages) if self.asks_norm else 0
+        asked = gathered(ANSWER, self.stages).messages(self.stages) if self.exchanges_norm else 0
         return between + asked * sum(len(column) // self.stages for column in self.columns)
 
     def _tasks(self, step: int) -> TasksByRank:
         if step not in self._of_step:
-            if len(self._of_step) > _KEPT:
+            if len(self._of_step) > _MOST_STEPS:
                 del self._of_step[min(self._of_step)]
             self._of_step[step] = self._tasks_of(tuple(self.routes(step)))
         return self._of_step[step]
@@ -123,7 +123,7 @@ class StagedSteps:
     def _made(self, routes: Sequence[Route]) -> TasksByRank:
         by_number = {route.microbatch: route for route in routes}
         before = {following: task for route in routes for task in route.tasks() if (following := route.following(task))}
-        listed = orders(routes, self.most_held) if self.listed is None else self.listed
+        listed = orders(routes, self.most_in_flight) if self.listed is None else self.listed
         made: TasksByRank = {}
         for column in self.columns:
             for position, tasks in listed.items():

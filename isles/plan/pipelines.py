@@ -128,12 +128,12 @@ def staged_steps(run: RunSketch) -> StagedSteps:
     assert ways.shares is not None
     return StagedSteps(
         routes=router,
-        most_held=ways.room,
+        most_in_flight=ways.room,
         shares=ways.shares,
         sizes=Sizes(forward=forward, home=home, backward=backward),
         columns=columns,
         stages=stages,
-        asks_norm=clips_model(config) and not reduces_first(config),
+        exchanges_norm=clips_model(config) and not reduces_first(config),
         listed=ways.tasks,
         rest=ways.rest or (lambda task: 0.0),
     )

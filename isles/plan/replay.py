@@ -46,7 +46,6 @@ class ReplayWork:
         self.waiter: ReplayProtocol | None = None
 
     def finish(self) -> None:
-        """Now."""
         self.done = True
         if self.waiter is not None:
             waiter, self.waiter = self.waiter, None
@@ -68,7 +67,6 @@ class ReplayProtocol:
         self._go()
 
     def one_done(self) -> None:
-        """One of what it waits for."""
         self._pending -= 1
         if not self._pending:
             self._go()
@@ -110,7 +108,6 @@ class ReplayWire(Wire[ReplayMessage]):
         self._arrived: set[Hashable] = set()
 
     def send(self, source: int, target: int, nbytes: float, key: Hashable, channel: str) -> ReplayWork:
-        """Done when the last bit has left."""
         self.messages += 1
         message = ReplayMessage(source, target, key, channel, 8.0 * nbytes)
         self.carry(message)
@@ -127,11 +124,9 @@ class ReplayWire(Wire[ReplayMessage]):
         return work
 
     def left(self, message: ReplayMessage) -> None:
-        """Who waits for its send goes on."""
         message.sent.finish()
 
     def arrived(self, message: ReplayMessage) -> None:
-        """Who waits for it goes on."""
         key = message.target, message.source, message.key
         work = self._posted.pop(key, None)
         if work is None:
@@ -149,12 +144,10 @@ class ReplayMember:
         self.others = [(index + step) % self.size for step in range(1, self.size)]
 
     def send(self, position: int, nbytes: float, part: Hashable = 0) -> ReplayWork:
-        """To another position."""
         here, there = self._group[self.index], self._group[position]
         return self._wire.send(here, there, nbytes, (self._key, part), self._channel)
 
     def recv(self, position: int, part: Hashable = 0) -> ReplayWork:
-        """From another position."""
         return self._wire.recv(self._group[self.index], self._group[position], (self._key, part))
 
     def swap(self, sizes: Sequence[float], part: Hashable = 0) -> list[ReplayWork]:
@@ -321,7 +314,7 @@ class ReplayWorker:
         self._flying: dict[int, ReplayProtocol] = {}
         self._since: float | None = None
         self._moment, self._for_stages = 0, False
-        self._asks: Hashable = None
+        self._norm_key: Hashable = None
         """What is waited for: after which step, whether it is a message of a stage, and which norm of the gradient."""
         self._at, self._done = 0.0, 0
         """Inner steps computed; tasks of the next one that are done."""
@@ -333,7 +326,7 @@ class ReplayWorker:
         if self._since is not None:
             seconds = wire.timeline.now - self._since
             # A worker that asks for the norm waits for the stages that still compute, and then for the answers.
-            peers_and_pattern = wire.norms.get(self._asks, self._since)
+            peers_and_pattern = wire.norms.get(self._norm_key, self._since)
             self._wait(
                 self._moment, seconds, seconds if self._for_stages else max(peers_and_pattern - self._since, 0.0)
             )
@@ -360,7 +353,7 @@ class ReplayWorker:
                 self._start(*act.starts)
             transfer = None if act.waits_for is None else self._flying.pop(act.waits_for, None)
             if transfer is not None:
-                self._moment, self._for_stages, self._asks = act.moment, False, act.waits_for
+                self._moment, self._for_stages, self._norm_key = act.moment, False, act.waits_for
                 yield transfer
 
     def _computes(self, steps: float) -> Iterator[float | ReplayProtocol]:
@@ -417,8 +410,8 @@ class ReplayWorker:
         peers_and_pattern = staged.peers(self.rank)
         if peers_and_pattern is not None:
             peers, pattern = peers_and_pattern
-            self._for_stages, self._asks = False, (peers, step)
-            wire.norms[self._asks] = wire.timeline.now
+            self._for_stages, self._norm_key = False, (peers, step)
+            wire.norms[self._norm_key] = wire.timeline.now
             member = ReplayMember(wire, peers, peers.index(self.rank), ("norm", step), "inner")
             yield ReplayProtocol(play(pattern, member))
 
@@ -476,7 +469,6 @@ class Waits:
 
     @property
     def account(self) -> TimeAccount:
-        """Of all of it."""
         return replace(self.account_of(1, None), computing=self.steps * self.step_seconds)
 
 

@@ -208,8 +208,8 @@ def _wanted_rate(made: RunSketch, outline: Outline, seconds: float) -> float | N
 
     if played(1.0) is None:
         pairs = max((len(group) for one in outline.first for group in one.groups), default=1) == 2
-        spare = waited - (1 if pairs else 2) * far.longest_latency(world.workers)
+        left_over = waited - (1 if pairs else 2) * far.longest_latency(world.workers)
         bits = 8 * (max(outline.sent) - outline.inside) / max(outline.rounds, 1)
-        return bits / spare if spare > 0 else None
+        return bits / left_over if left_over > 0 else None
     factor = wanted_rate(lambda rate: 0.0 if (found := played(rate)) is None else found.share, UTILISATION)
     return None if not factor or math.isnan(factor) else factor * far.slowest_rate(world.workers)

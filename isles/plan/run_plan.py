@@ -21,7 +21,7 @@ from isles.training.config.conflicts import refuse_conflicts
 from isles.training.config.sections import Config, WorldConfig
 from isles.training.kinds import kind_of
 from isles.training.memory.plans import refusals
-from isles.training.records.finished import start_file
+from isles.training.records.saved_run import start_file
 from isles.training.text import check_vocabulary
 
 

@@ -275,7 +275,6 @@ def _played(
     seconds: float,
     every: int,
 ) -> TimeAccount:
-    """Of a round of so many steps."""
     levels = [Representatives(None, level) for level in LEVELS]
     for some in levels:
         if 3 * sum(one.messages for one in some(records(every))) <= _MESSAGES:

@@ -205,7 +205,6 @@ def _fewer_shards(segment: Segment, share: float, size: int, few: int) -> Segmen
 
 
 def _joined(patterns: Sequence[MessagePattern]) -> MessagePattern:
-    """Several of one kind as one."""
     if len(patterns) == 1:
         return patterns[0]
     means = [one for one in patterns if isinstance(one, Mean)]
@@ -237,7 +236,6 @@ def _coarser(pattern: MessagePattern, most: int) -> MessagePattern:
 
 
 def _sums(rows: Sequence[ShardSizes]) -> ShardSizes:
-    """Of each position."""
     runs = groupby(sum(column) for column in zip(*rows, strict=True))
     return ShardSizes(tuple((len(list(run)), nbytes) for nbytes, run in runs))
 

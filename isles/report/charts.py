@@ -322,8 +322,8 @@ def lanes_panel(run: Run, workers: int = LANES) -> Panel | None:
     return Panel(heading="Timeline of the workers", picture=picture, keys=keys, notes=notes)
 
 
-def step_panel(run: Run, workers: int = LANES) -> Panel | None:
-    """Every task of one step, a lane for each of the first `workers`; None where replicas do not lie in stages."""
+def step_panel(run: Run) -> Panel | None:
+    """Every task of one step, a lane for each of the first workers; None where replicas do not lie in stages."""
     spans = [span for own in run.tasks.values() for span in own]
     if not spans:
         return None
@@ -345,7 +345,7 @@ def step_panel(run: Run, workers: int = LANES) -> Panel | None:
                 for span in own
             ],
         )
-        for worker, own in list(run.tasks.items())[:workers]
+        for worker, own in list(run.tasks.items())[:LANES]
     ]
     longest = max(end - start for start, end in steps.values())
     picture = Lanes(title="One step", x_label="seconds of the step", start=0.0, end=longest or 1.0, lanes=lanes)
@@ -362,8 +362,8 @@ def step_panel(run: Run, workers: int = LANES) -> Panel | None:
         notes.append("Pipelines that share no microbatch do not wait for each other here: each begins at its own 0.")
     if not run.is_simulated:
         notes.append("The workers' clocks agree to within milliseconds.")
-    if len(run.tasks) > workers:
-        notes.append(f"The first {workers} of {len(run.tasks)} workers.")
+    if len(run.tasks) > LANES:
+        notes.append(f"The first {LANES} of {len(run.tasks)} workers.")
     kinds = {TASK_LOOKS[span.kind] for span in spans}
     keys = [key for key in TASK_KEYS if key[0] in kinds]
     return Panel(heading="One step through the stages", picture=picture, keys=keys, notes=notes)
@@ -405,7 +405,6 @@ def _window(run: Run) -> tuple[float, float] | None:
 
 
 def _exchanges(spans: list[TimelineSpan]) -> list[float]:
-    """When the method's transfers began."""
     return [span.start for span in spans if span.kind == "transfer" and span.channel in _TRAINING]
 
 

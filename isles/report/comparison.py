@@ -1,8 +1,7 @@
 """The page of several runs: one table, and their losses on common axes against steps, bytes and time.
 
-Who is ahead of whom, from runs of the same seeds: paired differences, their intervals, Holm's correction.
-
-A seed gives all rows the same weights to begin with and the same data in the same order, so losses are subtracted seed
+Which row is ahead is decided from runs of the same seeds: paired differences, their intervals, Holm's correction. A
+seed gives all rows the same weights to begin with and the same data in the same order, so losses are subtracted seed
 by seed. d: the n differences of two rows.
 
     interval   mean d -+ t_{0.975, n-1} s / sqrt(n)          s: standard deviation of d
@@ -59,8 +58,8 @@ def paired(differences: Sequence[float]) -> Paired:
 def holm(ps: Sequence[float]) -> list[float]:
     """The p values, corrected for there being several, in their order."""
     found, largest = [0.0] * len(ps), 0.0
-    for index, index in enumerate(sorted(range(len(ps)), key=lambda index: ps[index])):
-        largest = max(largest, min(1.0, ps[index] * (len(ps) - index)))
+    for rank, index in enumerate(sorted(range(len(ps)), key=lambda index: ps[index])):
+        largest = max(largest, min(1.0, ps[index] * (len(ps) - rank)))
         found[index] = largest
     return found
 
@@ -71,7 +70,7 @@ def never_talks(summary: Mapping[str, Any]) -> bool:
 
 
 def validation_loss_of(summary: Mapping[str, Any]) -> float | None:
-    """The validation loss that a run is judged by."""
+    """The validation loss that runs are compared by."""
     return summary.get("val_loss_replicas" if never_talks(summary) else "val_loss")
 
 
@@ -131,7 +130,7 @@ def read_comparison(folder: Path) -> Runs:
         }
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{folder / INDEX} is damaged ({error}); run isles compare again") from error
-    return {label: [read_run(*index) for index in group] for label, group in arguments.items()}
+    return {label: [read_run(*one) for one in group] for label, group in arguments.items()}
 
 
 def comparison_rows(summaries: dict[str, list[dict[str, Any]]]) -> tuple[list[str], list[list[str]]]:
@@ -151,7 +150,9 @@ def comparison_rows(summaries: dict[str, list[dict[str, Any]]]) -> tuple[list[st
 
 
 def _named(summaries: dict[str, list[dict[str, Any]]]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """Rows as a table has them: workers that never talk are judged each by itself, and by the mean of their weights."""
+    """Rows as a table has them: workers that never exchange are evaluated each by itself, and by the mean of their
+    weights.
+    """
     for label, group in summaries.items():
         if group and never_talks(group[0]):
             each = [{**summary, "val_loss": summary.get("val_loss_replicas")} for summary in group]

@@ -1,4 +1,4 @@
-"""The panels of a run whose workers come and go: members over time, and the life of each member in a lane.
+"""The panels of a run whose workers come and go: members over time, and a lane for each member.
 
 They are made of RUN/members.jsonl and RUN/exchanges.jsonl (`isles.membership.run_log`); a line that is none is left
 out. Seconds are counted from the first entry, of the lighthouse's clock.
@@ -109,7 +109,7 @@ def _member_lanes(there: RunHistory, lines: list[RoundRecord | StartRecord], sta
             for since, until in there.outages
         ]
         lanes.append(Lane(label="lighthouse", segments=away))
-    title = "Seats"
+    title = "Lanes of members"
     end = there.end - start
     picture = Lanes(title=title, x_label="seconds since the first one came", start=0.0, end=end, lanes=lanes)
     notes = ["A lane ends where its worker died, left, or was cut off."]
@@ -120,7 +120,7 @@ def _member_lanes(there: RunHistory, lines: list[RoundRecord | StartRecord], sta
 
 
 def _without(segment: tuple[float, float], done: Sequence[tuple[float, float]]) -> Iterator[tuple[float, float]]:
-    """What of a stretch of time is in none of `done`, which are in order."""
+    """What of a span of time is in none of `done`, which are in order."""
     since, until = segment
     for begins, ends in done:
         if begins > since and ends <= until:

@@ -25,7 +25,7 @@ _DIFFICULTIES = ["easy", "medium", "difficult"]
 def tables(results: dict[str, Any]) -> list[Titled]:
     """Variants by domain; ways of joining, variant by variant; random splits; where the posterior lies."""
     of = format_seeds(len(results["seeds"]))
-    made = [_variants(results, of), *(_ways(results, variant, of) for variant in results["groups"])]
+    made = [_variants(results, of), *(_joinings(results, variant, of) for variant in results["groups"])]
     if "random" in results["mean"]:
         made.append(_random(results, of))
     return [*made, _posteriors(results)]
@@ -56,12 +56,12 @@ def _variants(results: dict[str, Any], of: str) -> Titled:
     return "Perplexity by domain and variant", what, table
 
 
-def _ways(results: dict[str, Any], variant: str, of: str) -> Titled:
+def _joinings(results: dict[str, Any], variant: str, of: str) -> Titled:
     group = results["groups"][variant]
     size = ", ".join(f"{f} x {t}" for f, t in zip(group["ffn"], group["steps"], strict=True))
     rows = []
     for name, record in results["mean"][variant][_last(results)].items():
-        joined = [record["perplexity"][way] for way in JOININGS]
+        joined = [record["perplexity"][column] for column in JOININGS]
         rows.append([name, *map(format_perplexity, [*record["alone"], *joined, record.get("parameter_average")])])
     heads = ["domain", *_DIFFICULTIES, *JOININGS.values(), "one averaged model"]
     what = f"each expert alone, then ways of joining them; ffn x steps {size}; budget {group['ratio']:.3f}; {of}"
@@ -71,7 +71,7 @@ def _ways(results: dict[str, Any], variant: str, of: str) -> Titled:
 def _random(results: dict[str, Any], of: str) -> Titled:
     rows = []
     for name, record in results["mean"]["random"].items():
-        joined = [record["perplexity"][way] for way in ("posterior", "arithmetic", "oracle")]
+        joined = [record["perplexity"][column] for column in ("posterior", "arithmetic", "oracle")]
         rows.append([name, *map(format_perplexity, [*record["alone"], *joined])])
     heads = ["domain", "expert 0", "expert 1", "expert 2", "posterior", "arithmetic", "best expert"]
     what = f"medium experts that were trained on random thirds of all domains, as a check; {of}"

@@ -30,11 +30,11 @@ def tables(results: dict[str, Any]) -> list[Titled]:
             f"the choice was made with knowledge of those; {of}",
             _by_text(results, "after_prefix", columns),
         ),
-        _by_reading(results, of),
+        _by_prefix(results, of),
     ]
     if len(seeds) > 1:
         rows = [
-            [str(seed), *(format_perplexity(record["trained"]["all"][way]) for way in columns)]
+            [str(seed), *(format_perplexity(record["trained"]["all"][column]) for column in columns)]
             for seed, record in zip(seeds, results["by_seed"], strict=True)
         ]
         table = Table(heads=["seed", *columns.values()], rows=rows)
@@ -50,23 +50,29 @@ def _by_text(results: dict[str, Any], part: str, columns: dict[str, str]) -> Tab
         rows.append((f"{name} (held out)" if held_out else name, mean["by_domain"][name][part] or {}))
     return Table(
         heads=["text", *columns.values()],
-        rows=[[label, *(format_perplexity(record.get(way)) for way in columns)] for label, record in rows],
+        rows=[[label, *(format_perplexity(record.get(column)) for column in columns)] for label, record in rows],
     )
 
 
-def _by_reading(results: dict[str, Any], of: str) -> Titled:
+def _by_prefix(results: dict[str, Any], of: str) -> Titled:
     trained = results["mean"]["trained"]
-    lengths = {way: f"first {way.removeprefix('prefix-')}" for way in trained["all"] if way.startswith("prefix-")}
-    grown = {way: f"so far, top {way.removeprefix('growing-')}" for way in trained["all"] if way.startswith("growing-")}
+    lengths = {
+        column: f"first {column.removeprefix('prefix-')}" for column in trained["all"] if column.startswith("prefix-")
+    }
+    grown = {
+        column: f"so far, top {column.removeprefix('growing-')}"
+        for column in trained["all"]
+        if column.startswith("growing-")
+    }
     heads = {**lengths, **grown, "growing": "so far, all"}
-    rows = [["all tokens", *(format_perplexity(trained["all"][way]) for way in heads)]]
+    rows = [["all tokens", *(format_perplexity(trained["all"][column]) for column in heads)]]
     if trained["after_prefix"]:
-        rows.append(["without the prefix's", *(format_perplexity(trained["after_prefix"][way]) for way in heads)])
+        rows.append(["without the prefix's", *(format_perplexity(trained["after_prefix"][column]) for column in heads)])
     what = (
         "all trained domains; first N tokens: one expert for the whole sequence; so far: experts mixed by weights that "
         f"are computed again after each {results['reweigh_every']} tokens, from all text before; {of}"
     )
-    return "Perplexity by what the gate reads", what, Table(heads=["tokens judged", *heads.values()], rows=rows)
+    return "Perplexity by what the gate reads", what, Table(heads=["tokens evaluated", *heads.values()], rows=rows)
 
 
 def _experts(results: dict[str, Any]) -> Titled:
@@ -106,8 +112,8 @@ def pictures(results: dict[str, Any]) -> list[Panel]:
     if mean["purity_by_round"]:
         points = [(float(number), value) for number, value in enumerate(mean["purity_by_round"], start=1)]
         made.append(_one_line("Purity of the shares", "round of the routers", points))
-    lengths = {way: value for way, value in mean["trained"]["all"].items() if way.startswith("prefix-")}
-    points = [(float(way.removeprefix("prefix-")), value) for way, value in lengths.items()]
+    lengths = {column: value for column, value in mean["trained"]["all"].items() if column.startswith("prefix-")}
+    points = [(float(column.removeprefix("prefix-")), value) for column, value in lengths.items()]
     made.append(_one_line("Perplexity by the length of the prefix", "tokens that the gate reads", points))
     return made
 

@@ -77,7 +77,7 @@ def _listed(table: Any, form: Callable[[Any], str]) -> str:
     return ", ".join(f"{str(name).replace('_', ' ')} {form(value)}" for name, value in table.items()) or "nothing"
 
 
-_WORDS = (str, _by_channel, format_counts, format_link_bytes, format_rejections)
+_NAMES = (str, _by_channel, format_counts, format_link_bytes, format_rejections)
 """Forms for what is no number."""
 # Key of summary.json, its name in words, its form.
 FIELDS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
@@ -116,19 +116,19 @@ FIELDS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("rounds_alone", "Of that, without anybody else's work", format_percent),
     ("outcomes", "By how their exchange ended", format_counts),
     ("rounds_again", "Exchanges tried again", format_count),
-    ("rounds_unassigned", "Rounds on unassigned samples", format_count),
+    ("rounds_unassigned", "Rounds that read unassigned samples", format_count),
     ("inner_steps", "Inner steps of all workers", format_count),
     ("inner_steps_counted", "Of that, whose work is in the model", format_count),
     ("inner_steps_backlog", "Inner steps of the data that nobody has read for good", format_count),
     ("inner_steps_repeated", "Inner steps of the data that were read twice", format_count),
     ("joins", "Workers that came", format_count),
     ("losses", "Connections that broke", format_count),
-    ("leaves", "Workers that said that they leave", format_count),
+    ("leaves", "Workers that announced that they leave", format_count),
     ("views", "Views", format_count),
     ("outages", "Times that the lighthouse was away", format_count),
-    ("state_transfers", "States sent to joiners", format_count),
+    ("state_transfers", "States transferred to joiners", format_count),
     ("state_transfer_bytes", "Their bytes", format_bytes),
-    ("links", "Between workers, by way", format_link_bytes),
+    ("links", "Between workers, by link", format_link_bytes),
     ("refused", "Refused", format_rejections),
     ("train_seconds", "Training", format_seconds),
     ("wall_seconds", "Wall time, start and end included", format_seconds),
@@ -310,7 +310,7 @@ def _table(run: Run) -> str:
 
 
 def _row(key: str, name: str, value: Any, form: Callable[[Any], str]) -> str:
-    if form not in (_raw, *_WORDS) and finite(value) is None:
+    if form not in (_raw, *_NAMES) and finite(value) is None:
         form = _raw
     shown, exact = form(value), ""
     if form is format_bytes and value >= 1000:

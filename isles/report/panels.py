@@ -3,9 +3,8 @@ it.
 
 `charts` and `time_charts` make panels from a run; colours are names of `style`.
 
-Long series made short enough to draw: thinning that keeps the spikes, averaging that keeps the trend.
-
-A series is a list of (x, y) points in rising x.
+A series is a list of (x, y) points in rising x; long ones are made short enough to draw, by thinning that preserves the
+spikes, or averaging that preserves the trend.
 """
 
 from __future__ import annotations

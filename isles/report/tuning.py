@@ -69,7 +69,7 @@ def pictures(study: TuningStudy) -> list[Panel]:
     if not ended:
         return []
     history = sorted((one["index"], one["loss"]) for one in ended)
-    best = [(index, min(loss for _, loss in history[: index + 1])) for index, (index, loss) in enumerate(history)]
+    best = [(index, min(loss for _, loss in history[: count + 1])) for count, (index, _) in enumerate(history)]
     lines = [Polyline(points=best, css="mean", name="the best so far")]
     chart = Chart(title="Loss by trial", x_label="trial", lines=lines, dots=history, whole_x=True)
     panels = [Panel(heading="History", picture=chart, notes=["Trials that were pruned have no final loss."])]

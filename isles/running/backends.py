@@ -1,6 +1,6 @@
 """The backend `distributed`: every worker a process of this machine, or, among several machines, of its own one.
 
-The process that workers are forked from, started early: it loads torch while the launcher does, once for all.
+Workers are forked from a server that starts early: it loads torch while the launcher does, once for all.
 
 launcher       reads the settings    loads torch       starts the workers
 fork server    loads torch, the trainer, what the first optimizer step needs     forks them: ready at once
@@ -39,7 +39,7 @@ def start_server() -> None:
     multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOAD)
     resource_tracker.ensure_running()  # the server would start it, and that unblocks the signal
     # Ctrl-C and a closed terminal reach every process of it, SIGTERM often every process of a job. The server and its
-    # children inherit the mask and never see them; what they mean is the launcher's to say.
+    # children inherit the mask and never see them; the launcher alone acts on them.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGHUP, signal.SIGTERM})
     try:
         forkserver.ensure_running()
@@ -70,6 +70,6 @@ def call(worker: Callable[..., Any], workers: int, config: Config, args: Sequenc
 
 
 def train_process(world: Mesh, config: Config, out: Path, resume: int | None) -> dict[str, Any] | None:
-    """`train_worker` in a process of its own. What worker 0 is warned of, the user is told; the others have logs."""
+    """`train_worker` in a process of its own. Warnings of worker 0 are shown to the user; the others have logs."""
     with notify_warnings(world.report) if world.rank == 0 else contextlib.nullcontext():
         return train_worker(world, config, out, resume)

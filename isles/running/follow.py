@@ -1,6 +1,6 @@
-"""A run on a machine that is not node 0: start this machine's workers, keep their shards, do as node 0 says.
+"""A run on a machine that is not node 0: start this machine's workers, save their shards, follow node 0's commands.
 
-OUT/checkpoints/           shards of this machine's workers, committed when node 0 says that all machines have theirs
+OUT/checkpoints/           shards of this machine's workers, committed when node 0 reports that all machines have theirs
 OUT/config.toml            for `isles resume`
 OUT/logs/worker-N.log      what this machine's workers printed, if anything
 
@@ -39,8 +39,8 @@ def follow(
     resume: int | None,
     node_spec: NodeSpec,
 ) -> str:
-    """Take part in node 0's run; returns node 0's address when it is done. Arguments and errors as in `launch`; on_line
-    sees this machine's workers only.
+    """Take part in node 0's run; returns node 0's address when it is done. Arguments and errors as in `launch`;
+    on_metrics sees this machine's workers only.
     """
     assert node_spec.node > 0
     with run_directory(out, resume, node_spec):

@@ -54,7 +54,7 @@ class VirtualWorkers:
         on_event: Callable[[Any], None] | None = None,
         on_failure: Callable[[int, Exception], None] | None = None,
     ) -> list[Any]:
-        """Run them; a failure is raised as it is. What they are warned of, `on_event` is told."""
+        """Run them; a failure is raised as it is. Their warnings go to `on_event`."""
         with notify_warnings(on_event) if on_event else nullcontext():
             return self._run(on_event=on_event)
 

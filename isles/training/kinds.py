@@ -60,7 +60,6 @@ class WorldKind:
         return config.world.workers // (config.pipeline.stages * config.world.inner)
 
     def layout(self, config: Config) -> Layout:
-        """The place of every worker."""
         if config.pipeline.skippipe.plan:
             return Layout.columns(self.plan_of(config.pipeline).problem.stages)
         return grid_of(config.world.workers, stage=config.pipeline.stages, inner=config.world.inner)

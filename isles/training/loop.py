@@ -36,7 +36,7 @@ class TrainingLoop(ABC):
     """One worker. name: of the run's configuration. device: where it computes. model: the whole one, where this worker
     runs it by itself.
 
-    judges: whether text was set apart for validation. tokens: read so far. losses: since the last line of metrics.
+    validates: whether text was set apart for validation. tokens: read so far. losses: since the last line of metrics.
     """
 
     validates, losses_a_step = False, 1
@@ -143,7 +143,6 @@ class TrainingLoop(ABC):
         """What a line of metrics has beside."""
 
     def metrics(self, val_loss: float | None) -> Metrics:
-        """The line for the steps since the last one."""
         step = self.steps_done()
         self._refuse_not_finite(step, self.losses)
         loss = self._mean(self.losses) if self.losses else math.nan
@@ -215,7 +214,6 @@ class TrainingLoop(ABC):
         }
 
     def load_records(self, state: dict[str, Any]) -> None:
-        """Go on from `records`."""
         self.losses = [] if state["losses"] is None else list(state["losses"].to(self.device))
         self.step_clock.seconds = state["training_seconds"]
         self.started = time.perf_counter() - state["host_seconds"]

@@ -89,8 +89,10 @@ def accuracies(
     """
     count = right = right_norm = 0
     for question in questions:
-        scores = [ending_score(question.context, ending, logits, encode, context) for ending in question.endings]
-        lengths = [max(len(ending.encode()), 1) for ending in question.endings]
+        scores = [
+            ending_score(question.context, continuation, logits, encode, context) for continuation in question.endings
+        ]
+        lengths = [max(len(continuation.encode()), 1) for continuation in question.endings]
         count += 1
         right += _best(scores) == question.answer
         right_norm += _best([score / size for score, size in zip(scores, lengths, strict=True)]) == question.answer
@@ -100,10 +102,10 @@ def accuracies(
 
 
 def ending_score(
-    before: str, ending: str, logits: Callable[[Tensor], Tensor], encode: Callable[[str], Any], context: int
+    before: str, continuation: str, logits: Callable[[Tensor], Tensor], encode: Callable[[str], Any], context: int
 ) -> float:
     """Log probability, nats, of the ending's tokens after `before`."""
-    head, whole = list(encode(before)), list(encode(before + ending))
+    head, whole = list(encode(before)), list(encode(before + continuation))
     # A tokenizer may join the last character of the context with the ending: what they share counts as context.
     shared = next((i for i, (a, b) in enumerate(zip(head, whole, strict=False)) if a != b), min(len(head), len(whole)))
     tokens = torch.tensor(whole, dtype=torch.int64, device="cpu")[-(context + 1) :]

@@ -90,7 +90,7 @@ class StepRunner(Protocol):
 
 
 class TrainerParts:
-    """What a trainer is made of. name: of the run's configuration. text: None where this worker reads none. judges:
+    """What a trainer is made of. name: of the run's configuration. text: None where this worker reads none. validates:
     whether text was kept for validation, known to all who validate. scaler: a torch.amp.GradScaler. autocast: a context
     for forward passes. notices: what a user should know.
     """

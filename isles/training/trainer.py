@@ -76,7 +76,6 @@ class Trainer(TrainingLoop):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue exactly from `state_dict`."""
         try:
             self.optimizer.load_weights(state["model"])
         except RuntimeError as error:  # torch tells every tensor that does not fit, a line each

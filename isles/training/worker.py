@@ -32,7 +32,7 @@ from isles.training.kinds import kind_of
 from isles.training.memory.in_use import PlannedMemory
 from isles.training.optimizer import weighs_samples, wrapped
 from isles.training.records.checkpoint import Checkpoints
-from isles.training.records.finished import start_weights
+from isles.training.records.saved_run import start_weights
 from isles.training.setup import expectation, take_cores
 from isles.training.stage_runner import (
     Staged,
@@ -125,7 +125,7 @@ class PartsMaker(TrainerParts):
         return wrapped(self.config, model, self.roster or self.world.outer, self.world, self.memory.manage)
 
     def _validates(self) -> bool:
-        """With a plan the first column judges for all."""
+        """With a plan the first column validates for all."""
         validates = broadcast_from_first(self.world.stage, self.text is not None and self.text.validates)
         return validates and (not self.config.pipeline.skippipe.plan or self.world.coordinate.replica == 0)
 

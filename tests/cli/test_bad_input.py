@@ -354,8 +354,8 @@ def test_what_a_dry_run_refuses_starts_nothing(answer: Answer, folder: Path, mon
     monkeypatch.setattr(running, "launch", lambda *given, **more: pytest.fail("it was started"))
     never = ["--set", "world.backend=distributed", "--set", "replicas.sync_every=9"]
     for verb in (TRAIN, ["compare", *TRAIN[1:], "--methods", "ddp,diloco"], ["compare", *TRAIN[1:]]):
-        code, shared = answer(*verb, *never, "--steps", "8", "--out", "never")
-        assert code == 2 and "choose sync_every <= 8" in shared and shared.count("\n") <= 1, shared
+        code, said = answer(*verb, *never, "--steps", "8", "--out", "never")
+        assert code == 2 and "choose sync_every <= 8" in said and said.count("\n") <= 1, said
         assert not (folder / "never").exists()
 
 

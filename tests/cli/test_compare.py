@@ -182,9 +182,9 @@ def test_a_dry_run_says_what_and_how_long(tmp_path: Path) -> None:
         (["my.toml"], "but not both"),
     ],
 )
-def test_finished_runs_are_as_they_are(compared: tuple[Path, Any], more: list[str], shared: str) -> None:
+def test_finished_runs_are_as_they_are(compared: tuple[Path, Any], more: list[str], said: str) -> None:
     done = CliRunner().invoke(app, ["compare", str(compared[0] / "ddp-0"), *more])
-    assert isinstance(done.exception, ValueError) and shared in str(done.exception)
+    assert isinstance(done.exception, ValueError) and said in str(done.exception)
 
 
 @pytest.mark.parametrize(
@@ -196,11 +196,11 @@ def test_finished_runs_are_as_they_are(compared: tuple[Path, Any], more: list[st
         (["--set", "replicas.sinc_every=2"], "unknown key 'replicas.sinc_every'"),
     ],
 )
-def test_a_slip_costs_nothing(tmp_path: Path, more: list[str], shared: str) -> None:
+def test_a_slip_costs_nothing(tmp_path: Path, more: list[str], said: str) -> None:
     """Also one in the last method: nothing is run, nothing is made."""
     out = tmp_path / "out"
     done = CliRunner().invoke(app, arguments(tmp_path, "--out", str(out), *more))
-    assert isinstance(done.exception, ValueError) and shared in str(done.exception)
+    assert isinstance(done.exception, ValueError) and said in str(done.exception)
     assert not out.exists()
 
 

@@ -125,9 +125,9 @@ def test_where_a_lighthouse_listens(answer: Answer, monkeypatch: pytest.MonkeyPa
     """
     if words == ("no route",):
         monkeypatch.setattr(tcp, "outward_address", lambda: parse_address("", "no default route"))
-    where, shared = "127.0.0.1", "only this machine reaches it; for others name its address with --host"
+    where, said = "127.0.0.1", "only this machine reaches it; for others name its address with --host"
     if words in ((), ("any port",)):
-        where, shared = tcp.outward_address(), "use --host 127.0.0.1 to keep it to this machine"
+        where, said = tcp.outward_address(), "use --host 127.0.0.1 to keep it to this machine"
         assert not where.startswith("127.")
 
     def press() -> None:
@@ -141,7 +141,7 @@ def test_where_a_lighthouse_listens(answer: Answer, monkeypatch: pytest.MonkeyPa
     wanted = 0 if words == ("any port",) else port
     code, told = answer("lighthouse", "--port", str(wanted), "--out", "run", *given, *settings("run.steps=20"), *METHOD)
     port = wanted or read_stand(Path("run")).port
-    assert code == 130 and f"listens at {where}:{port}; {shared}" in told, told
+    assert code == 130 and f"listens at {where}:{port}; {said}" in told, told
     assert f"isles join {where}:{port} --token " in told and read_stand(Path("run")).host == where
 
 

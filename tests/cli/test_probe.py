@@ -71,7 +71,7 @@ def test_both_ends(plan: Plan, tmp_path: Path) -> None:
     port = free_port()
     other = Forked("doctor", "--listen", f"127.0.0.1:{port}", folder=tmp_path, first=only_the_way)
     command = f"isles doctor --peer 127.0.0.1:{port}"
-    assert eventually(lambda: command in other.shared[1].decode()), other.shared
+    assert eventually(lambda: command in other.said[1].decode()), other.said
     code, out, error = plan(*JOB, "--links", f"probe:127.0.0.1:{port}")
     assert (code, error) == (0, "")
     made = json.loads(out)
@@ -88,7 +88,7 @@ def test_nobody_there(plan: Plan) -> None:
 
 
 @pytest.mark.parametrize(("answer", "said"), [(b"", "no answer within 0.5 s"), (b"HTTP/1.1 400\r\n", "not Isles")])
-def test_something_else_there(plan: Plan, answer: bytes, shared: str) -> None:
+def test_something_else_there(plan: Plan, answer: bytes, said: str) -> None:
     """One that is silent, one that is something else: the wait has an end, and one line says it."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         done = threading.Event()
@@ -101,7 +101,7 @@ def test_something_else_there(plan: Plan, answer: bytes, shared: str) -> None:
         threading.Thread(target=serve, daemon=True).start()
         code, out, error = plan(*JOB, "--links", f"probe:127.0.0.1:{server.getsockname()[1]}")
         done.set()
-    assert (code, out) == (1, "") and shared in error and error.count("\n") == 1
+    assert (code, out) == (1, "") and said in error and error.count("\n") == 1
 
 
 @pytest.mark.parametrize("place", ["somewhere", "a:0", ""])

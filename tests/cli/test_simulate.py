@@ -77,8 +77,8 @@ def test_the_configuration_names_method_and_seed(tmp_path: Path) -> None:
         (["--set", "world.pause_each=3"], "unknown key 'world.pause_each'"),
     ],
 )
-def test_a_slip_costs_nothing(tmp_path: Path, more: list[str], shared: str) -> None:
+def test_a_slip_costs_nothing(tmp_path: Path, more: list[str], said: str) -> None:
     out = tmp_path / "out"
     done = CliRunner().invoke(app, arguments(tmp_path, "--out", str(out), *more))
-    assert isinstance(done.exception, ValueError) and shared in str(done.exception)
+    assert isinstance(done.exception, ValueError) and said in str(done.exception)
     assert not out.exists()

@@ -77,10 +77,10 @@ def test_stages_on_a_simulated_network(tmp_path: Path) -> None:
         ("simulate", ["--methods", "diloco", "--workers", "5"], "choose a multiple of 2 as world.workers"),
     ],
 )
-def test_a_slip_costs_nothing(tmp_path: Path, command: str, more: list[str], shared: str) -> None:
+def test_a_slip_costs_nothing(tmp_path: Path, command: str, more: list[str], said: str) -> None:
     """Nothing is run, and nothing is made."""
     out = tmp_path / "out"
     flags = [command, "--workers", "6", "--steps", "4", *words(tmp_path), *more, "--out", str(out)]
     done = CliRunner().invoke(app, flags)
-    assert isinstance(done.exception, ValueError) and shared in str(done.exception), done.exception
+    assert isinstance(done.exception, ValueError) and said in str(done.exception), done.exception
     assert "\n" not in str(done.exception) and not out.exists()

@@ -112,9 +112,9 @@ def test_a_comparison_takes_what_was_tuned(tuned: tuple[Path, Any], capsys: pyte
     before = read_beside(asked, rows, [3])
     found = tuned_in(studies, {label.split("@")[0]: one for (label, _), one in before.items()})
     made = {label: one for (label, _), one in read_beside(asked, rows, [3], found).items()}
-    shared = capsys.readouterr().err
-    assert "holds no search: none\n" in shared
-    assert [line for line in shared.splitlines() if "another" in line] == [f"note: {lone} was tuned on another model"]
+    said = capsys.readouterr().err
+    assert "holds no search: none\n" in said
+    assert [line for line in said.splitlines() if "another" in line] == [f"note: {lone} was tuned on another model"]
     best = complete(read_tuning(tuned[0]))[0]["settings"]
     for name, rate in (("diloco", best["inner.lr"]), ("diloco@inner.lr=0.5", 0.5)):
         one = made[name]
@@ -295,9 +295,9 @@ def test_spaces_of_methods_without_an_outer_rate(name: str, always: dict[str, An
         (["--budget", "20 parsecs"], "write a number and a unit"),
     ],
 )
-def test_a_slip_costs_nothing(tmp_path: Path, more: list[str], shared: str) -> None:
+def test_a_slip_costs_nothing(tmp_path: Path, more: list[str], said: str) -> None:
     done = command(tmp_path, "out", *more)
-    assert isinstance(done.exception, ValueError) and shared in str(done.exception)
+    assert isinstance(done.exception, ValueError) and said in str(done.exception)
     assert not (tmp_path / "out").exists()
 
 

@@ -27,7 +27,7 @@ from isles.experts.reading import keep, read, template
 from isles.experts.system import System
 from isles.models.generate import generate
 from isles.report import write_report
-from isles.training.records.finished import load_run
+from isles.training.records.saved_run import load_run
 from tests.experts.small import HDEE, asked, made, write_domains
 
 
@@ -242,7 +242,7 @@ def test_a_text_that_an_expert_was_trained_on_is_judged_where_it_was_not(
     monkeypatch.setattr(joining, "SEQUENCES", 12)
     for domain in ("easy", "difficult"):
         path = system.out / "seed-0/forests/m-ho-i-ho-r1.json"
-        found = joining.judged_on(path, system.texts[domain].domain.path, Joining())
+        found = joining.evaluated_on(path, system.texts[domain].domain.path, Joining())
         told = results["mean"]["m-ho-i-ho"]["r1"][domain]
         assert found["perplexity"] == f"{told['perplexity']['posterior']:.4f}"
         alone = [value.split()[0] for name, value in found.items() if name.endswith("alone")]

@@ -12,13 +12,13 @@ import torch
 from safetensors.torch import load_file
 
 from isles.experts import mixture
-from isles.experts.ensemble import EVERY, Joined, Joining, Speaker, judged_on
+from isles.experts.ensemble import EVERY, Joined, Joining, Speaker, evaluated_on
 from isles.experts.forest import Forest, ForestMember, Served, score
 from isles.experts.jobs import ExpertJob, JobProgress, train, weights_sha256
 from isles.experts.routing.clusters import clustered, texts_of
 from isles.experts.routing.routing import ByClusters, Routers, cached, following, growing, parse_prior, running
 from isles.experts.system import System
-from isles.training.records.finished import load_run
+from isles.training.records.saved_run import load_run
 from tests.experts.small import made, write_domains
 
 BTM = ["hdee.variants=['m-ho-i-he']", "hdee.iterations=2", "hdee.branch=average", "hdee.baselines=[]"]
@@ -139,7 +139,7 @@ def test_what_is_generated_is_what_is_judged(routed: Built) -> None:
             log_V = logits(tokens[:, : t + 1])[0, 0]
             torch.testing.assert_close(float(log_V.exp().sum()), 1.0, rtol=0, atol=1e-6)
             assert float(log_V[tokens[0, t + 1]]) == pytest.approx(float(scored[0, t]), abs=1e-5)
-    found = judged_on(path, str(folder / "easy.txt"), Joining(route="growing", top=1))
+    found = evaluated_on(path, str(folder / "easy.txt"), Joining(route="growing", top=1))
     assert found["experts that run"] == "1 of 2 a token" and EVERY == 16  # a context of 16: no weights but the first
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from isles.comm.errors import CommError, PeerLost
-from isles.experts.jobs import ExpertTask, JobProgress, carry_out, weights_sha256
+from isles.experts.jobs import ExpertTask, JobProgress, run_tasks, weights_sha256
 from isles.training.interrupts import first_interrupt
 from isles.training.records.checkpoint import Checkpoints
 from tests.cli.command import Command, eventually, gone
@@ -58,7 +58,7 @@ def test_what_is_needed_comes_before_and_failures_harm_no_other(tmp_path: Path) 
         ExpertTask(name="b", work=partial(wait, "b", 0.0)),
         ExpertTask(name="c", work=partial(wait, "c", 0.0), needs=("a", "b", "elsewhere")),
     ]
-    carry_out(tasks, 2, seen_tokens)
+    run_tasks(tasks, 2, seen_tokens)
     assert (tmp_path / "b").read_text() == ""  # beside the slow one
     assert (tmp_path / "c").read_text() == "a b"
     assert sorted(seen_tokens.begun) == ["a", "b", "c"]
@@ -66,14 +66,14 @@ def test_what_is_needed_comes_before_and_failures_harm_no_other(tmp_path: Path) 
     tasks = [ExpertTask(name="lost", work=lose), ExpertTask(name="d", work=partial(wait, "d", 1.0)), *tasks[2:]]
     (tmp_path / "c").unlink()
     with pytest.raises(PeerLost, match="worker 3 is lost") as caught:
-        carry_out([*tasks, ExpertTask(name="e", work=partial(wait, "e", 0.0), needs=("lost",))], 2, seen_tokens)
+        run_tasks([*tasks, ExpertTask(name="e", work=partial(wait, "e", 0.0), needs=("lost",))], 2, seen_tokens)
     assert caught.value.__notes__ == ["go on so"]
     assert (tmp_path / "d").exists() and not (tmp_path / "e").exists()
     assert seen_tokens.notices == [
         "lost failed (worker 3 is lost (its line was cut)); the others that are under way go on to their end"
     ]
     with pytest.raises(CommError, match="ended with exit code 7"):
-        carry_out([ExpertTask(name="dead", work=die)], 2, seen_tokens)
+        run_tasks([ExpertTask(name="dead", work=die)], 2, seen_tokens)
 
 
 @pytest.mark.long
@@ -121,5 +121,5 @@ def test_a_stop_that_comes_too_late_for_one_stops_the_others(tmp_path: Path) -> 
     before = signal.getsignal(signal.SIGINT)
     for more in ([], [ExpertTask(name="second", work=partial(tell, tmp_path, "second", 0.0))]):
         with pytest.raises(KeyboardInterrupt):
-            carry_out([*tasks, *more], 1, JobProgress())
+            run_tasks([*tasks, *more], 1, JobProgress())
     assert [path.name for path in tmp_path.iterdir()] == ["first"] and signal.getsignal(signal.SIGINT) is before

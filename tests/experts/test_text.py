@@ -64,9 +64,9 @@ def test_no_sequence_is_in_two_parts_and_a_pool_is_even(tmp_path: Path) -> None:
     ends = [part.tobytes() for part in parts]
     assert sum(len(part) for part in parts) * 16 >= len(texts[0].corpus.train) + len(texts[0].corpus.validation) - 64
     assert len(set(ends)) == 3
-    pool = pooled(texts, tmp_path / "pool", 0, judged=5)
+    pool = pooled(texts, tmp_path / "pool", 0, validation=5)
     assert np.bincount(pool.label).tolist() == [len(pool.rows) // 2] * 2
-    again = pooled(texts, tmp_path / "pool", 0, judged=5)
+    again = pooled(texts, tmp_path / "pool", 0, validation=5)
     assert again.corpus.sha256 == pool.corpus.sha256 and np.array_equal(again.rows, pool.rows)
     with pytest.raises(ValueError, match="holds other sequences"):
-        pooled(texts, tmp_path / "pool", 1, judged=5)
+        pooled(texts, tmp_path / "pool", 1, validation=5)

@@ -40,7 +40,7 @@ def test_who_is_told_may_ask_and_free() -> None:
     arena.want(1, lambda: tell(0))
     arena.want(1, lambda: tell(1))
     assert told == [0, 2, 4, 6, 1, 3, 5]
-    assert (arena.used, len(arena._asked), arena.peak) == (0, 0, 2)
+    assert (arena.used, len(arena._requested), arena.peak) == (0, 0, 2)
 
 
 def test_who_fails_leaves_the_others_theirs() -> None:

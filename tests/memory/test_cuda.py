@@ -10,7 +10,7 @@ import torch
 from isles.memory.costs import ACTIVATIONS, Placement, least_peak
 from isles.memory.engines.base import Engine, Inline
 from isles.memory.engines.cuda import Cuda, CudaMoves, usual_engine
-from isles.memory.engines.paced import Paced
+from isles.memory.engines.threads import ThreadEngine
 from isles.memory.optimizer import Managed
 from isles.network.machines import MACHINES
 from tests.memory.loops import DECODER, UNITS, adamw, plan_of, profiled
@@ -121,4 +121,4 @@ def test_an_error_of_a_lane_reaches_the_caller() -> None:
 
 
 def test_a_cpu_has_threads_alone() -> None:
-    assert type(usual_engine(torch.device("cpu"))) is Paced
+    assert type(usual_engine(torch.device("cpu"))) is ThreadEngine

@@ -14,7 +14,7 @@ import torch
 from isles.memory.costs import Placement
 from isles.memory.disk import DiskFile, Section, StagingSlot, check_folder
 from isles.memory.engines.base import DiskFailed, Inline
-from isles.memory.engines.paced import Paced
+from isles.memory.engines.threads import ThreadEngine
 from isles.memory.optimizer import Managed
 from isles.memory.plan import table
 from isles.models.decoder import Decoder
@@ -42,13 +42,13 @@ def _plain(settings: tuple[tuple[str, Any], ...]) -> Left:
 @pytest.mark.parametrize(
     ("plan", "engine", "settings"),
     [
-        (STATES, Paced, {"max_norm": 1.0}),
-        (ALL, Paced, {"max_norm": 1.0, "accumulation": 2}),
+        (STATES, ThreadEngine, {"max_norm": 1.0}),
+        (ALL, ThreadEngine, {"max_norm": 1.0, "accumulation": 2}),
         (MIXED, Inline, {"max_norm": None, "autocast": "bf16"}),
-        (BESIDE, Paced, {"max_norm": None, "update": "early"}),
+        (BESIDE, ThreadEngine, {"max_norm": None, "update": "early"}),
         pytest.param(ALL, Inline, {"max_norm": None, "update": "early"}, marks=pytest.mark.long),
         pytest.param(STATES, Inline, {"max_norm": 1.0, "accumulation": 2, "autocast": "bf16"}, marks=pytest.mark.long),
-        pytest.param(MIXED, Paced, {"max_norm": 1.0, "accumulation": 2}, marks=pytest.mark.long),
+        pytest.param(MIXED, ThreadEngine, {"max_norm": 1.0, "accumulation": 2}, marks=pytest.mark.long),
     ],
 )
 def test_the_disk_keeps_the_bits(
@@ -59,7 +59,7 @@ def test_the_disk_keeps_the_bits(
     assert got.losses == wanted.losses
     assert got.same(wanted)
     assert got.peak <= got.planned
-    if engine is Paced:  # without lanes one update is over before the next begins, in one slot of two
+    if engine is ThreadEngine:  # without lanes one update is over before the next begins, in one slot of two
         assert got.peak >= 0.9 * got.planned
     made = profiled(DECODER, settings.get("autocast", "none"))
     rows = table(plan_of(made, plan, accumulation=settings.get("accumulation", 1)), made)

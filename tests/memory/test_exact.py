@@ -13,7 +13,7 @@ import torch
 
 from isles.memory.costs import ACTIVATIONS, TIERS, Placement, least_peak
 from isles.memory.engines.base import Inline
-from isles.memory.engines.paced import Paced
+from isles.memory.engines.threads import ThreadEngine
 from isles.memory.lanes import LaneRun
 from isles.memory.plan import table
 from isles.network.machines import MACHINES
@@ -65,7 +65,7 @@ def _plain(name: str, dropout: bool, settings: tuple[tuple[str, Any], ...]) -> L
 
 def _compare(name: str, case: Case) -> None:
     wanted, task, settings = _plain(name, case.dropout, case.settings), TASKS[name, case.dropout], dict(case.settings)
-    engine = Paced() if case.threads else Inline()
+    engine = ThreadEngine() if case.threads else Inline()
     got = train(task, case.plan, engine=engine, update=case.update, steps=STEPS, **settings)
     assert got.losses == wanted.losses
     assert got.same(wanted)

@@ -15,7 +15,7 @@ import isles
 from isles.memory.activations import Swapped
 from isles.memory.costs import Placement
 from isles.memory.engines.base import Engine, Inline, LaneFailed
-from isles.memory.engines.paced import Paced
+from isles.memory.engines.threads import ThreadEngine
 from isles.memory.optimizer import Managed
 from isles.memory.parameters import Brought
 from isles.memory.plan import PlanMismatch
@@ -52,7 +52,7 @@ def test_an_error_on_a_lane_reaches_the_computation_within_a_second(lane: str, m
 
     late = []
     for _ in range(3):  # on a loaded machine a thread may not be served for a second
-        model, managed = managed_decoder(plan, Paced())
+        model, managed = managed_decoder(plan, ThreadEngine())
         with monkeypatch.context() as patch:
             patch.setattr(kind, name, fail)
             with pytest.raises((LaneFailed, MemoryError)) as caught, managed:
@@ -73,7 +73,7 @@ def test_no_thread_outlives_the_run(how: str) -> None:
     model, made = Decoder(SHAPE), profiled(DECODER, "none")
     plan = plan_of(made, HOST)
     for _ in range(20):
-        managed = Managed(plan, model, adamw(model), profile=made, machine=MACHINES["H100"], engine=Paced())
+        managed = Managed(plan, model, adamw(model), profile=made, machine=MACHINES["H100"], engine=ThreadEngine())
         if how == "close":
             one_step(model, managed)
             managed.close()
@@ -120,8 +120,8 @@ def test_no_thread_outlives_a_run_of_the_trainer(how: str, monkeypatch: pytest.M
 
 
 def test_an_idle_lane_ends_and_begins_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("isles.memory.engines.paced.IDLE", 0.05)
-    engine, done = Paced(), [threading.Event(), threading.Event()]
+    monkeypatch.setattr("isles.memory.engines.threads.IDLE", 0.05)
+    engine, done = ThreadEngine(), [threading.Event(), threading.Event()]
     for number, event in enumerate(done):
         engine.submit("host", (number,), 0.0, lambda: None, event.set)
         assert event.wait(30)
@@ -142,7 +142,7 @@ def test_nobody_waits_for_what_was_given_up(monkeypatch: pytest.MonkeyPatch) -> 
             go_on.wait(30)
         real(*args)
 
-    model, managed = managed_decoder(HOST, Paced())
+    model, managed = managed_decoder(HOST, ThreadEngine())
     monkeypatch.setattr(torch.optim.AdamW, "step", slow)
     with pytest.raises(KeyboardInterrupt), managed:
         one_step(model, managed)
@@ -169,14 +169,14 @@ class _Deaf(Engine):
 
 
 def test_threads_end_with_an_optimizer_that_nobody_closed() -> None:
-    model, managed = managed_decoder(engine=Paced())
+    model, managed = managed_decoder(engine=ThreadEngine())
     one_step(model, managed)
     managed.catch_up()
     managed._finalizer()
     assert not _threads()
 
 
-@pytest.mark.parametrize("engine", [Inline, Paced])
+@pytest.mark.parametrize("engine", [Inline, ThreadEngine])
 def test_a_forward_pass_without_its_backward_pass_is_said(engine: Callable[[], Any]) -> None:
     model, managed = managed_decoder(engine=engine())
     with pytest.raises(RuntimeError, match="a forward pass was not followed by its backward pass"), managed:
@@ -185,7 +185,8 @@ def test_a_forward_pass_without_its_backward_pass_is_said(engine: Callable[[], A
 
 
 @pytest.mark.parametrize(
-    ("placements", "engine"), [((Placement("device", "keep"),) * UNITS, Inline), (OPTIMIZER, Paced), (HOST, Paced)]
+    ("placements", "engine"),
+    [((Placement("device", "keep"),) * UNITS, Inline), (OPTIMIZER, ThreadEngine), (HOST, ThreadEngine)],
 )
 def test_a_backward_pass_that_runs_twice_is_said(placements: tuple[Placement, ...], engine: Callable[[], Any]) -> None:
     model, managed = managed_decoder(placements, engine())
@@ -196,11 +197,11 @@ def test_a_backward_pass_that_runs_twice_is_said(placements: tuple[Placement, ..
 
 
 def test_forward_passes_without_gradients_may_come_at_any_time() -> None:
-    model, managed = managed_decoder(engine=Paced())
+    model, managed = managed_decoder(engine=ThreadEngine())
     plain = Decoder(SHAPE)
     with managed, torch.no_grad():
         assert torch.equal(model(DECODER.batch(0)).loss, plain(DECODER.batch(0)).loss)
-    model, managed = managed_decoder(OPTIMIZER, Paced())
+    model, managed = managed_decoder(OPTIMIZER, ThreadEngine())
     with managed:
         one_step(model, managed)
         with torch.no_grad():
@@ -211,7 +212,7 @@ def test_forward_passes_without_gradients_may_come_at_any_time() -> None:
 
 def test_a_step_that_is_given_up_leaves_nothing() -> None:
     wanted = train(DECODER, steps=2)
-    model, managed = managed_decoder(engine=Paced())
+    model, managed = managed_decoder(engine=ThreadEngine())
     inner = managed.inner
     schedule = torch.optim.lr_scheduler.LambdaLR(inner, lambda done: 1.0 / (1 + done))
     with managed:
@@ -229,7 +230,7 @@ def test_a_step_that_is_given_up_leaves_nothing() -> None:
 
 def test_whoever_reads_the_model_past_the_optimizer_waits() -> None:
     wanted = train(DECODER, steps=1, max_norm=None)
-    model, managed = managed_decoder(OPTIMIZER, Paced(pace=True))
+    model, managed = managed_decoder(OPTIMIZER, ThreadEngine(pace=True))
     with managed:
         one_step(model, managed)
         weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -239,7 +240,7 @@ def test_whoever_reads_the_model_past_the_optimizer_waits() -> None:
 
 def test_weights_that_are_loaded_past_the_optimizer_are_used() -> None:
     other = Decoder(SHAPE, seed=7)
-    model, managed = managed_decoder(OPTIMIZER, Paced())
+    model, managed = managed_decoder(OPTIMIZER, ThreadEngine())
     with managed:
         one_step(model, managed)
         model.load_state_dict(other.state_dict())

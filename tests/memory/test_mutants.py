@@ -17,7 +17,7 @@ from isles.base.wrapping import Wrapping
 from isles.memory.arena import Slots
 from isles.memory.costs import Placement, least_peak
 from isles.memory.engines.base import Inline
-from isles.memory.engines.paced import Paced
+from isles.memory.engines.threads import ThreadEngine
 from isles.memory.optimizer import Managed
 from isles.memory.parameters import Brought
 from tests.memory.loops import DECODER, UNITS, train
@@ -94,7 +94,7 @@ def test_readers_need_to_catch_up(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not all(map(torch.equal, weights(_Held()), wanted))
 
 
-@pytest.mark.parametrize("engine", [Inline, Paced])
+@pytest.mark.parametrize("engine", [Inline, ThreadEngine])
 def test_slots_are_filled_and_emptied_in_turn(engine: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
     turns: dict[int, list[str]] = {}
     for name in ("fill", "empty"):

@@ -17,7 +17,7 @@ from isles.memory.costs import ACTIVATIONS, Placement
 from isles.memory.engines import cuda
 from isles.memory.engines.base import Inline
 from isles.memory.engines.cuda import CudaMoves
-from isles.memory.engines.paced import Paced
+from isles.memory.engines.threads import ThreadEngine
 from isles.memory.optimizer import Managed
 from isles.network.machines import MACHINES
 from isles.training.memory import trial
@@ -43,7 +43,7 @@ def _trained(
     with host_work():
         model = DECODER.make()
     inner = adamw(model)
-    engine = Paced() if watch is None else WatchedCuda(watch)
+    engine = ThreadEngine() if watch is None else WatchedCuda(watch)
     chosen, cpu = plan_of(made, plan, accumulation=accumulation), torch.device("cpu")
     with Managed(chosen, model, inner, profile=made, machine=MACHINES["H100"], device=cpu, engine=engine) as managed:
         if watch is not None:
@@ -129,7 +129,7 @@ def test_a_gpu_is_tried_out_before_it_is_trusted(monkeypatch: pytest.MonkeyPatch
     real = trial.profile
     monkeypatch.setattr(trial, "_SHAPE", replace(trial._SHAPE, d_model=32, heads=2, ffn=64, context=16))
     monkeypatch.setattr(trial, "profile", lambda *a, **k: made[0] if made else made.append(real(*a, **k)) or made[0])
-    try_out(cpu, Paced, Inline)
+    try_out(cpu, ThreadEngine, Inline)
     assert torch.equal(torch.get_rng_state(), before)
 
     class Forgetful(Inline):

@@ -13,7 +13,7 @@ from isles.base.durable import home
 from isles.cli import app
 from isles.training.config.reading import gather, read_config
 from isles.training.config.trust import TYPED
-from isles.training.records.finished import load_run
+from isles.training.records.saved_run import load_run
 from isles.training.records.writer import write_config
 
 EVIL = """

@@ -28,8 +28,8 @@ from isles.training.config.reading import read_config
 from isles.training.config.sections import Config
 from isles.training.kinds import layout_of
 from isles.training.records.checkpoint import Checkpoints
-from isles.training.records.finished import load_run
 from isles.training.records.reshard import cut_notes, first_blocks, prepare, with_boundary, with_stages
+from isles.training.records.saved_run import load_run
 from isles.training.step import validation_loss
 from isles.training.worker import train_worker, trainer_of
 from tests.training.runs import Told, run, tiny, write_text

@@ -21,7 +21,7 @@ import isles
 from isles.comm.virtual.transport import VirtualTransport
 from isles.memory.costs import ACTIVATIONS, TIERS, Placement
 from isles.memory.engines.base import Inline
-from isles.memory.engines.paced import Paced
+from isles.memory.engines.threads import ThreadEngine
 from isles.memory.optimizer import Managed
 from isles.models.decoder import Decoder
 from isles.network.machines import MACHINES
@@ -72,7 +72,7 @@ class _Part:
         if plan is not None:
             made = profiled(DECODER, "none")
             chosen = plan_of(made, PLANS[plan], accumulation=accumulation, update=update)
-            engine = Inline() if isinstance(world.world.transport, VirtualTransport) else Paced()
+            engine = Inline() if isinstance(world.world.transport, VirtualTransport) else ThreadEngine()
             self.managed = Managed(
                 chosen, self.model, self.inner, profile=made, machine=MACHINES["H100"], engine=engine
             )

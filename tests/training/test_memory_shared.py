@@ -14,7 +14,7 @@ import isles
 from isles.comm.virtual.transport import VirtualTransport
 from isles.memory.costs import Placement
 from isles.memory.engines.base import Inline
-from isles.memory.engines.paced import Paced
+from isles.memory.engines.threads import ThreadEngine
 from isles.memory.optimizer import Managed
 from isles.memory.sharing import runs
 from isles.models.decoder import Decoder
@@ -40,7 +40,7 @@ def _worker(world: Any, plan: str | None, shared: bool, update: str = "exact", p
         if plan is not None:
             made = profiled(DECODER, "none")
             chosen = plan_of(made, PLANS[plan], update=update, shared=group.size if shared else 1, accumulation=2)
-            engine = Inline() if isinstance(world.world.transport, VirtualTransport) else Paced()
+            engine = Inline() if isinstance(world.world.transport, VirtualTransport) else ThreadEngine()
             managed = Managed(chosen, model, inner, profile=made, machine=MACHINES["H100"], engine=engine)
         max_norm = 1.0 if update == "exact" else None
         optimizer = isles.DDP(model, managed or inner, group, max_norm=max_norm, bucket_megabytes=0.1)

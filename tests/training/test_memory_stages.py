@@ -101,7 +101,7 @@ def test_stages_keep_their_bits_between_processes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "record"),
+    ("words", "told"),
     [
         (
             ["pipeline.recompute=true"],

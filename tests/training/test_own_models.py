@@ -18,7 +18,7 @@ from isles.models import ModelConfig, build, limits
 from isles.running.run import launch
 from isles.training.config.reading import read_config, to_toml
 from isles.training.config.sections import Config
-from isles.training.records.finished import load_run
+from isles.training.records.saved_run import load_run
 from tests.cli.command import isles
 from tests.training.own_models import save_gpt2
 from tests.training.runs import (

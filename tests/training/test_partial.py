@@ -25,7 +25,7 @@ from isles.running.run import launch
 from isles.training.config.conflicts import plan_of
 from isles.training.config.reading import read_config, run_name
 from isles.training.config.trust import settled
-from isles.training.records.finished import load_run
+from isles.training.records.saved_run import load_run
 from tests.network.routing.instances import drawn, reference
 from tests.training.runs import Told, metrics, run, tiny, without_clocks, write_text
 from tests.training.test_stage_loss import CHANCE, STEPS, seed_of

@@ -74,8 +74,8 @@ def _system(system: str, what: str) -> None:
             print_results(results, out)
 
 
-_system("hdee", "Train and judge HDEE ensembles: one expert a domain, unequal sizes and steps at one budget.")
-_system("smalltalk", "Train and judge SMALLTALK LM: routers part the text, each expert trains alone on its share.")
+_system("hdee", "Train and evaluate HDEE ensembles: one expert a domain, unequal sizes and steps at one budget.")
+_system("smalltalk", "Train and evaluate SMALLTALK LM: routers part the text, each expert trains alone on its share.")
 
 
 Prior = Annotated[
@@ -112,7 +112,7 @@ def evaluate(
         _trust(path)
     if path.is_dir():
         if data is not None or joining != Joining():
-            raise ValueError(f"options judge one forest: name a file of {path}/seed-N/forests, or leave them out")
+            raise ValueError(f"options are for one forest: name a file of {path}/seed-N/forests, or leave them out")
         system = opened(read_saved(path, {name: own for name, (own, _) in SYSTEMS.items()}), path)
         undone = [name for name, (_, state) in system.jobs().items() if state != "done"]
         if undone:
@@ -124,7 +124,7 @@ def evaluate(
         print_results(results, path)
         return
     if data is None:
-        raise ValueError(f"--data is missing: on which text is {path} to be judged?")
+        raise ValueError(f"--data is missing: on which text is {path} to be evaluated?")
     print_forest(path, data, joining)
 
 

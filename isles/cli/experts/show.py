@@ -84,9 +84,9 @@ def print_results(results: dict[str, Any], out: Path) -> None:
 
 def print_forest(path: Path, data: str, joining: Joining) -> None:
     """Perplexity of one forest on a text."""
-    from isles.experts.ensemble import judged_on
+    from isles.experts.ensemble import evaluated_on
 
-    print_named(judged_on(path, data, joining))
+    print_named(evaluated_on(path, data, joining))
 
 
 def print_paper(as_json: bool) -> None:

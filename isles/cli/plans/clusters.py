@@ -57,8 +57,8 @@ def plan_clusters(
         from json import dumps
 
         cuts = [list(cluster.split.cuts) for cluster in made]
-        nodes_told = [asdict(node) for node in described]
-        print(dumps({"nodes": nodes_told, "ranks": _rows(described, made), "pipeline.ravnest.clusters": cuts}))
+        describe_nodes = [asdict(node) for node in described]
+        print(dumps({"nodes": describe_nodes, "ranks": _rows(described, made), "pipeline.ravnest.clusters": cuts}))
     else:
         import tomlkit
 

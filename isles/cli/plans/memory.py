@@ -140,10 +140,9 @@ def _print_stages(question: Config, *, as_json: bool) -> None:
     if as_json:
         print(json.dumps(plans))
         return
-    print(
-        f"{made.model.partition(',')[0]} in {question.pipeline.stages} stages, "
-        f"{question.pipeline.microbatches} microbatches"
-    )
+    pipeline = question.pipeline
+    print(f"{made.model.partition(',')[0]} in {pipeline.stages} stages, "
+        f"{pipeline.microbatches} microbatches")
     which = ", ".join(map(str, hosted)) if hosted else "none"
     print(f"a worker like {here.name} ({format_bytes(here.device_bytes)}) can host stages: {which}", end="\n\n")
     heads = ("stage", "holds", "in flight", "plan", "peak", "host", "its own work a step")

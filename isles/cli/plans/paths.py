@@ -61,10 +61,10 @@ def plan_paths(
     in_memory, waves = _product("--microbatches", microbatches)
     messages, overhead = message_sizes(message, boundary, boundary_codec)
     network, multiples = named(links), _costs(costs)
-    sizes, named = _stages(stages)
+    sizes, listed = _stages(stages)
     times = forward_seconds(sum(sizes), task)
     delays = delays_of(network, len(times), messages.forward, overhead)
-    nodes_by_stage = named or assign(sizes, delays, times, seed=seed, seconds=0.3 * seconds)
+    nodes_by_stage = listed or assign(sizes, delays, times, seed=seed, seconds=0.3 * seconds)
     problem = Problem(
         stages=nodes_by_stage,
         delays=delays,
@@ -137,7 +137,6 @@ def message_sizes(text: str, boundary: str | None, codec: str | None) -> tuple[S
 
 
 def _costs(text: str) -> Costs:
-    """Of --costs."""
     from dataclasses import replace
 
     from isles.network.routing.problem import Costs
@@ -166,8 +165,8 @@ def _stages(parts: str) -> tuple[list[int], Stages | None]:
     """(nodes of each stage, which they are where that is said)."""
     if "/" not in parts:
         return _numbers("--stages", parts, 1), None
-    named = tuple(tuple(_numbers("--stages", part, 0)) for part in parts.split("/"))
-    return [len(part) for part in named], named
+    listed = tuple(tuple(_numbers("--stages", part, 0)) for part in parts.split("/"))
+    return [len(part) for part in listed], listed
 
 
 def _length(text: str | None, *, stages: int) -> int:

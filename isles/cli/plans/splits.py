@@ -77,7 +77,7 @@ def keys(option: str, first: str, text: str) -> tuple[str | None, dict[str, Any]
 
     name, found = None, {}
     for number, part in enumerate(text.split(",")):
-        key, equals, value = (text.strip() for text in part.partition("="))
+        key, equals, value = (piece.strip() for piece in part.partition("="))
         if equals:
             found[key] = parse_value(value)
         elif number:

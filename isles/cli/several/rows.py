@@ -5,9 +5,9 @@
     package.module:Class                             one of your own
     fast                                             a table [methods.fast] of CONFIG.toml, which says method = "diloco"
 
-Two rows are always there: workers that never talk (`none`), and one worker that reads all the tokens.
+Two rows are always there: workers that never exchange (`none`), and one worker that reads all the tokens.
 
-Equal terms: a run with other settings for as many tokens, steps or virtual seconds; settings that were tuned.
+Equal terms: as many tokens, steps or virtual seconds, with settings that were tuned.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@
     RUN/owners/          a locked file for each process at work
 
 Trial N draws from (seed, N) and from the trials before, so a study that was stopped goes on as if it had not been. A
-trial whose process is gone is told failed, and its number is given again. Everything that chooses is done in turn.
+trial whose process has died is marked failed, and its number is used again. Everything that chooses holds a lock.
 """
 
 from __future__ import annotations
@@ -80,11 +80,9 @@ class Terms:
 
     @property
     def first(self) -> int:
-        """Trials of the first part."""
         return -(-self.trials // 2) if self.own else self.trials
 
     def run(self, settings: dict[str, Any]) -> Config:
-        """The run of a trial."""
         made = at_equal(self.at, changed(self.config, settings), self.config)
         shown = {"validate_every": -(-made.run.steps // _PARTS), "checkpoint_every": 0}
         return replace(made, run=replace(made.run, seed=self.seed, **shown))

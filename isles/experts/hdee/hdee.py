@@ -1,9 +1,9 @@
 """HDEE, the Heterogeneous Domain Expert Ensemble (arXiv 2502.19385), on Branch-Train-Merge (arXiv 2208.03306): the
 plan.
 
-seed       one model of each size is trained on a mixture of the domains
-branch     each expert starts from the seed of its size; one expert a difficulty: easy, medium, difficult
-iterate    iteration r continues every expert on the r-th domain of its difficulty: from its own weights, or (BTM) from
+seed       one model of each size is trained on a mixture of the domains branch     each expert starts from the seed of
+its size; one expert a difficulty: easy, medium, difficult iterate    iteration r continues every expert on the r-th
+domain of its difficulty: from its own weights, or (BTM) from
            the average of the forest's experts, by their posterior on that domain
 serve      the forest of three mixes its next-token distributions by a posterior over domains (`mixture`)
 
@@ -18,8 +18,8 @@ little more than one of them; "dense", one medium model that trains on the mixtu
 
 Deviations from the authors' code: lengths chain through all iterations and each run has a schedule of its own length
 (there all chain from one step and share one horizon); weights are float32; the cached prior is estimated on validation
-text and not on what is judged; the seed's corpus is a mixture of the trained domains unless `seed_path` names another.
-The medium expert is the same run in all variants, by its name.
+text and not on what is evaluated; the seed's corpus is a mixture of the trained domains unless `seed_path` names
+another. The medium expert is the same run in all variants, by its name.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class HdeeConfig:
     characters: int = 600_000
     """Characters of each default domain."""
     sequences: int = 256
-    """Sequences of each domain that are judged, and as many that give the cached prior (at most 100 of them)."""
+    """Sequences of each domain that are evaluated, and as many that give the cached prior (at most 100 of them)."""
     prefix: int = 32
     """Tokens from which the ridge gate chooses an expert."""
 
@@ -180,7 +180,7 @@ def plan(own: HdeeConfig, base: Config, domains: list[Domain], seed: int, folder
     seeds = {ffn: planner.seed(ffn) for ffn in dict.fromkeys([own.ffn[1], *(ffn for one in groups for ffn in one.ffn)])}
     forests = {one.variant: planner.forests(one, lessons) for one in groups}
     steps = own.steps[1] * own.iterations
-    random = [planner.baseline("random", f"splits/{place}", steps, f"-{place}") for place in range(len(TRAINED))]
+    random = [planner.baseline("random", f"splits/{index}", steps, f"-{index}") for index in range(len(TRAINED))]
     dense = planner.baseline("dense", MIXTURE, steps * len(TRAINED))
     return HdeePlan(
         jobs=tuple(planner.jobs.values()), seeds=seeds, forests=forests, random=tuple(filter(None, random)), dense=dense

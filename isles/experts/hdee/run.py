@@ -1,4 +1,4 @@
-"""HDEE from words to results: texts, seeds, experts, forests, and the table of perplexities.
+"""HDEE from settings to results: texts, seeds, experts, forests, and the table of perplexities.
 
 OUT/experts.toml             what was asked for
 OUT/domains/*.jsonl          the default domains, where none were listed
@@ -7,7 +7,7 @@ OUT/seed-0/seed-f192/ ...    runs: seeds and experts (`jobs`)
 OUT/seed-0/forests/*.json    one forest a variant and iteration (`registry`)
 OUT/results.json             everything that was measured; means over seeds beside each seed's
 
-Called again with the same words it goes on where it stopped.
+Called again with the same settings it goes on where it stopped.
 
 The ridge gate (as in DUME and IR3DE): which expert a text belongs to, by a linear map of its tokens' embeddings.
 
@@ -42,7 +42,7 @@ from isles.experts.jobs import ExpertJob, JobProgress
 from isles.experts.routing.routing import cached
 from isles.experts.system import System
 from isles.models import flops_per_token
-from isles.training.records.finished import SavedRun, load_run
+from isles.training.records.saved_run import SavedRun, load_run
 
 LAMBDA = 1e-2
 
@@ -102,11 +102,9 @@ class Hdee(System[HdeeConfig]):
         ]
 
     def plan(self, seed: int) -> HdeePlan:
-        """The jobs of one seed."""
         return hdee.plan(self.own, self.base, self.domains, seed, self.folder(seed))
 
     def folder(self, seed: int) -> Path:
-        """Where the runs of a seed lie."""
         return self.out / f"seed-{seed}"
 
     @override

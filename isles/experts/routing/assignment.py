@@ -84,7 +84,6 @@ class Assignment:
 
     @property
     def loads(self) -> list[int]:
-        """Sequences of each expert."""
         return np.bincount(self.expert_of, minlength=self.experts).tolist()
 
     @property

@@ -36,7 +36,7 @@ from isles.training.config.inner import lr_factor
 from isles.training.config.sections import Config
 from isles.training.optimizer import wrapped
 from isles.training.records.checkpoint import Checkpoints
-from isles.training.records.finished import SavedRun
+from isles.training.records.saved_run import SavedRun
 from isles.training.records.shard import save_model
 
 
@@ -162,7 +162,6 @@ class TextRouter:
         return tokens.to(next(self.model.parameters()).device)
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that the next rounds depend on."""
         return {
             "optimizer": self.optimizer.state_dict(),
             "model": dict(self.model.state_dict()),
@@ -174,7 +173,6 @@ class TextRouter:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue exactly from `state_dict`."""
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.schedule.load_state_dict(state["schedule"])

@@ -7,7 +7,7 @@ What is believed of the experts before a sequence begins: log P(j), (E,).
 
 uniform    1/E
 cached     P_1 = pi_1;  P_n = (1 - decay) P_{n-1} + decay pi_n  over sequences of validation text, then frozen
-updating   the same rule on the text that is judged: the prior of a sequence comes from those before it
+updating   the same rule on the text that is evaluated: the prior of a sequence comes from those before it
 
 pi_n is the posterior of sequence n, computed with P_{n-1} as its prior (pi_1 with the uniform one). Statistic "end": at
 the sequence's end, where it is nearly one-hot; "mean": its mean over the positions, which makes a smoother prior.

@@ -1,4 +1,4 @@
-"""SMALLTALK LM from words to results: each seed's routers, shares and experts, and how well they do.
+"""SMALLTALK LM from settings to results: each seed's routers, shares and experts, and how well they do.
 
 OUT/experts.toml, domains/     as in HDEE
 OUT/seed-0/pool, routers, assignment.npy, segments    see `seed`
@@ -6,7 +6,7 @@ OUT/seed-0/expert-E, dense-*   ordinary runs (`jobs`)
 OUT/seed-0/forests/smalltalk.json    experts and routers (`registry`)
 OUT/results.json               everything that was measured; means over seeds beside each seed's
 
-Called again with the same words it goes on where it stopped.
+Called again with the same settings it goes on where it stopped.
 
 SMALLTALK LM of one seed, until its experts can be trained: pool, routers, shares.
 
@@ -57,8 +57,8 @@ from isles.running.run import Interrupted, starter
 from isles.training.config.sections import Config
 from isles.training.interrupts import first_interrupt
 from isles.training.records.checkpoint import Checkpoints
-from isles.training.records.finished import SavedRun, load_run
 from isles.training.records.rundir import clear_logs
+from isles.training.records.saved_run import SavedRun, load_run
 from isles.training.records.writer import write_config
 
 ROUTED, ROUNDS, CLUSTERS = "routers.json", "rounds.jsonl", "clusters.safetensors"
@@ -73,7 +73,6 @@ class SmalltalkSeed:
         self.base = smalltalk.seeded(base, seed)
 
     def jobs(self) -> list[ExpertJob]:
-        """The experts' runs and the dense ones."""
         return smalltalk.expert_jobs(self.own, self.base, self.folder / "segments", self.folder / "pool")
 
     def pool(self, trained: Sequence[DomainText]) -> Pool:
@@ -81,7 +80,6 @@ class SmalltalkSeed:
         return pooled(trained, self.folder / "pool", self.base.run.seed, validation=self.own.sequences)
 
     def forest(self) -> Forest:
-        """Experts, and what chooses among them."""
         experts = self._members("expert", self.folder)
         if self.own.gate == "clusters":
             clusters = self.folder / CLUSTERS
@@ -288,9 +286,11 @@ def _evaluated(seed: SmalltalkSeed, scored: DomainScores) -> dict[str, Any]:
     by_method["random"] = experts_ENT.mean(0)
     behind = seed.own.prefix - 1
     after = (
-        {way: mixture.perplexity(scores[:, behind:]) for way, scores in by_method.items()} if behind < length else None
+        {method: mixture.perplexity(scores[:, behind:]) for method, scores in by_method.items()}
+        if behind < length
+        else None
     )
-    return {"all": {way: mixture.perplexity(scores) for way, scores in by_method.items()}, "after_prefix": after}
+    return {"all": {method: mixture.perplexity(scores) for method, scores in by_method.items()}, "after_prefix": after}
 
 
 class Smalltalk(System[SmalltalkConfig]):
@@ -320,7 +320,7 @@ class Smalltalk(System[SmalltalkConfig]):
     def evaluate(self, progress: JobProgress) -> dict[str, Any]:
         records = []
         for folder, seed in self.seeds.items():
-            progress.notice(f"judging the experts of {folder}")
+            progress.notice(f"evaluating the experts of {folder}")
             records.append(evaluate_seed(seed, self.texts))
         first = next(iter(self.seeds.values()))
         pool = first.pool(self.trained)

@@ -64,7 +64,7 @@ class SmalltalkConfig:
     prefix: int = 256
     """Tokens that routers read in training and at inference."""
     prefixes: tuple[int, ...] = (32, 64, 128, 256)
-    """Lengths that routing is judged with, none longer than prefix."""
+    """Lengths that routing is evaluated with, none longer than prefix."""
     router: RouterShape = field(default_factory=RouterShape)
     rounds: int = 94
     """Rounds of training and assigning."""
@@ -89,7 +89,7 @@ class SmalltalkConfig:
     characters: int = 600_000
     """Characters of each default domain."""
     sequences: int = 256
-    """Sequences of each domain that are judged."""
+    """Sequences of each domain that are evaluated."""
 
     def __post_init__(self) -> None:
         keys = "experts steps rounds round_sequences router_batch reweigh_every characters sequences"

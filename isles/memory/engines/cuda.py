@@ -2,16 +2,16 @@
 
 What keeps copies and kernels apart, though kernels run later than they are called:
 
-    read     a lane begins when the kernels that had been called before it was asked are over (an event for each job)
+    read     a lane begins when the kernels that had been called before it was submitted are over (an event a job)
     written  memory for what comes up is taken from the computing stream's own, and the lane waits for all kernels that
              had been called by then: whoever had that memory before is among them
-    done     a lane says so when its copy is over, not when it is called; so who waits for it may call kernels at once,
-             and what is given back after it has no reader left
+    done     a lane's event fires when its copy is over, not when it is called; so a waiter may call kernels at once,
+             and what is freed after it has no reader left
 
 Streams are made once a lane: every fresh one would have the allocator keep memory of its own for it. Kernels are called
-from two threads, the caller's and autograd's; which stream they use is looked up where a job is asked for.
+from two threads, the caller's and autograd's; which stream they use is looked up where a job is submitted.
 
-**Not run by its authors, for want of a GPU.** `tests/memory/streams.py` judges the order of its accesses without one;
+**Not run by its authors, for want of a GPU.** `tests/memory/streams.py` checks the order of its accesses without one;
 `tests/memory/test_cuda.py` waits for one; a run holds it against plain copies before it trusts it
 (`isles.training.memory.trial`).
 """
@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from isles.base.staging import arena
 from isles.memory.engines.base import Engine, EngineLane, Moves, Urgency
-from isles.memory.engines.paced import Paced
+from isles.memory.engines.threads import ThreadEngine
 
 _CHUNK = 1 << 24
 """Bytes of each of the two pieces of pinned memory through which numbers go whose format changes on the way."""
@@ -144,7 +144,6 @@ class CudaMoves(Moves):
                     module._buffers[name] = buffer.to(self.device)
 
     def _ring(self) -> PinnedRing:
-        """Of this thread."""
         if not hasattr(self._here, "ring"):
             self._here.ring = PinnedRing()
         return self._here.ring
@@ -169,7 +168,7 @@ def _land(copied: torch.cuda.Event, piece: Tensor, target: Tensor) -> None:
     target.copy_(piece)
 
 
-class Cuda(Paced):
+class Cuda(ThreadEngine):
     """A thread and a stream a lane. The host's updates take as many threads as the caller has, copies a quarter."""
 
     def __init__(self, device: torch.device, *, first_come: bool = False) -> None:
@@ -206,4 +205,4 @@ class Cuda(Paced):
 
 def usual_engine(device: torch.device) -> Engine:
     """Threads; on a GPU with streams of their own."""
-    return Cuda(device) if device.type == "cuda" else Paced()
+    return Cuda(device) if device.type == "cuda" else ThreadEngine()

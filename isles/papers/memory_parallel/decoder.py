@@ -6,7 +6,8 @@
 
 d: width; V: vocabulary. Of a tensor-parallel worker: the matrices are cut, so are the pairs and 24 of the 34.
 
-What is compared: a decoder, equal devices on equal hosts, the links between them, and a way to train it there.
+`ParallelJob`: such a decoder, equal devices on equal hosts, and the links between them. `ParallelPlan`: one way to
+train it there, at its fastest.
 """
 
 from __future__ import annotations
@@ -160,7 +161,7 @@ class ParallelJob:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ParallelWay:
+class ParallelPlan:
     """One way, at its fastest. how: in words. step: seconds. device_bytes, host_bytes: of a device and of its share of
     the host. bound_by: the lane that works longest, and its seconds. largest: parameters of the deepest model of this
     width that fits. step and bytes are None where this model does not fit.

@@ -1,7 +1,9 @@
-"""Hybrids that cut the model: every matrix among devices of one host (tensor parallel), the blocks into stages
-(pipeline), and replicas of both that average their gradients.
+"""The step of each way to train a decoder in parallel, from closed forms and `isles.memory`'s simulation.
 
-Data parallelism in which every device computes the whole model: out of core (KARMA's), and fully sharded (fsdp).
+out of core      every device computes the whole model, by a memory plan (KARMA's data parallelism)
+fully sharded    every device computes the whole model, weights gathered unit by unit (fsdp)
+hybrid           matrices cut among devices of one host (tensor parallel), blocks into stages (pipeline), and
+                 replicas of both that average their gradients
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from functools import lru_cache
 
 from isles.memory.costs import Placement, Profile, ends_update, host_bytes, least_peak, tail, unit_time
 from isles.memory.lanes import LaneRun, LaneTimeline
-from isles.memory.search import Counts, PlanTrials, expand, possible
+from isles.memory.search import Counts, Search, expand, possible
 from isles.network.links import Links
 from isles.network.machines import Machine
 from isles.network.routing.events import in_flight
@@ -26,7 +28,7 @@ from isles.papers.memory_parallel.decoder import (
     WEIGHT,
     HalfDecoder,
     ParallelJob,
-    ParallelWay,
+    ParallelPlan,
     deepest,
     divisors,
     profile_of,
@@ -44,7 +46,7 @@ PassPlan = tuple[int, tuple[Placement, ...]]
 # Out of core
 
 
-def out_of_core(job: ParallelJob, *, shared: bool) -> ParallelWay:
+def out_of_core(job: ParallelJob, *, shared: bool) -> ParallelPlan:
     """Every device trains the whole model under a plan of memory with early updates; gradients are averaged block by
     block while the backward pass goes on, between the hosts. shared: every host keeps and updates the states of its
     share of every block (`memory.shard`); else of all of it, as KARMA's do.
@@ -53,12 +55,12 @@ def out_of_core(job: ParallelJob, *, shared: bool) -> ParallelWay:
     found = planned(job, shared=shared)
     largest = deepest(lambda shape: _out_of_core_fits(job, shape, shared), job.shape)
     if found is None:
-        return ParallelWay(name=name, largest=largest)
+        return ParallelPlan(name=name, largest=largest)
     accumulation, plan = found
     made = averaged(job, job.shape, accumulation, shared=shared)
     timeline = played(job, found, shared=shared)
     runs = " ".join(f"{count}x{choice}" for choice, count in Counter(one.short for one in plan).items())
-    return ParallelWay(
+    return ParallelPlan(
         name=name,
         how=f"{runs}{f', {accumulation} batches a step' if accumulation > 1 else ''}",
         step=timeline.step,
@@ -86,7 +88,7 @@ def planned(job: ParallelJob, *, shared: bool) -> PassPlan | None:
     best, fastest = None, math.inf
     for accumulation in divisors(job.sequences // job.devices):
         made = averaged(job, job.shape, accumulation, shared=shared)
-        tried = PlanTrials(made, job.machine, disk=0.0, update="early", accumulation=accumulation)
+        tried = Search(made, job.machine, disk=0.0, update="early", accumulation=accumulation)
         tried.first(_family(len(made.units)), _TRIED, below=fastest)
         for plan, seconds in tried.seconds.items():
             if seconds < fastest:
@@ -131,12 +133,12 @@ def busiest(timeline: LaneTimeline) -> str:
 # Fully sharded
 
 
-def fully_sharded(job: ParallelJob) -> ParallelWay:
+def fully_sharded(job: ParallelJob) -> ParallelPlan:
     """Every device keeps 1/devices of weights, gradients and states; a block's weights are gathered for each of its
     passes, its gradients summed to their owners. Played as a plan whose "host" is the other devices: up is gathering,
     down is summing, and the update is that of the device's own share.
     """
-    name, best = "fsdp", ParallelWay(name="fsdp")
+    name, best = "fsdp", ParallelPlan(name="fsdp")
     largest = deepest(lambda shape: _least_remade(job, shape, job.sequences // job.devices) is not None, job.shape)
     for accumulation in divisors(job.sequences // job.devices):
         remade = _least_remade(job, job.shape, accumulation)
@@ -147,7 +149,7 @@ def fully_sharded(job: ParallelJob) -> ParallelWay:
         timeline = LaneRun(made, plan, here, update="early", accumulation=accumulation).play()
         if best.step is None or timeline.step < best.step:
             batches = f", {accumulation} batches a step" if accumulation > 1 else ""
-            best = ParallelWay(
+            best = ParallelPlan(
                 name=name,
                 how=f"{remade} of {len(made.units)} made again{batches}",
                 step=timeline.step,
@@ -226,15 +228,15 @@ def splits(job: ParallelJob, *, tensor: bool) -> list[HybridSplit]:
     return found
 
 
-def hybrid(job: ParallelJob, *, tensor: bool) -> ParallelWay:
+def hybrid(job: ParallelJob, *, tensor: bool) -> ParallelPlan:
     """The fastest split, and the largest model of any."""
     largest = deepest(lambda shape: _fits(job, shape, tensor), job.shape)
     return replace(fastest_hybrid(job, tensor=tensor), largest=largest)
 
 
-def fastest_hybrid(job: ParallelJob, *, tensor: bool) -> ParallelWay:
+def fastest_hybrid(job: ParallelJob, *, tensor: bool) -> ParallelPlan:
     """The fastest split."""
-    best = ParallelWay(name="tensor x pipeline x data" if tensor else "pipeline x data")
+    best = ParallelPlan(name="tensor x pipeline x data" if tensor else "pipeline x data")
     every = splits(job, tensor=tensor)
     fitting = [
         (StageSeconds(job, split, again), split, again) for split in every if (again := remade(job, split)) is not None

@@ -9,13 +9,13 @@ from dataclasses import replace
 from functools import cache
 
 from isles.network.machines import MACHINES, Machine
-from isles.papers.memory_parallel.decoder import HalfDecoder, ParallelJob, ParallelWay
+from isles.papers.memory_parallel.decoder import HalfDecoder, ParallelJob, ParallelPlan
 from isles.papers.memory_parallel.parallel import fastest_hybrid, fully_sharded, hybrid, out_of_core, planned, played
 from isles.report.panels import Chart, Point, Table, chart_panel, coloured
 from isles.report.sheet import Sheet
 
 
-def compared(job: ParallelJob) -> list[ParallelWay]:
+def compared(job: ParallelJob) -> list[ParallelPlan]:
     """Each at its fastest; those that fit first, the fastest first."""
     found = [
         out_of_core(job, shared=False),
@@ -24,7 +24,7 @@ def compared(job: ParallelJob) -> list[ParallelWay]:
         hybrid(job, tensor=False),
     ]
     found += [hybrid(job, tensor=True)] if job.per_host > 1 else []
-    return sorted(found, key=lambda way: (way.step is None, way.step or 0.0))
+    return sorted(found, key=lambda plan: (plan.step is None, plan.step or 0.0))
 
 
 def turning(
@@ -58,26 +58,26 @@ _COUNTED = (
 def parallel_sheet(job: ParallelJob, network: str) -> Sheet:
     """All ways on `job`, the fastest first. network: its name in words."""
     found, shape = compared(job), job.shape
-    fits = [way for way in found if way.step is not None]
+    fits = [plan for plan in found if plan.step is not None]
     heads = ["way", "how", "step s", "device GB", "host GB", "works most", "largest, B parameters"]
     return Sheet(
         name="plan-parallel",
         title=f"{shape.params / 1e9:.3g}B parameters on {job.devices} x {job.machine.name}, {network}",
         subtitle=f"{job.sequences} sequences of {shape.sequence} a step; {job.per_host} to a host",
         what="Each way at its fastest. Largest: the deepest model of this width that it can train.",
-        table=Table(heads=heads, rows=[_row(way) for way in found], names=2),
+        table=Table(heads=heads, rows=[_row(plan) for plan in found], names=2),
         data={
             "network": network,
             "rows": [
                 {
-                    "way": way.name,
-                    "how": way.how,
-                    "step_seconds": way.step,
-                    "device_bytes": way.device_bytes,
-                    "host_bytes": way.host_bytes,
-                    "largest_parameters": way.largest,
+                    "way": plan.name,
+                    "how": plan.how,
+                    "step_seconds": plan.step,
+                    "device_bytes": plan.device_bytes,
+                    "host_bytes": plan.host_bytes,
+                    "largest_parameters": plan.largest,
                 }
-                for way in found
+                for plan in found
             ],
         },
         notes=[
@@ -89,11 +89,11 @@ def parallel_sheet(job: ParallelJob, network: str) -> Sheet:
     )
 
 
-def _row(way: ParallelWay) -> list[str]:
-    if way.step is None or way.device_bytes is None:
-        return [way.name, "does not fit", "", "", "", "", f"{way.largest / 1e9:.3g}"]
-    sizes = [f"{nbytes / 1e9:.3g}" for nbytes in (way.device_bytes, way.host_bytes)]
-    return [way.name, way.how, f"{way.step:.4g}", *sizes, way.bound_by, f"{way.largest / 1e9:.3g}"]
+def _row(plan: ParallelPlan) -> list[str]:
+    if plan.step is None or plan.device_bytes is None:
+        return [plan.name, "does not fit", "", "", "", "", f"{plan.largest / 1e9:.3g}"]
+    sizes = [f"{nbytes / 1e9:.3g}" for nbytes in (plan.device_bytes, plan.host_bytes)]
+    return [plan.name, plan.how, f"{plan.step:.4g}", *sizes, plan.bound_by, f"{plan.largest / 1e9:.3g}"]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -138,21 +138,21 @@ def karma_hybrid() -> Sheet:
             curves = _curves(job)
             link = turning(curves["out of core"], curves["hybrid"], _LINKS)
             bus = turning(_over_bus(job), lambda _, step=cut.step: step, _BUSES)
-            ways = (plain, shared, cut, sharded)
-            seconds = ["does not fit" if way.step is None else f"{way.step:.3g}" for way in ways]
+            plans = (plain, shared, cut, sharded)
+            seconds = ["does not fit" if plan.step is None else f"{plan.step:.3g}" for plan in plans]
             rows.append([name, str(each), *seconds, cut.how.partition(",")[0], _rate(link), _rate(bus)])
             data.append(
                 {
                     "model": name,
                     "sequences_a_device": each,
-                    "step_seconds": {way.name: way.step for way in ways},
+                    "step_seconds": {plan.name: plan.step for plan in plans},
                     "turns_at_gbit_s_of_a_host": _number(link),
                     "turns_at_gb_s_of_a_bus": _number(bus),
                 }
             )
             if each == _EACH[0] and name != "Megatron-LM 2.5B":
-                for way, curve in curves.items():
-                    lines[f"{name}, {way}"] = [(rate, step) for rate in _LINKS if (step := curve(rate)) is not None]
+                for plan, curve in curves.items():
+                    lines[f"{name}, {plan}"] = [(rate, step) for rate in _LINKS if (step := curve(rate)) is not None]
     heads = ["model", "sequences a GPU", "out of core s", "states shared s", "hybrid s", "fsdp s"]
     heads += ["hybrid is", "turns at Gbit/s", "turns at GB/s"]
     chart = Chart(title="Step", x_label="Gbit/s of a host", lines=coloured(lines), log_x=True, log_y=True)

@@ -24,7 +24,7 @@ _DPI = 100
 _WIDTH, _ROW = 13.0, 3.4  # inches
 _KEYS_A_ROW = 4
 _HIGH = 0.92  # of a plot's height: words above a point there would run into the legend
-_LETTERS = 105  # of the heading's size in that width
+_CHARACTERS = 105  # of the heading's size in that width
 _ABREAST = 165  # letters of a table that stand beside each other
 _SIZES = {"font.size": 9.0, "axes.titlesize": 10.5, "legend.fontsize": 8.0}
 
@@ -58,7 +58,7 @@ def picture(heading: str, below: str, shown: Sequence[Panel], table: Table | Non
     heights = [0.28 * (len(table.rows) + 2)] if table else []
     heights += [_ROW] * ((len(narrow) + 1) // 2)
     heights += [1.2 + 0.4 * len(panel.picture.lanes) for panel in wide if isinstance(panel.picture, Lanes)]
-    caption_lines = [heading, *textwrap.wrap(below, _LETTERS)]
+    caption_lines = [heading, *textwrap.wrap(below, _CHARACTERS)]
 
     def draw(figure: Any) -> None:
         figure.suptitle("\n".join(caption_lines), fontsize=12.0, color=LIGHT["text"])

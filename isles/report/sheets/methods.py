@@ -38,7 +38,7 @@ def with_churn(sheet: Sheet, job: PlanQuestion, plans: Sequence[MethodPlan], chu
     return replace(
         sheet,
         data={**sheet.data, "rows": records},
-        notes=[head, *(f"{name}: {_words(costs)}" for name, costs in named.items()), *sheet.notes],
+        notes=[head, *(f"{name}: {_text(costs)}" for name, costs in named.items()), *sheet.notes],
     )
 
 
@@ -55,7 +55,7 @@ def _costs(job: PlanQuestion, one: MethodPlan, churn: Poisson) -> ChurnCosts:
     )
 
 
-def _words(costs: ChurnCosts) -> str:
+def _text(costs: ChurnCosts) -> str:
     return (
         f"{format_percent(costs.alone)} of the rounds alone, {format_percent(costs.lost)} of the work lost, "
         f"joiners wait {format_percent(costs.waiting)} of the workers' time, Goodput {format_percent(costs.goodput)}; "
@@ -161,7 +161,7 @@ def _record(job: PlanQuestion, one: MethodPlan, slowest: float, percent: str) ->
     if one.fit:
         fit = one.fit
         record |= {"device_bytes": fit.device_bytes, "activations": fit.activations, "fits": fit.fits}
-        record |= {"host_bytes": fit.host_bytes, "mends": fit.suggestions}
+        record |= {"host_bytes": fit.host_bytes, "suggestions": fit.suggestions}
     if one.hours is not None:
         record |= {"hours": one.hours, "bytes_sent": one.nbytes, "money": one.money}
     return record
@@ -257,7 +257,7 @@ def _panel(plans: Sequence[MethodPlan], slowest: float) -> Panel:
     for css, one in zip(SERIES, best.values(), strict=False):
         points = [(factor * slowest / 1e6, one.timing.curve(factor)) for factor in factors]
         lines.append(Polyline(points=points, css=css, name=_named(one)))
-        keys.append((css, " ".join(word for word in (one.candidate.method, _codec(one), f"H = {one.every}") if word)))
+        keys.append((css, " ".join(part for part in (one.candidate.method, _codec(one), f"H = {one.every}") if part)))
         dots.append((slowest / 1e6, one.utilisation))
     left_out = list(best)[len(SERIES) :]
     notes = ["Each at its H.", *([f"Without {', '.join(left_out)}, last in the table."] if left_out else [])]

@@ -25,7 +25,7 @@ def splits_sheet(splits: SplitsQuestion, plans: Sequence[SplitPlan], network: st
         title=f"{format_short(job.parameters)} parameters, {job.workers} workers, {network}",
         subtitle=f"As {_named(first)} {first.step:.4g} s a step, {first.computing:.4g} s of it computing{hours}",
         what=f"Replicas by {splits.method}, H = {splits.every}; {splits.microbatches} microbatches, "
-        f"between stages {format_boundary(splits.boundary)}.",
+        f"{splits.routing} routing; between stages {format_boundary(splits.boundary)}.",
         table=Table(heads=heads, rows=[_row(job, one) for one in plans]),
         data={"network": network, "rows": [_record(job, one) for one in plans]},
         panels=[],

@@ -95,7 +95,6 @@ def read_config(
 
 
 def _own(tables: Tables, beside: Sequence[str]) -> Tables:
-    """Without the settings of other methods."""
     known = {field.name for field in fields(config_of(_method_of(tables)))}
     others = {field.name for other in (*METHODS, *beside) for field in fields(config_of(other))} - known
     own = {key: value for key, value in tables.get("replicas", {}).items() if key not in others}

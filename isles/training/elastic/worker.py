@@ -31,7 +31,7 @@ from isles.replicas.loop.outer import OuterSync, enter
 from isles.training.config.sections import Config
 from isles.training.elastic.states import WARM_UP, CatchUpLog, States, catch_up, server_name
 from isles.training.elastic.support import lands_together, sync_every
-from isles.training.records.finished import load_weights
+from isles.training.records.saved_run import load_weights
 from isles.training.records.summary import by_channel
 from isles.training.step import draws_seed, validation_loss
 from isles.training.worker import trainer_of

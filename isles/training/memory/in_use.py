@@ -15,7 +15,7 @@ from isles.memory.activations import Remade, count_all
 from isles.memory.disk import check_folder
 from isles.memory.engines.base import Engine, Inline
 from isles.memory.engines.cuda import CudaMoves, usual_engine
-from isles.memory.engines.paced import Paced
+from isles.memory.engines.threads import ThreadEngine
 from isles.memory.meter import MemoryMeter
 from isles.memory.optimizer import Managed
 from isles.memory.passes import PassKind
@@ -82,7 +82,7 @@ class PlannedMemory:
         """
         virtual = self.config.world.backend == "virtual"
         if self.computes.type == "cpu":
-            return Inline() if virtual else Paced(pace=self.config.memory.emulate)
+            return Inline() if virtual else ThreadEngine(pace=self.config.memory.emulate)
         _trust(self.computes)
         return Inline(CudaMoves(self.computes)) if virtual else usual_engine(self.computes)
 

@@ -98,7 +98,7 @@ def refusals(config: Config) -> None:
 
 _CROSSING = 3
 """Streams on the device while a task begins or ends: what came, what is sent, and the gradient of one of them."""
-_WAITING = 2
+_PENDING = 2
 """Streams that a forward pass has there until its backward pass: what came, and what was sent."""
 
 
@@ -119,7 +119,7 @@ def stage_profile(config: Config, stage: int, state_bytes: StateBytes, name: str
         config.model, piece, sequences, state_bytes, f"{name}, stage {stage}"
     )
     in_flight, _ = stage_passes(config, stage)
-    return replace(found, in_flight=in_flight, held=_WAITING * size, stream=found.stream + _CROSSING * size)
+    return replace(found, in_flight=in_flight, held=_PENDING * size, stream=found.stream + _CROSSING * size)
 
 
 @lru_cache(maxsize=8)  # the methods of a plan have one model and one cut
@@ -249,7 +249,7 @@ def planned(config: Config, made: Profile, here: Machine, *, free: float = math.
     host = _budget("host_budget", memory, here.host_bytes, here)
     if memory.plan:
         plan = _read(memory, made, here)
-        _check_said(memory, plan, batches, device, host)
+        _check_stated(memory, plan, batches, device, host)
         if plan.shared != sharing:
             raise ValueError(
                 f"memory.plan = {memory.plan!r} shares states among {plan.shared} workers, this run among {sharing}: "
@@ -320,7 +320,7 @@ def _read(memory: MemoryConfig, made: Profile, here: Machine) -> MemoryPlan:
     return plan
 
 
-def _check_said(memory: MemoryConfig, plan: MemoryPlan, batches: int, device: float, host: float) -> None:
+def _check_stated(memory: MemoryConfig, plan: MemoryPlan, batches: int, device: float, host: float) -> None:
     """ValueError where the plan of a file is not what the rest of the configuration says. device, host: bytes that it
     may take.
     """

@@ -100,7 +100,6 @@ class Checkpoints:
         return sorted(found)
 
     def manifest(self, step: int) -> dict[str, Any]:
-        """What was committed for `step`."""
         return read_checked(self._at(step) / "manifest.json")
 
     def ranks(self, step: int) -> list[int]:

@@ -25,9 +25,9 @@ _CHECK = re.compile(rb'\{"check": "([0-9a-f]{8})",\n')
 _LONGEST_HEADER = 1 << 28
 
 
-def write_checked(path: Path, table_held: Mapping[str, Any], indent: int | None = None) -> None:
+def write_checked(path: Path, record: Mapping[str, Any], indent: int | None = None) -> None:
     """Write a JSON object of at least one entry."""
-    rest = json.dumps(table_held, indent=indent).removeprefix("{")
+    rest = json.dumps(record, indent=indent).removeprefix("{")
     write_text(path, f'{{"check": "{zlib.crc32(rest.encode()):08x}",\n{rest}')
 
 
@@ -37,10 +37,10 @@ def read_checked(path: Path) -> dict[str, Any]:
     check = _CHECK.match(data)
     if check is not None and int(check[1], 16) != zlib.crc32(data[check.end() :]):
         raise ValueError(f"{path}: damaged")
-    table_held = parse_json(data.decode("utf-8"))
-    if not isinstance(table_held, dict):
+    record = parse_json(data.decode("utf-8"))
+    if not isinstance(record, dict):
         raise ValueError(f"{path}: damaged")
-    return table_held
+    return record
 
 
 def read_notes(path: Path) -> dict[str, str]:

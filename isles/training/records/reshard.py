@@ -283,8 +283,10 @@ def inheriting(state: State, like: State, inherited: Sequence[State], everyone: 
 def cut_notes(saved: Config, config: Config, step: int) -> list[str]:
     """What a user should know of stages that are cut anew."""
     old, new = saved.pipeline.stages, config.pipeline.stages
-    said = f"going on in {new} stage{'s' if new > 1 else ''} a replica instead of {old} after step {step}, cut by name"
-    notes = [said + ": weights, moments, anchors, momenta and what is under way keep their bits"]
+    stated = (
+        f"going on in {new} stage{'s' if new > 1 else ''} a replica instead of {old} after step {step}, cut by name"
+    )
+    notes = [stated + ": weights, moments, anchors, momenta and what is under way keep their bits"]
     if first_blocks(saved) != first_blocks(config) and saved.pipeline.boundary.kind.startswith("dct"):
         masked = [block - 1 for block in first_blocks(config)]
         notes.append(
@@ -361,7 +363,6 @@ class _Replicas:
         return len(self._ranks) // self._stages
 
     def read(self, number: int) -> State:
-        """One of them."""
         ranks = self._ranks[number * self._stages : (number + 1) * self._stages]
         states = [self._checkpoints.read_shard(self._step, rank) for rank in ranks]
         return next(recut(states, self._parts, self._whole, self._kind)) if self.is_cut else states[0]

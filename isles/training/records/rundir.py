@@ -40,7 +40,7 @@ class RunLock:
         self._path = run / NAME
         self._handle = _take(self._path)
 
-    def keep(self, tell: Callable[[str], None]) -> None:
+    def keep(self, notify: Callable[[str], None]) -> None:
         """Take the lock again if somebody has removed its file. OSError where another run holds it by now."""
         if not self._is_ours():
             try:
@@ -51,7 +51,7 @@ class RunLock:
                 ) from error
             os.close(self._handle)
             self._handle = handle
-            tell(f"{self._path} was removed while this run goes on; it is there again: leave it to the run")
+            notify(f"{self._path} was removed while this run goes on; it is there again: leave it to the run")
 
     def release(self) -> None:
         """Give the lock and its file back."""

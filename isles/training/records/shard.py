@@ -139,26 +139,26 @@ def split_state(state: Any) -> tuple[Any, dict[str, Tensor]]:
     """
     tensors: dict[str, Tensor] = {}
 
-    def walk(value: Any, path: str) -> Any:
+    def visit(value: Any, path: str) -> Any:
         if isinstance(value, Tensor):
             tensors[path] = value.detach()
             return {_TENSOR: path}
         if isinstance(value, Mapping):
-            pairs = [(key, walk(entry, f"{path}.{key}")) for key, entry in value.items()]
+            pairs = [(key, visit(entry, f"{path}.{key}")) for key, entry in value.items()]
             if all(isinstance(key, str) for key, _ in pairs):
                 return dict(pairs)
             return {_PAIRS: pairs}  # JSON would turn an optimizer's integer keys into strings
         if isinstance(value, tuple):
-            return {_TUPLE: [walk(entry, f"{path}.{index}") for index, entry in enumerate(value)]}
+            return {_TUPLE: [visit(entry, f"{path}.{index}") for index, entry in enumerate(value)]}
         if isinstance(value, list):
-            return [walk(entry, f"{path}.{index}") for index, entry in enumerate(value)]
+            return [visit(entry, f"{path}.{index}") for index, entry in enumerate(value)]
         if value is None or isinstance(value, (bool, int, float, str)):
             return value
         raise TypeError(
             f"state{path} is a {type(value).__name__}: a checkpoint holds tensors, numbers, strings and None"
         )
 
-    return walk(state, ""), tensors
+    return visit(state, ""), tensors
 
 
 def join_state(structure: Any, tensors: Mapping[str, Tensor]) -> Any:
@@ -231,7 +231,7 @@ def _checked(notes: Mapping[str, str] | None) -> dict[str, str]:
     return {"check": UNCHECKED, **(notes or {})}
 
 
-_UNDER_WAY = ("flights", "ahead")  # what a round that is skipped has left there is never used
+_IN_FLIGHT = ("flights", "ahead")  # what a round that is skipped has left there is never used
 
 
 def not_finite(weights: Mapping[str, Tensor], parameters: Container[str]) -> str | None:
@@ -259,7 +259,7 @@ def _tensors(state: Any, path: tuple[str, ...]) -> Iterator[tuple[str, Tensor]]:
             yield ".".join(path), state
     elif isinstance(state, Mapping):
         for key, entry in state.items():
-            if key not in _UNDER_WAY:
+            if key not in _IN_FLIGHT:
                 yield from _tensors(entry, (*path, str(key)))
     elif isinstance(state, Sequence) and not isinstance(state, str):
         for index, entry in enumerate(state):

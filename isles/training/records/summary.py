@@ -31,7 +31,7 @@ def summarise(of: Config, results: list[dict[str, Any]], wall_seconds: float) ->
         return sum(result[key] for result in results) / len(results)
 
     compute, blocked = mean("compute_seconds"), mean("blocked_seconds")
-    judged = [result["val_loss_replica"] for result in results if result["val_loss_replica"] is not None]
+    validated = [result["val_loss_replica"] for result in results if result["val_loss_replica"] is not None]
     channels = by_channel(results)
     waited = channels.get("pipeline", {}).get("blocked_seconds", 0.0)
     bubble = waited / (compute + blocked) if compute + blocked else 0.0
@@ -50,7 +50,7 @@ def summarise(of: Config, results: list[dict[str, Any]], wall_seconds: float) ->
         tokens=sum(result["tokens"] for result in results),
         parameters=first["parameters"],
         val_loss=first["val_loss"],
-        val_loss_replicas=sum(judged) / len(judged) if judged else None,
+        val_loss_replicas=sum(validated) / len(validated) if validated else None,
         replica_std=first["replica_std"],
         bytes_sent_per_worker=mean("bytes_sent"),
         bytes_received_per_worker=mean("bytes_received"),

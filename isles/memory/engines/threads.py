@@ -33,7 +33,7 @@ class LaneSpan(NamedTuple):
     seconds: float
 
 
-class Paced(Engine):
+class ThreadEngine(Engine):
     """Threads. first_come: lanes down and host serve in the order of submission, for comparison. pace: see the module.
     log: a list that gets a LaneSpan for every job.
     """
