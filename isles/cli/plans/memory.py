@@ -141,8 +141,7 @@ def _print_stages(question: Config, *, as_json: bool) -> None:
         print(json.dumps(plans))
         return
     pipeline = question.pipeline
-    print(f"{made.model.partition(',')[0]} in {pipeline.stages} stages, "
-        f"{pipeline.microbatches} microbatches")
+    print(f"{made.model.partition(',')[0]} in {pipeline.stages} stages, {pipeline.microbatches} microbatches")
     which = ", ".join(map(str, hosted)) if hosted else "none"
     print(f"a worker like {here.name} ({format_bytes(here.device_bytes)}) can host stages: {which}", end="\n\n")
     heads = ("stage", "holds", "in flight", "plan", "peak", "host", "its own work a step")

@@ -213,8 +213,7 @@ class ElasticWorker:
                 self.paced((clock.reading() - began) / (count - left))
 
     def keep(self, decision: Decision) -> None:
-        """Right after `round`: keep its mean, and copy the state for whoever has asked (`CatchUpLog`, `States`).
-        """
+        """Right after `round`: keep its mean, and copy the state for whoever has asked (`CatchUpLog`, `States`)."""
         if lands_together(self._config):
             self.catch_up_log.landed(decision.round, decision.left_out)
         self.copy(decision.round, decision.left_out)

@@ -354,8 +354,7 @@ def stage_costs(cut: Cut) -> list[float]:
 
 
 def ways_of(pipeline: PipelineConfig, stages: Sequence[int], patience: float) -> SwarmOptions:
-    """How microbatches travel. stages: by peer, `NOWHERE` for who is not there. patience: seconds (`SwarmOptions`).
-    """
+    """How microbatches travel. stages: by peer, `NOWHERE` for who is not there. patience: seconds (`SwarmOptions`)."""
     in_flight, origins = pipeline.in_flight, max(stages.count(0), 1)
     here = sum(stage != NOWHERE for stage in stages)
     room = {"auto": -(-_AHEAD * here // origins), "1f1b": max(stages, default=0) + 1, "all": None}
