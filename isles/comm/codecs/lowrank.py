@@ -1,4 +1,4 @@
-"""Low-rank factors as a form on the wire: what is asked for. How they are made and averaged:
+"""Low-rank factors (PowerSGD, arXiv 1905.13727) as a form on the wire: what is asked for. How they are averaged:
 `isles.comm.collectives.averaging`.
 """
 
