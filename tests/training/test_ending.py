@@ -57,7 +57,7 @@ def test_rounds_are_whole_where_workers_come_and_go() -> None:
     assert made.run.steps % 50 == 0
 
 
-@pytest.mark.parametrize("owed", [(), (SampleRange(0, 0, 0, 7),)])
+@pytest.mark.parametrize("backlog", [(), (SampleRange(0, 0, 0, 7),)])
 def test_the_last_round_is_the_one_that_reaches_them(backlog: tuple[SampleRange, ...]) -> None:
     view = View(3, 10, (1, 4, 5), steps=(2, 2, 1), start=100, backlog=backlog)
     for batches in range(101, 140):
