@@ -16,10 +16,10 @@ from isles.training.records.tokens import (
     CREDENTIALS,
     VARIABLE,
     forget,
+    given_token,
     host_credentials,
     make_token,
     node_token,
-    given_token,
 )
 
 
