@@ -16,7 +16,6 @@ from isles.training.records.tokens import (
     CREDENTIALS,
     VARIABLE,
     forget,
-    given_token,
     host_credentials,
     make_token,
     node_token,
