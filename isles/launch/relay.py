@@ -181,11 +181,11 @@ class RemoteWorkers:
         while (command := self._link.next()) is not None:
             if command == "close":
                 return True
-            if (told := order(command)) is None:
+            if (answer := order(command)) is None:
                 on_command(command.get("command"))
             else:
                 for handle in self._pool.handles:
-                    handle.tell(told)
+                    handle.tell(answer)
         return False
 
     def _pass_on(self, rank: int, kind: str, value: Any) -> None:
@@ -194,8 +194,8 @@ class RemoteWorkers:
         try:
             self._link.send([rank, kind, value])
         except (TypeError, ValueError):
-            told = to_plain(WorkerFailed(rank, f"its {kind} cannot be sent to node 0: JSON holds no such value"))
-            self._link.send([rank, "error", told])
+            answer = to_plain(WorkerFailed(rank, f"its {kind} cannot be sent to node 0: JSON holds no such value"))
+            self._link.send([rank, "error", answer])
 
 
 def _lost(node: int, link: Link, why: LinkLost) -> NodeLost:

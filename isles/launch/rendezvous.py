@@ -109,8 +109,8 @@ def come(
         if missing:
             tell(f"met {where}; it waits for {missing} more")
         try:
-            told = _said(link, "addresses", dict[str, _Address], seconds, where)
-            addresses = {node: told[str(node)] for node in range(node_spec.nodes)}
+            answer = _said(link, "addresses", dict[str, _Address], seconds, where)
+            addresses = {node: answer[str(node)] for node in range(node_spec.nodes)}
             link.send({"reached": _echo_failures(node_spec.node, addresses)})
             facts = _said(link, "go", dict[str, Any], _START, where)
         except LinkLost as error:
@@ -126,7 +126,7 @@ def _reach_host(
 ) -> tuple[Link, EchoServer, int]:
     """The link to node 0, this machine's echo server, and how many node 0 still waits for."""
     _, number = parse_address(node_spec.rendezvous, "--rendezvous")
-    ends_at, told = time.monotonic() + seconds, False
+    ends_at, notified = time.monotonic() + seconds, False
     while True:
         try:
             return _introduce(node_spec, token, description, min(SILENCE, seconds))
@@ -140,9 +140,9 @@ def _reach_host(
                     f"nobody answers at {node_spec.rendezvous} since {seconds:g} s ({error}): start node 0 there, or "
                     f"mend --rendezvous, or let TCP port {number} in there"
                 ) from None
-            if not told:
+            if not notified:
                 tell(f"nobody answers at {node_spec.rendezvous} yet ({error}); trying for {seconds:g} s")
-                told = True
+                notified = True
             time.sleep(min(_AGAIN, seconds))
 
 

@@ -213,8 +213,8 @@ def attend(
     try:
         send(message)
     except Exception as error:  # what cannot travel is the worker's failure, not a reason to hang
-        told = _text(message[1]) if message[0] == "error" else f"its result cannot be sent to the launcher: {error}"
-        message = ("error", WorkerFailed(spec.rank, told))
+        reason = _text(message[1]) if message[0] == "error" else f"its result cannot be sent to the launcher: {error}"
+        message = ("error", WorkerFailed(spec.rank, reason))
         send(message)
     if message[0] == "error":
         return False  # at once: whoever waits for this worker should hear of it now, not when a deadline ends

@@ -85,7 +85,7 @@ class Workers:
         self._join = (deadlines or Deadlines()).join
         self._meet_by = time.monotonic() + self._join
         self._moved = [0] * workers  # by rank, the bytes that each says to have moved
-        self._told_moved, self._told_at = list(self._moved), time.monotonic()
+        self._sent_moved, self._sent_at = list(self._moved), time.monotonic()
         self._stop_wanted = False
         self._bounds: dict[int, int] | None = None  # by rank, how far those asked to hold may have come
         self._settled = False  # whether the step to stop after has been named
@@ -179,11 +179,11 @@ class Workers:
     def _pass_on_counts(self) -> None:
         """So that who waits for a worker that itself waits for another sees that the other's line moves."""
         now = time.monotonic()
-        if now - self._told_at > BEAT:
-            self._told_at = now
-            if self._moved != self._told_moved and self.workers > 2:
-                self._told_moved = list(self._moved)
-                self._tell(("moved", self._told_moved))
+        if now - self._sent_at > BEAT:
+            self._sent_at = now
+            if self._moved != self._sent_moved and self.workers > 2:
+                self._sent_moved = list(self._moved)
+                self._tell(("moved", self._sent_moved))
 
     def _settle_on_a_step(self) -> None:
         """Name the step to stop after, once all have said how far they are."""

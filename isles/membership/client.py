@@ -167,7 +167,7 @@ class MembershipClient(LighthouseClient):
         self._answered_at = -math.inf
         self._is_asking = self._again = False
         self._next: Timer | None = None
-        self._given_up: frozenset[int] = frozenset()
+        self._abandoned: frozenset[int] = frozenset()
         self._met = -1  # the newest view whose members this worker knows
         self._silent: dict[int, float] = {}  # until when
         self._notifications = Notifications(session, entry, 0)
@@ -415,8 +415,8 @@ class MembershipClient(LighthouseClient):
         name.
         """
         with self.changed:
-            before, self._given_up = self._given_up, self.state.given_up()
-            new, views = self._given_up - before, [*self.state.views.values()]
+            before, self._abandoned = self._abandoned, self.state.abandoned()
+            new, views = self._abandoned - before, [*self.state.views.values()]
             round = self.state.round if self._training and self.is_called else None
         for view in views:
             if self.meets is not None and view.number > self._met:

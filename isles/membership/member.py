@@ -21,7 +21,7 @@ from isles.membership.messages import MARGIN, Ack, Beat, BeatReply, Load, Propos
 from isles.membership.round_commit import RoundDecision
 from isles.membership.views import View
 
-_KEPT = 8  # rounds whose answers stay final; an exchange is begun at most a few rounds after its round
+_RETAINED = 8  # rounds whose answers stay final; an exchange is begun at most a few rounds after its round
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class MemberState:
             if not self._cells and since is not None:  # rounds that went on without it
                 self._skipped.update(range(since, round))
             view = self._own(round) if self._decided(round) and self._may_read(round) else None
-            self._cells = {**{r: v for r, v in self._cells.items() if r > round - _KEPT}, round: view}
+            self._cells = {**{r: v for r, v in self._cells.items() if r > round - _RETAINED}, round: view}
             if view is None:
                 self._skipped.add(round)
             self.round = max(self.round, round)
@@ -95,7 +95,7 @@ class MemberState:
         round_members = RoundMembers(-1, (self.member,))
         if view is not None:
             round_members = RoundMembers(view.number, self._taking_part(view))
-        self._groups = {**{r: s for r, s in self._groups.items() if r > round - _KEPT}, round: round_members}
+        self._groups = {**{r: s for r, s in self._groups.items() if r > round - _RETAINED}, round: round_members}
         self._asked = max(self._asked, round)  # from here on a view that begins with this round comes too late
         return round_members
 
@@ -125,9 +125,9 @@ class MemberState:
 
     def lost(self, member: int) -> bool:
         """Whether no work of `member` is taken any more: its connection broke, or a view without it is on its way."""
-        return member in self._broken or member in self.given_up()
+        return member in self._broken or member in self.abandoned()
 
-    def given_up(self) -> frozenset[int]:
+    def abandoned(self) -> frozenset[int]:
         """Who is left out, though not by its own wish, of a view that is on its way or begins later than this round."""
         promised = {member for promise in self._promises.values() for member in promise.lost}
         return frozenset(promised | {member for member, since in self._parted.items() if since > self.round})

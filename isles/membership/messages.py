@@ -41,9 +41,9 @@ _Rows = Annotated[
 ]
 
 
-def read_paths(told: object) -> list[PathRow]:
+def read_paths(value: object) -> list[PathRow]:
     """Rows as another machine tells them. ValueError where they are none."""
-    return read(_Rows, told, "a list of paths that is none")
+    return read(_Rows, value, "a list of paths that is none")
 
 
 ANY = -1

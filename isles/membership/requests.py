@@ -40,7 +40,7 @@ from isles.membership.session import ControlSession
 from isles.membership.tls_session import Session
 from isles.membership.views import View
 
-_KEPT = 4096  # lines, while nobody takes them
+_RETAINED = 4096  # lines, while nobody takes them
 _REPORT_AGAIN = 0.2  # seconds
 _ENDING = 5.0
 
@@ -50,7 +50,7 @@ class ReportQueue:
 
     def __init__(self, session: ControlSession, take: Callable[[bytes, Callable[[bool], None]], None]) -> None:
         self._session, self._take = session, take
-        self._lines: deque[bytes] = deque(maxlen=_KEPT)
+        self._lines: deque[bytes] = deque(maxlen=_RETAINED)
         self._changed = session.condition()
         self._is_busy = self._closed = False
 

@@ -177,6 +177,6 @@ def everything(world: Mesh, seed: int) -> float:
         transfer.wait()
     # Nobody answers these: a receive that never ends, and a transfer that was given up.
     group.start(collectives.exchange(group.call("eval", round=rank), group.others[0], torch.zeros(10)), "eval")
-    given_up = group.start(collectives.exchange(group.call("inner", round=rank), group.others[1], torch.zeros(10)))
-    assert not given_up.done()
+    abandoned = group.start(collectives.exchange(group.call("inner", round=rank), group.others[1], torch.zeros(10)))
+    assert not abandoned.done()
     return buffer[0].item()

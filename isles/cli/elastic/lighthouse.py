@@ -86,8 +86,8 @@ def _keep(config: Config, run: Path, stand: Stand) -> None:
         progress = stack.enter_context(ComingAndGoing(config.method, config.run.steps))
         started: list[subprocess.Popen[bytes]] = []
 
-        def told(token: str) -> None:
-            here = replace(stand, port=keeper.session.port)
+        def show_token(token: str) -> None:
+            here = replace(stand, port=server.session.port)
             here.write(run)
             address = written(here.host, here.port)
             whom = f"use --host {_ALONE} to keep it to this machine"
@@ -96,19 +96,19 @@ def _keep(config: Config, run: Path, stand: Stand) -> None:
             progress.notice(f"listens at {address}; {whom}")
             joins = f"{kind.joins_with} {address} --token {token}"
             progress.notice(f"to join, on a machine that has isles (pip install .): {joins}")
-            count = keeper.rules.founders
+            count = server.rules.founders
             workers = "a worker is" if count == 1 else f"{count} workers are"
             progress.notice(f"it begins once {workers} there; what becomes of it: {run}")
             for number in range(stand.workers):
-                if not keeper.stopping.is_set():
+                if not server.stopping.is_set():
                     started.append(_start(config, kind.joins_with, address, run, number))
 
         kind = kind_of(config.pipeline).lighthouse_server
-        keeper = kind(config, run, written(stand.host, stand.port), told, progress.line, progress.notice)
-        progress.members = keeper.members
-        stack.callback(lambda: _end(started, at_once=keeper.stopping.is_set()))
-        with first_interrupt(keeper.stopping.set, config.run.grace):
-            summary = keeper.run()
+        server = kind(config, run, written(stand.host, stand.port), show_token, progress.line, progress.notice)
+        progress.members = server.members
+        stack.callback(lambda: _end(started, at_once=server.stopping.is_set()))
+        with first_interrupt(server.stopping.set, config.run.grace):
+            summary = server.run()
     if summary is None:
         print(
             f"isles: stopped; workers that stay go on by themselves and come back to: isles resume {run}",

@@ -61,9 +61,11 @@ def _swarm(now: SwarmStatus) -> tuple[list[str], list[list[str]], int]:
 
     step = f"step {now.step} of {now.last}"
     step += f", {format_seconds(now.since)} ago" if now.since >= 0 else ""
-    kept = f"step {now.saved}" if now.saved else "none yet"
+    saved = f"step {now.saved}" if now.saved else "none yet"
     begun = "clusters" if now.clustered else "swarms"
-    print(f"{step}; states are kept of: {kept}; {begun} begun: {now.epoch}" + (f"; {now.wanted}" if now.wanted else ""))
+    print(
+        f"{step}; states are kept of: {saved}; {begun} begun: {now.epoch}" + (f"; {now.wanted}" if now.wanted else "")
+    )
     if now.clustered:
         print(_clusters(now))
     return (*(_by_cluster(now) if now.clustered else _by_stage(now)), 0)
@@ -114,6 +116,6 @@ def _clusters(now: SwarmStatus) -> str:
     whole = {one.coordinates[0] for one in now.peers if one.coordinates and one.coordinates[3]}
     broken = {one.coordinates[0] for one in now.peers if one.coordinates} - whole
     aside = sum(not one.coordinates for one in now.peers)
-    told = f"{len(whole)} cluster{'s' * (len(whole) != 1)} at work"
-    told += f", {len(broken)} broken" if broken else ""
-    return told + (f"; {aside} node{'s' * (aside > 1)} without a place" if aside else "")
+    text = f"{len(whole)} cluster{'s' * (len(whole) != 1)} at work"
+    text += f", {len(broken)} broken" if broken else ""
+    return text + (f"; {aside} node{'s' * (aside > 1)} without a place" if aside else "")

@@ -173,16 +173,16 @@ class Throttle:
 
     def __init__(self, tell: Callable[[str], None]) -> None:
         self._tell = tell
-        self._minute, self._told, self._kept = time.monotonic(), 0, 0
+        self._minute, self._passed, self._withheld = time.monotonic(), 0, 0
 
     def tell(self, text: str) -> None:
         """Pass it on, if there is room for it."""
         if time.monotonic() - self._minute > 60.0:
-            if self._kept:
-                self._tell(f"and {self._kept} more such")
-            self._minute, self._told, self._kept = time.monotonic(), 0, 0
-        if self._told < _LINES:
-            self._told += 1
+            if self._withheld:
+                self._tell(f"and {self._withheld} more such")
+            self._minute, self._passed, self._withheld = time.monotonic(), 0, 0
+        if self._passed < _LINES:
+            self._passed += 1
             self._tell(text)
         else:
-            self._kept += 1
+            self._withheld += 1

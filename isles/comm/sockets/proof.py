@@ -55,10 +55,10 @@ async def prove_as_host(read: Read, write: Write, token: Token) -> None:
         opinion = await read(1)
         if opinion != _GOOD:
             raise LinkLost(_GONE.get(opinion, "it does not speak as isles does"))
-        given = await read(_SIZE)
+        answer = await read(_SIZE)
     except EOFError:
         raise LinkLost("it left without a proof that it knows the token") from None
-    if not credentials.proved(given, token, "node", theirs, own):
+    if not credentials.proved(answer, token, "node", theirs, own):
         raise LinkLost("it does not know the token of this run")
     write(credentials.proof(token, "node 0", own, theirs))
 
@@ -78,10 +78,10 @@ async def prove_as_node(read: Read, write: Write, token: Token, certificate: byt
         )
     write(opinion + credentials.proof(token, "node", own, theirs))
     try:
-        given = await read(_SIZE)
+        answer = await read(_SIZE)
     except (EOFError, OSError):
         raise SecretRefused(f"{where} does not take this token; copy the one that node 0 shows") from None
-    if not credentials.proved(given, token, "node 0", theirs, own):
+    if not credentials.proved(answer, token, "node 0", theirs, own):
         raise TokenRefused(f"{where} does not know the token of this run")
 
 

@@ -99,7 +99,7 @@ class Inbox:
         receive = Receive(tag, out, ended)
         with self._changed:
             known = self._senders.setdefault(sender, _Sender())
-            given_up = self._forget_old(known, tag)
+            abandoned = self._forget_old(known, tag)
             has_passed = self._has_passed(tag)
             whole = None
             if not has_passed:
@@ -107,7 +107,7 @@ class Inbox:
                 if whole is None:
                     known.posted[tag] = receive
             self._changed.notify_all()
-        for old in given_up:
+        for old in abandoned:
             old.ended("nobody waits for it any more")
         if has_passed:
             ended(RoundClosed(sender, ANOTHER))

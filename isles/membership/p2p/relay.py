@@ -32,7 +32,7 @@ from isles.comm.sockets.listener import peeked
 from isles.membership.effects import RELAYED
 from isles.membership.p2p.stream import TICKET, TICKET_SIZE, tuned
 
-_KEPT = 1 << 18  # bytes of each direction
+_RETAINED = 1 << 18  # bytes of each direction
 _READ, _WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
 
 
@@ -66,7 +66,7 @@ class Splices:
 
     def __init__(self, carried: Callable[[int], None]) -> None:
         self._carried = carried
-        self._room = memoryview(bytearray(_KEPT))
+        self._room = memoryview(bytearray(_RETAINED))
         self._selector = selectors.DefaultSelector()
         self._ways: dict[socket.socket, tuple[_Way, _Way]] = {}  # by connection: from it, to it
         self._events: dict[socket.socket, int] = {}  # that are waited for

@@ -34,7 +34,7 @@ from isles.membership.p2p.stream import ALIVE, CARRIED, CLOSE_ROUND, PIECE, TAKE
 from isles.membership.session import Rejections
 from isles.membership.tls_session import Session
 
-_SEAT = "member"
+_MEMBER = "member"
 _ENDS = 5.0  # seconds for a connection that was broken off
 _LARGE = 1 << 20  # bytes of a message that is spread over the connections of a pair
 _FAREWELL = 0.5  # seconds for others to hear the last word
@@ -112,8 +112,8 @@ class ElasticTransport(OnHostClock):
 
     def open(self) -> None:
         """Be seen by others, and see them, now that they can reach this worker."""
-        self._session.watch(f"{self._room}/{_SEAT}/*", self._changed)
-        self._session.present(f"{self._room}/{_SEAT}/{self.rank}")
+        self._session.watch(f"{self._room}/{_MEMBER}/*", self._changed)
+        self._session.present(f"{self._room}/{_MEMBER}/{self.rank}")
 
     @property
     def refused(self) -> Rejections:

@@ -85,9 +85,9 @@ class ElasticClusterNode(PeerWork):
             self._worker.leave()
 
     @override
-    def go_on_from(self, step: int, kept: FetchPart) -> None:
-        path, facts = kept(0)
-        states = [read_state(one)[0] for one in (path, *(kept(part)[0] for part in range(1, facts["parts"])))]
+    def go_on_from(self, step: int, retained: FetchPart) -> None:
+        path, facts = retained(0)
+        states = [read_state(one)[0] for one in (path, *(retained(part)[0] for part in range(1, facts["parts"])))]
         self._fetch_saved = {
             **states[0],
             "parameters": {name: own for one in states for name, own in _held(one).items()},

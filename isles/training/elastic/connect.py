@@ -151,7 +151,7 @@ class RunConnection:
 
     def shown(self, island: IslandGroup) -> tuple[str, ...]:
         """Fingerprints of the certificates of all of this worker's island; all of it call this together."""
-        return tuple(told.decode("ascii") for told in island.gather_text(self.own.token.fingerprint.encode("ascii")))
+        return tuple(text.decode("ascii") for text in island.gather_text(self.own.token.fingerprint.encode("ascii")))
 
 
 def admit(

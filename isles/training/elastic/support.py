@@ -31,13 +31,13 @@ def elastic(tables: Tables) -> Config:
     config = resolve(tables)
     if kind_of(config.pipeline).has_peers:
         return among_peers(config)
-    given = tables.get("replicas", {})
-    if given.get("on_peer_failure") == "raise":  # as `isles config` prints it
+    provided = tables.get("replicas", {})
+    if provided.get("on_peer_failure") == "raise":  # as `isles config` prints it
         warnings.warn(
             'replicas.on_peer_failure = "raise": whoever is lost ends nobody here, so it is "solo"', stacklevel=2
         )
-        given = {key: value for key, value in given.items() if key != "on_peer_failure"}
-    return in_rounds(_as_ours(config, {key: value for key, value in _OURS.items() if key not in given}))
+        provided = {key: value for key, value in provided.items() if key != "on_peer_failure"}
+    return in_rounds(_as_ours(config, {key: value for key, value in _OURS.items() if key not in provided}))
 
 
 def going_on(config: Config) -> Config:

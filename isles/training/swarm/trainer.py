@@ -287,7 +287,7 @@ def _read(received: Tensor, last: int) -> Any:
 
 FetchPart = Callable[[int], tuple[Path, dict[str, Any]]]
 """Fetches a part of the state that the lighthouse keeps: its file, and the facts told beside it."""
-_KEPT = 2  # steps of which a peer goes on to offer its state
+_RETAINED = 2  # steps of which a peer goes on to offer its state
 
 
 @dataclass
@@ -320,9 +320,9 @@ class OwnMember:
         """
         self.transfers.publish(name, self.folder / f"{name}.safetensors", facts, write)
         self._offered.append(name)
-        for old in self._offered[:-_KEPT]:
+        for old in self._offered[:-_RETAINED]:
             self.transfers.unpublish(old)
-        del self._offered[:-_KEPT]
+        del self._offered[:-_RETAINED]
 
 
 class PeerWork(ABC):
@@ -345,7 +345,7 @@ class PeerWork(ABC):
         """The member that puts the model together at the end."""
 
     @abstractmethod
-    def go_on_from(self, step: int, kept: FetchPart) -> None:
+    def go_on_from(self, step: int, retained: FetchPart) -> None:
         """Begin after `step`. ValueError where what is kept is none of this run's."""
 
     @abstractmethod
@@ -407,8 +407,8 @@ class ElasticSwarmTrainer(SwarmTrainer, PeerWork):
         return super().conclude(out)
 
     @override
-    def go_on_from(self, step: int, kept: FetchPart) -> None:
-        received = torch.frombuffer(bytearray(kept(self.world.coordinate.stage)[0].read_bytes()), dtype=torch.uint8)
+    def go_on_from(self, step: int, retained: FetchPart) -> None:
+        received = torch.frombuffer(bytearray(retained(self.world.coordinate.stage)[0].read_bytes()), dtype=torch.uint8)
         stepped = self.model_step
         stepped.serve(*self._become(stepped.cut, self.world.coordinate.stage, received))
         stepped.step = step
