@@ -76,7 +76,7 @@ for name in {PRELOAD}:
 from isles.training import kinds
 for kind in (kinds.WorldKind, kinds.SwarmWorld, kinds.ClusterWorld):
     for name in {{"train", "trainer"}} & vars(kind).keys():
-        assert vars(kind)[name].place.partition(":")[0] in sys.modules, vars(kind)[name].place
+        assert vars(kind)[name].target.partition(":")[0] in sys.modules, vars(kind)[name].target
 print("loaded")
 """
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout == b"loaded\n"

@@ -92,7 +92,7 @@ def test_the_command_judges_orders(finished: Path, monkeypatch, capsys) -> None:
         (["--order", "1,0"], "stage 0 makes the stream of the tokens"),
         (["--early-exit", "3"], "--early-exit: there is no stage 3"),
         (["--early-exit", "1", "--order", "0,1"], "give one of them"),
-        (["--curves", "--early-exit", "1"], "--curves judges many orders by itself"),
+        (["--curves", "--early-exit", "1"], "--curves evaluates many orders by itself"),
     ],
 )
 def test_mistakes_are_one_line(finished: Path, monkeypatch, capsys, words: list[str], told: str) -> None:
