@@ -40,8 +40,8 @@ NOT_NAMES = {
 PARTICIPLE = re.compile(
     r"\w+ed|told|kept|given|begun|gone|held|heard|said|(?:be|enter|giv|tak|keep|hold|tell|say|hear|com)ing"
 )
-NOUNS: set[str] = set()
-"""Modules whose names end so and are nouns, or the paper's name."""
+NOUNS = {"bucketed", "delayed", "learned", "scaled", "simulated"}
+"""Adjectives of the field that a module is named by: delayed updates (the paper's), learned boundaries, ..."""
 
 
 def parts(name: str) -> list[str]:
