@@ -290,7 +290,7 @@ def _lanes(_: Path) -> dict[str, Any]:
     model = torch.nn.Sequential(*layers)
     moves.fill([torch.empty(4, 4, device="cuda:1", dtype=torch.bfloat16)], [torch.ones(4, 4)])
     pinned, values = fake_cuda.pinned_bytes(), [one.detach().cpu() for one in model.parameters()]
-    moves.place({id(one) for one in model.parameters()}, model)
+    moves.offload({id(one) for one in model.parameters()}, model)
     trainer: Any = object.__new__(Trainer)
     trainer.text, trainer.device, trainer.tokens = SimpleNamespace(batch=lambda: torch.ones(2, 9)), moves.device, 0
     trainer.config, before = SimpleNamespace(inner=SimpleNamespace(accumulation=2)), fake_cuda.counts(1)
@@ -313,7 +313,7 @@ def _machines(_: Path) -> dict[str, Any]:
     describing._FOR = 0.0
     one, both = (read_config(None, {}, [f"model.device={device}", "world.workers=2"]) for device in ("cuda:1", "cuda"))
     peer = object.__new__(peering.ClusterParticipant)
-    peer.config, peer.tell, peer._session = one, lambda line: None, None
+    peer.config, peer.notify, peer._session = one, lambda line: None, None
     peering.measure_lighthouse_link = lambda session: None
     kernels = fake_cuda.counts(1)["kernels"]
     node = peer._measured()

@@ -40,7 +40,7 @@ def unrolled(fleet: Fleet, mixing: str) -> list[float]:
             met = [max(clock, there[i]) if partners[i] != i else clock for i, clock in enumerate(clocks)]
         else:
             mean = max(clock + seconds for clock, seconds in zip(clocks, taken, strict=True))
-            met = [mean + back for back in drawn.answers(number)]
+            met = [mean + back for back in drawn.arrivals(number)]
         clocks = [clock if one is None else one.back(clock) for clock, one in zip(met, away, strict=True)]
     return clocks
 

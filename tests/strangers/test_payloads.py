@@ -189,17 +189,17 @@ def test_what_is_usual() -> None:
     """The median of what was accepted, or this worker's own share, times the ratio."""
     trust = PeerTrust(10.0)
     for _ in range(5):
-        trust.judge("a", {1: 1.0, 2: 4.0}, 1.0, 1000)
-    trust.judge("a", {1: 99.0}, 0.0, 1000)
+        trust.check("a", {1: 1.0, 2: 4.0}, 1.0, 1000)
+    trust.check("a", {1: 99.0}, 0.0, 1000)
     with pytest.raises(Refused, match="worker 1's payload is refused: it is 10\\.1 times"):
-        trust.judge("a", {1: 10.1**2}, 0.0, 1000)
-    trust.judge("a", {1: 10.1**2}, 0.0, 1000, leeway=100.0)
-    trust.judge("a", {1: 10.1**2}, 0.0, 10)
-    trust.judge("a", {1: 1e6}, 1e6, 1000)  # all have grown
-    trust.judge("b", {1: 1e6}, 0.0, 1000)  # nothing to compare with
+        trust.check("a", {1: 10.1**2}, 0.0, 1000)
+    trust.check("a", {1: 10.1**2}, 0.0, 1000, leeway=100.0)
+    trust.check("a", {1: 10.1**2}, 0.0, 10)
+    trust.check("a", {1: 1e6}, 1e6, 1000)  # all have grown
+    trust.check("b", {1: 1e6}, 0.0, 1000)  # nothing to compare with
     for bad in (float("nan"), float("inf")):
         with pytest.raises(Refused, match="not finite"):
-            PeerTrust(float("inf")).judge("a", {1: bad}, 1.0, 1000)
+            PeerTrust(float("inf")).check("a", {1: bad}, 1.0, 1000)
     assert trust.refused == 1
 
 

@@ -71,7 +71,7 @@ def test_a_churned_run_ends_with_its_tokens(tmp_path: Path) -> None:
     config = by_tokens(tmp_path, 4, 4 * 40 * A_STEP, every=2)
     trace = [ChurnEvent(100.0, "leave", 0), ChurnEvent(130.0, "kill", 1), ChurnEvent(300.0, "join", 1)]
     run = churned(config, trace, tmp_path)
-    membership = run.meeting.membership
+    membership = run.simulation.membership
     assert membership is not None and membership.last is not None and membership.last > 20
     counted = run.summary["inner_steps_counted"]
     assert 160 <= counted + 2 < 160 + 3 * 2 + 2  # a round of the three, and what the dead one had read is owed

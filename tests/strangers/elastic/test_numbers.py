@@ -212,6 +212,6 @@ def test_clusters_begin_at_a_step_of_the_run() -> None:
     assert begun == [(3, 5)]
     good = {"step": 3, "since": 0, "before": 0, "most": 4, "judges": 1}
     for more in ({"step": HUGE}, {"since": 21}, {"step": True}, {"before": 1 << 60}):
-        welcome = ClusterWelcome(turn=1, seats=None, facts=good | more)  # type: ignore[arg-type]
+        welcome = ClusterWelcome(epoch=1, assignment=None, facts=good | more)  # type: ignore[arg-type]
         with pytest.raises(Unfit):
             ClusterWorker.come(worker, welcome)

@@ -53,7 +53,7 @@ MUTANTS: list[tuple[type, str, Any, Callable[[], None]]] = [
     (Graces, "over", never, rounds.test_a_grace_never_reaches_into_the_next_exchange),
     (Graces, "over", never, rounds.test_who_is_late_keeps_its_seat_and_delivers_into_the_next_round),
     (Graces, "over", always, rounds.test_who_is_late_keeps_its_seat_and_delivers_into_the_next_round),
-    (Ballot, "has", anybody, rounds.test_a_retry_keeps_the_weights_of_those_who_are_left),
+    (Ballot, "add_share", anybody, rounds.test_a_retry_keeps_the_weights_of_those_who_are_left),
     (Ballot, "_quorum_of", alike, rounds.test_all_who_live_are_waited_for_no_longer_than_their_grace),
     (Delivery, "factor", property(equally), late.test_shares_count_by_their_inner_steps),
 ]
