@@ -20,7 +20,7 @@ import numpy as np
 
 from benchmarks.comparison.runs import append
 from benchmarks.comparison.tuning import SEED, committed, training_text
-from isles.report.comparison import judged
+from isles.report.comparison import validation_loss_of
 from isles.running.run import launch
 from isles.training.config.reading import run_name
 from isles.training.config.sections import Config
@@ -38,7 +38,7 @@ K = TypeVar("K")
 def summed(_: Path, summary: dict[str, Any]) -> Found:
     """What most pages tell of a run."""
     own = {"seconds": "virtual_seconds", "bytes": "bytes_sent_per_worker", "tokens": "tokens"}
-    return {"loss": judged(summary), **{name: summary[key] for name, key in own.items()}}
+    return {"loss": validation_loss_of(summary), **{name: summary[key] for name, key in own.items()}}
 
 
 def coursed(folder: Path, summary: dict[str, Any]) -> Found:
@@ -52,7 +52,7 @@ def coursed(folder: Path, summary: dict[str, Any]) -> Found:
         seconds[step] = max(seconds.get(step, 0.0), line["compute_seconds"] + line["blocked_seconds"])
         if line.get("val_loss") is not None:
             losses.setdefault(step, []).append(line["val_loss"])
-    loss = summary["val_loss"] if summary.get("replicas") == 1 else judged(summary)
+    loss = summary["val_loss"] if summary.get("replicas") == 1 else validation_loss_of(summary)
     assert loss is not None
     losses[summary["steps"]] = [loss]
     channels = {name: own["bytes_sent"] for name, own in summary["channels"].items()}

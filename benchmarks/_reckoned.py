@@ -38,7 +38,7 @@ class Place:
         """For all who wait."""
         self.error = self.error or error
         for event in self.bells.values():
-            event.ring()
+            event.set()
 
 
 class MeetingPlaces:

@@ -30,7 +30,7 @@ from typing import Any
 from benchmarks._measure import Row, report
 from benchmarks._once import Found, best, judging
 from benchmarks._pages import written
-from isles.report.comparison import judged
+from isles.report.comparison import validation_loss_of
 from isles.training.config.presets import preset_file
 from isles.training.config.reading import read_config
 from isles.training.config.sections import Config
@@ -120,7 +120,7 @@ def _read(config: Config, folder: Path, summary: dict[str, Any]) -> Found:
     half = [line["val_loss"] for line in lines if line.get("step") == config.run.steps // 2 and line.get("val_loss")]
     outer = summary["channels"].get("outer", {"blocked_seconds": 0.0, "bytes_sent": 0})
     return {
-        "loss": judged(summary),
+        "loss": validation_loss_of(summary),
         "halfway": sum(half) / len(half) if half else math.nan,
         "exposed": outer["blocked_seconds"],
         "seconds": summary["virtual_seconds"],

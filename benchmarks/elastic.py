@@ -76,7 +76,7 @@ def router(folder: str, address: str) -> None:
             query.reply(encode(known.find(member, message)))
         elif isinstance(message, AnnounceAddress):
             known.joined(member, [message.certificate])
-            known.listening(member, message, lambda answer: query.reply(encode(answer)))
+            known.try_address(member, message, lambda answer: query.reply(encode(answer)))
 
     session.serve(REQUESTS, asked)
     before = _cpu()

@@ -59,7 +59,7 @@ class Watched(MembershipClient):
 
     def look(self) -> None:
         """Note the views that are new here."""
-        for number in self.member.views.keys() - self.has:
+        for number in self.state.views.keys() - self.has:
             self.has.add(number)
             self.noted["told"].setdefault(str(number), []).append(time.monotonic())
 

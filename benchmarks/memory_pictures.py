@@ -22,7 +22,7 @@ from isles.models.sizes import Shape
 from isles.network.machines import MACHINES
 from isles.papers.memory_parallel.decoder import HalfDecoder, profile_of
 from isles.report.draw.png import picture
-from isles.report.panels import Chart, Lane, Lanes, Panel, Polyline, Stretch
+from isles.report.panels import Chart, Lane, Lanes, LaneSegment, Panel, Polyline
 
 PICTURES = Path(__file__).resolve().parent.parent / "docs" / "pictures"
 LAYERS, GB, MB = 8, 1e9, 1e6
@@ -67,20 +67,20 @@ def _lanes(spans: Sequence[SimulatedSpan], seconds: float) -> Lanes:
     begin = [span.start for span in spans if span.what == "forward 0"][1]
     seen = [span for span in spans if begin <= span.start and span.start + span.seconds <= begin + seconds]
     rows = [
-        Lane(label=lane, stretches=[_stretch(span, begin) for span in seen if span.lane == lane])
+        Lane(label=lane, segments=[_stretch(span, begin) for span in seen if span.lane == lane])
         for lane in ("device", "up", "down", "host")
     ]
     return Lanes(title="Lanes of two steps", x_label="seconds", start=0.0, end=seconds, lanes=rows)
 
 
-def _stretch(span: SimulatedSpan, begin: float) -> Stretch:
+def _stretch(span: SimulatedSpan, begin: float) -> LaneSegment:
     what, _, unit = span.what.partition(" ")
     if span.lane == "device":
         css = _LOOKS[what]
     else:
         css = "compute" if span.lane == "host" else "blocked" if what == "activations" else "transfer"
     start = span.start - begin
-    return Stretch(start=start, end=start + span.seconds, css=css, row=0, hint=span.what, mark=unit)
+    return LaneSegment(start=start, end=start + span.seconds, css=css, row=0, hint=span.what, mark=unit)
 
 
 def budget_picture() -> bytes:

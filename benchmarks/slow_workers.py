@@ -26,7 +26,7 @@ from isles.base.tables import changed
 from isles.models.sizes import parameters, shape_of
 from isles.plan.prices import named
 from isles.plan.run_plan import plan_run
-from isles.report.comparison import judged, paired
+from isles.report.comparison import paired, validation_loss_of
 from isles.report.rundir import read_run
 from isles.report.units import format_seconds
 from isles.training.config.reading import read_config
@@ -70,7 +70,7 @@ def seconds(config: Config, network: str) -> float:
 
 def coursed(folder: Path, summary: dict[str, Any]) -> Found:
     """The losses as they came, each with the share of the steps that were made by then: the second of `at`."""
-    steps, last = summary["steps"], judged(summary)
+    steps, last = summary["steps"], validation_loss_of(summary)
     course = [(step / steps, loss) for step, loss in read_run(folder).validation if step < steps]
     return {"loss": last, "course": [*course, (1.0, last)]}
 

@@ -338,7 +338,7 @@ def test_who_is_killed_or_stands_still_is_told(tmp_path: Path, how: signal.Signa
             0,
             2,
             on_lost=lambda member: told.append(("gone", time.monotonic() - began)),
-            back=lambda member: told.append(("back", time.monotonic() - began)),
+            on_back=lambda member: told.append(("back", time.monotonic() - began)),
         )
         folder = str(mine.certificate.parent)
         child = subprocess.Popen([sys.executable, "-c", STANDING, folder, address], stdout=subprocess.PIPE, text=True)

@@ -20,7 +20,7 @@ Patch = pytest.MonkeyPatch
 
 def takes_the_wrong_segment(patch: Patch) -> None:
     """A part of it lies where the one beside it should."""
-    transfers = ClusterAverage._transfers
+    transfers = ClusterAverage._transfer_state
 
     def mutant(own: ClusterAverage, tensors: dict[int, list[Any]]) -> Any:
         counts = {share.number: len(share.parameters) for share in own._shares}

@@ -292,12 +292,12 @@ def test_who_sends_what_cannot_be_is_named_and_left_out(tmp_path: Path, lie: str
     liar = run.peers[1]
     trainer = liar._trainer
     assert trainer is not None
-    spoil(trainer, lie, set(range(4)) - {liar.line.member})
+    spoil(trainer, lie, set(range(4)) - {liar.client.member})
     summary = run.end(120)
     assert furthest(weights(run), undisturbed(tmp_path, "[1,2,1]", 30)) < 1e-9
-    named = [row for row in summary["refused"] if row["member"] == liar.line.member]
+    named = [row for row in summary["refused"] if row["member"] == liar.client.member]
     assert named and all(LIES[lie] in row["reason"] for row in named), summary["refused"]
-    assert all(row["member"] == liar.line.member for row in summary["refused"])
+    assert all(row["member"] == liar.client.member for row in summary["refused"])
     assert run.end_reasons[1] in ("again", "finished") and summary["begun"] == 1  # it may hear of the end first
 
 

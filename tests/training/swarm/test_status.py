@@ -64,7 +64,7 @@ def test_it_shows_stages_peers_and_loads(tmp_path: Path, show: Show) -> None:
     liar = run.peers[2]
     assert liar._trainer is not None
     liar._trainer.model_step.swarm.agreement.inbox.queue.send(run.peers[1].client.member, MessageHeader(99, 0))
-    run.until(lambda: any(f"worker {liar.line.member}: " in line and "kind 99" in line for line in show(run)))
+    run.until(lambda: any(f"worker {liar.client.member}: " in line and "kind 99" in line for line in show(run)))
     run.stop()
 
 
