@@ -102,7 +102,7 @@ def owned(optimizer: ReplicaSync) -> int:
         elif type(thing).__module__.startswith(("isles.replicas", "isles.comm.collectives.averaging")):
             names = [field.name for field in fields(thing)] if is_dataclass(thing) else vars(thing)
             for name in names:
-                if name not in ("inner", "model", "group", "transfer", "gradient_norm", "_places", "_placed"):
+                if name not in ("inner", "model", "group", "transfer", "gradient_norm", "_slots", "_occupants"):
                     walk(getattr(thing, name))
 
     walk(optimizer)
