@@ -10,11 +10,9 @@
 
 The last three are called by the training thread, which never waits for the lighthouse longer than they say. One
 condition guards the `MemberState`, which callbacks and that thread share. No thread is started here, and no clock read
-but the
-session's.
+but the session's.
 
-`MembershipClient` is that of a member's first worker; `FollowerClient` that of another worker
-of an island, which gets
+`MembershipClient` is that of a member's first worker; `FollowerClient` that of another worker of an island, which gets
 the same notifications and decides nothing.
 """
 
@@ -319,7 +317,7 @@ class MembershipClient(LighthouseClient):
             return self.state.until()
 
     def left_out(self) -> dict[int, int]:
-        """See(`MemberState.left_out`); goes with this worker's state to whoever fetches that."""
+        """See `MemberState.left_out`; goes with this worker's state to whoever fetches that."""
         with self.changed:
             return dict(self.state.left_out)
 

@@ -1,11 +1,11 @@
 """The receiving side of messages in segments, without a network: unexpected messages, posted receives, closed rounds.
 
-The segments of a message come one behind the other; those of another message in between mean that its sender has given
-the first one up. They are read straight into the buffer of the receive that was posted for their address, orbuffered
-while there is none: up to `UNEXPECTED` bytes a sender and `UNEXPECTED_OF_ALL` together. Beyond that the sender's
-connection is not read until there is room, so that TCP holds it back. A message that comes twice, for its connection
-broke, is taken once. A receive takes exactly what was posted: another length is refused. What belongs to a round that
-is closed is not taken, so that its sender does not wait for an answer.
+The segments of a message come one behind the other; those of another message in between mean that its sender has
+given the first one up. They are read straight into the buffer of the receive that was posted for their address, or
+buffered while there is none: up to `UNEXPECTED` bytes a sender and `UNEXPECTED_OF_ALL` together. Beyond that the
+sender's connection is not read until there is room, so that TCP holds it back. A message that comes twice, for its
+connection broke, is taken once. A receive takes exactly what was posted: another length is refused. What belongs to a
+round that is closed is not taken, so that its sender does not wait for an answer.
 """
 
 from __future__ import annotations

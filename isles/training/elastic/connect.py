@@ -181,7 +181,7 @@ def admit(
 def with_member(
     connection: RunConnection, island: IslandGroup, *, notify: Callable[[str], None]
 ) -> Iterator[Participant]:
-    """A worker in a member of the run until the block ends, which leads the island `island`. Errors as `admit`."""
+    """A worker that is a member of the run until the block ends, and leads the island `island`. Errors as `admit`."""
     session, config = connection.session, connection.config
     is_down, shown_next = False, 0.0
 
@@ -334,7 +334,8 @@ def _configuration(text: bytes, here: LocalSettings, fit: Callable[[Config], Con
 
 
 def member_of(session: Session, corpus: str, certificates: tuple[str, ...], notify: Callable[[str], None]) -> Entry:
-    """Ask for a member, and wait where too many ask. corpus: SHA-256 of this machine's text. certificates: see `Hello`.
+    """Ask to become a member, and wait where too many ask. corpus: SHA-256 of this machine's text. certificates:
+    see `Hello`.
 
     ValueError, in one line, where this worker is refused; OSError where it has waited too long.
     """
