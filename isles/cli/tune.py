@@ -58,7 +58,7 @@ def tune(
     from isles.plan.run_plan import refuse
     from isles.report import write_report
     from isles.report.comparison import ALONE, NEVER
-    from isles.report.tuning import complete, read_tuning, subtitle, table_of
+    from isles.report.tuning import complete, read_tuning, subtitle, trials_table
     from isles.report.units import format_seconds
     from isles.running.run import launch
     from isles.training.config.reading import read_config
@@ -97,7 +97,7 @@ def tune(
         print(f"isles: stopped; the same command with --out {out} goes on", file=sys.stderr)
         raise typer.Exit(130) from None
     study = read_tuning(out)
-    print_table(table_of(study))
+    print_table(trials_table(study))
     print(subtitle(study))
     if not complete(study):
         raise ValueError("no trial has come to its end: give a larger --budget, or a lower inner.lr")

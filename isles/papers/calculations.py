@@ -9,10 +9,10 @@ from isles.base.errors import unknown_name
 from isles.report.sheet import Sheet
 
 _PRESETS: dict[str, tuple[str, str]] = {
-    "eager-table5": ("isles.papers.eager_sheet:table5", "bandwidth for a utilisation, as the Eager paper prints it"),
-    "eager-long-run": ("isles.papers.eager_sheet:long_run", "the same need, when what is sent must also arrive"),
-    "eager-table1": ("isles.papers.eager_sheet:table1", "hours and terabytes of the Eager paper's 1B model"),
-    "eager-table2": ("isles.papers.eager_sheet:table2", "latency that each overlap tolerates"),
+    "eager-table5": ("isles.papers.eager_sheet:table5_sheet", "bandwidth for a utilisation, as the Eager paper prints it"),
+    "eager-long-run": ("isles.papers.eager_sheet:long_run_sheet", "the same need, when what is sent must also arrive"),
+    "eager-table1": ("isles.papers.eager_sheet:table1_sheet", "hours and terabytes of the Eager paper's 1B model"),
+    "eager-table2": ("isles.papers.eager_sheet:table2_sheet", "latency that each overlap tolerates"),
     "noloco-latency": ("isles.papers.noloco_sheet:latency", "a tree against a pair when messages take random times"),
     "noloco-barrier": ("isles.papers.noloco_sheet:barrier", "waiting for all against waiting for a partner"),
     "noloco-fleet": ("isles.papers.fleet:fleet", "pairs against a mean over all, with pauses, event by event"),

@@ -23,7 +23,7 @@ _LONG = (
 )
 
 
-def table5() -> Sheet:
+def table5_sheet() -> Sheet:
     """Bandwidth for a utilisation, as printed, and Figure 3."""
     rows = tables.table5()
     return _needs(
@@ -37,7 +37,7 @@ def table5() -> Sheet:
     )
 
 
-def long_run() -> Sheet:
+def long_run_sheet() -> Sheet:
     """The same need in the long run."""
     rows = [(row, [float(f"{value:.4g}") for value in row.gbps]) for row in tables.long_run()]
     return _needs(
@@ -51,7 +51,7 @@ def long_run() -> Sheet:
     )
 
 
-def table1() -> Sheet:
+def table1_sheet() -> Sheet:
     """Hours and terabytes."""
     rows = tables.table1()
     return Sheet(
@@ -78,7 +78,7 @@ def table1() -> Sheet:
     )
 
 
-def table2() -> Sheet:
+def table2_sheet() -> Sheet:
     """Tolerated latency."""
     rows = tables.table2()
     return Sheet(

@@ -17,7 +17,10 @@ from isles.report.panels import Panel, Titled
 from isles.report.units import format_bytes
 
 RESULTS = "results.json"
-_SYSTEMS = {"hdee": experts_hdee, "smalltalk": experts_smalltalk}
+_SYSTEMS = {
+    "hdee": (experts_hdee.hdee_tables, experts_hdee.hdee_pictures),
+    "smalltalk": (experts_smalltalk.smalltalk_tables, experts_smalltalk.smalltalk_pictures),
+}
 
 
 def read_results(out: Path) -> dict[str, Any]:
@@ -30,12 +33,12 @@ def read_results(out: Path) -> dict[str, Any]:
 
 def tables(results: dict[str, Any]) -> list[Titled]:
     """(heading, what it holds, table) of each table."""
-    return _SYSTEMS[results["system"]].tables(results)
+    return _SYSTEMS[results["system"]][0](results)
 
 
 def pictures(results: dict[str, Any]) -> list[Panel]:
     """What is drawn of a system."""
-    return _SYSTEMS[results["system"]].pictures(results)
+    return _SYSTEMS[results["system"]][1](results)
 
 
 def title(results: dict[str, Any]) -> str:

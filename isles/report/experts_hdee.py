@@ -22,7 +22,7 @@ JOININGS = {
 _DIFFICULTIES = ["easy", "medium", "difficult"]
 
 
-def tables(results: dict[str, Any]) -> list[Titled]:
+def hdee_tables(results: dict[str, Any]) -> list[Titled]:
     """Variants by domain; ways of joining, variant by variant; random splits; where the posterior lies."""
     of = format_seeds(len(results["seeds"]))
     made = [_variants(results, of), *(_joinings(results, variant, of) for variant in results["groups"])]
@@ -93,7 +93,7 @@ def _posteriors(results: dict[str, Any]) -> Titled:
     )
 
 
-def pictures(results: dict[str, Any]) -> list[Panel]:
+def hdee_pictures(results: dict[str, Any]) -> list[Panel]:
     """How the posterior moves over a text, one a domain."""
     return [_posterior(domain, record) for domain, record in results["posterior_over_text"].items()]
 

@@ -10,7 +10,7 @@ from isles.report.units import format_perplexity, format_seeds
 _DENSE = {"batch": "dense, E x batch", "steps": "dense, E x steps"}
 
 
-def tables(results: dict[str, Any]) -> list[Titled]:
+def smalltalk_tables(results: dict[str, Any]) -> list[Titled]:
     """By domain, with the prefix's tokens and without; by seed; by what the gate reads; the experts and their loads."""
     trained = results["mean"]["trained"]["all"]
     dense = {form: name for form, name in _DENSE.items() if form in trained}
@@ -106,7 +106,7 @@ def _first(results: dict[str, Any], what: str) -> str:
     return f"{what}; seed {results['seeds'][0]}" if len(results["seeds"]) > 1 else what
 
 
-def pictures(results: dict[str, Any]) -> list[Panel]:
+def smalltalk_pictures(results: dict[str, Any]) -> list[Panel]:
     """The routers' rounds and the prefix."""
     made, mean = [], results["mean"]
     if mean["purity_by_round"]:

@@ -40,7 +40,7 @@ def saved(study: TuningStudy) -> float:
     return 1 - sum(one["steps"] for one in ended) / max(sum(one["of"] for one in ended), 1)
 
 
-def title(study: TuningStudy) -> str:
+def tuning_title(study: TuningStudy) -> str:
     """The heading of the page."""
     return f"{study['method']}: settings by {len(study['trials'])} trials"
 
@@ -51,7 +51,7 @@ def subtitle(study: TuningStudy) -> str:
     return f"validation loss at equal {study['at']}, seed {study['seed']}; pruning saved {share} of the steps"
 
 
-def table_of(study: TuningStudy) -> Table:
+def trials_table(study: TuningStudy) -> Table:
     """The best trials, the configuration's own settings (trial 0) too."""
     ranked = complete(study)
     shown = [one for index, one in enumerate(ranked) if index < _SHOWN or one["index"] == 0]
@@ -85,9 +85,9 @@ def pictures(study: TuningStudy) -> list[Panel]:
 
 def render_tuning(study: TuningStudy) -> str:
     """The whole page as text."""
-    body = wide_table("Trials", "The best first; trial 0 has the configuration's own settings.", table_of(study))
+    body = wide_table("Trials", "The best first; trial 0 has the configuration's own settings.", trials_table(study))
     if study["importances"]:
         rows = [[name, format_percent(share)] for name, share in study["importances"].items()]
         what = "Share of the loss's variation near the best that a setting explains (PED-ANOVA), of complete trials."
         body += wide_table("What mattered", what, Table(heads=["setting", "share"], rows=rows))
-    return document(title(study), subtitle(study), body + "".join(map(section, pictures(study))))
+    return document(tuning_title(study), subtitle(study), body + "".join(map(section, pictures(study))))

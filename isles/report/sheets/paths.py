@@ -32,11 +32,11 @@ def pipeline_sheet(problem: Problem, found: Sequence[Strategy], sizes: Sizes, ne
     return Sheet(
         name="pipeline",
         title=f"{problem.nodes} nodes in {len(problem.stages)} stages, {network}",
-        subtitle=f"{problem.microbatches} microbatches a step, {problem.path_length} stages each; {_short(step)} s",
+        subtitle=f"{problem.microbatches} microbatches a step, {problem.path_length} stages each; {step:.4g} s",
         what="The same number of microbatches with each strategy, replayed event by event; messages share their lines.",
         table=Table(
             heads=["strategy", "what it is", "step s", "of full", "idle %", "sent GB", "planned in s"],
-            rows=[_row(problem, one, whole, sizes) for one in found],
+            rows=[_strategy_row(problem, one, whole, sizes) for one in found],
             names=2,
         ),
         data={
@@ -54,7 +54,7 @@ def pipeline_sheet(problem: Problem, found: Sequence[Strategy], sizes: Sizes, ne
         },
         panels=[gantt(problem, plan.played), way_map(problem, plan.paths)],
         notes=[
-            f"No plan takes less than {_short(bound)} s ({name}); this one takes {_short(step / bound)} times that.",
+            f"No plan takes less than {bound:.4g} s ({name}); this one takes {step / bound:.4g} times that.",
             _share(problem, whole.seconds, step),
             *_crowded(step, replay_paths(problem, plan.paths).makespan),
             *slips(problem.delays)[:3],
@@ -116,15 +116,15 @@ def way_map(problem: Problem, paths: Paths) -> Panel:
     return Panel(heading="Ways between nodes", picture=picture, notes=[note])
 
 
-def _row(problem: Problem, one: Strategy, whole: Strategy, sizes: Sizes) -> list[str]:
+def _strategy_row(problem: Problem, one: Strategy, whole: Strategy, sizes: Sizes) -> list[str]:
     idle = 1 - sum(one.played.busy.values()) / (problem.nodes * one.played.makespan)
     return [
         one.name,
         WHAT[one.name],
-        _short(one.seconds),
+        f"{one.seconds:.4g}",
         f"{one.seconds / whole.seconds:.2f}",
         f"{100 * idle:.1f}",
-        _short(sum(one.sent(sizes).values()) / 1e9),
+        f"{sum(one.sent(sizes).values()) / 1e9:.4g}",
         f"{one.planning:.1f}",
     ]
 
@@ -135,7 +135,7 @@ def _share(problem: Problem, full: float, step: float) -> str:
     sentence = f"The plan's step is {100 * (1 - step / full):.0f} % shorter than the full pipelines'"
     if fewer == 1:
         return f"{sentence}; no stage is left out."
-    return f"{sentence}; {100 * (1 - fewer):.0f} % fewer stages alone would make it {_short(fewer * full)} s."
+    return f"{sentence}; {100 * (1 - fewer):.0f} % fewer stages alone would make it {fewer * full:.4g} s."
 
 
 def _crowded(step: float, alone: float) -> list[str]:
@@ -143,9 +143,5 @@ def _crowded(step: float, alone: float) -> list[str]:
     if math.isclose(step, alone, rel_tol=1e-6):
         return []
     return [
-        f"In all seconds messages share their lines; were each alone, the plan's step would take {_short(alone)} s."
+        f"In all seconds messages share their lines; were each alone, the plan's step would take {alone:.4g} s."
     ]
-
-
-def _short(value: float) -> str:
-    return f"{value:.4g}"

@@ -23,14 +23,14 @@ def splits_sheet(splits: SplitsQuestion, plans: Sequence[SplitPlan], network: st
     return Sheet(
         name="plan-stages",
         title=f"{format_short(job.parameters)} parameters, {job.workers} workers, {network}",
-        subtitle=f"As {_named(first)} {first.step:.4g} s a step, {first.computing:.4g} s of it computing{hours}",
+        subtitle=f"As {_split_name(first)} {first.step:.4g} s a step, {first.computing:.4g} s of it computing{hours}",
         what=f"Replicas by {splits.method}, H = {splits.every}; {splits.microbatches} microbatches, "
         f"{splits.routing} routing; between stages {format_boundary(splits.boundary)}.",
-        table=Table(heads=heads, rows=[_row(job, one) for one in plans]),
-        data={"network": network, "rows": [_record(job, one) for one in plans]},
+        table=Table(heads=heads, rows=[_split_row(job, one) for one in plans]),
+        data={"network": network, "rows": [_split_record(job, one) for one in plans]},
         panels=[],
         notes=[
-            f"First is {_named(first)}: it computes {format_percent(first.computing / first.step)} of the time.",
+            f"First is {_split_name(first)}: it computes {format_percent(first.computing / first.step)} of the time.",
             "Each is replayed in the long run: tasks of the stages and exchanges, message by message, over the same "
             "links. All take the same text a step of all workers.",
             "Bubble: waiting for other stages. Waits: for other replicas, and inside a stage. Memory: of the fullest "
@@ -69,14 +69,14 @@ def format_boundary(keys: Mapping[str, Any]) -> str:
     )
 
 
-def _row(job: PlanQuestion, one: SplitPlan) -> list[str]:
+def _split_row(job: PlanQuestion, one: SplitPlan) -> list[str]:
     shares = [f"{100 * part / one.step:.1f}" for part in (one.computing, one.bubble)]
     sent = [_short(nbytes / 1e6) for nbytes in (one.stage_bytes, one.outer_bytes)]
     memory = [_short(one.memory / 1e9), *([on_device(job, one.on_device)] if job.machine else [])]
-    return [_named(one), _short(one.step), *shares, _short(one.waiting), *sent, *memory]
+    return [_split_name(one), _short(one.step), *shares, _short(one.waiting), *sent, *memory]
 
 
-def _record(job: PlanQuestion, one: SplitPlan) -> dict[str, object]:
+def _split_record(job: PlanQuestion, one: SplitPlan) -> dict[str, object]:
     split = one.split
     fits = {"device_bytes": one.on_device, "fits": one.fits, "recompute": one.recompute} if job.machine else {}
     return {
@@ -94,10 +94,6 @@ def _record(job: PlanQuestion, one: SplitPlan) -> dict[str, object]:
     }
 
 
-def _named(one: SplitPlan) -> str:
+def _split_name(one: SplitPlan) -> str:
     again = ", recompute" if one.recompute else ""
     return f"{one.split.replicas} x {one.split.stages} x {one.split.inner}{again}"
-
-
-def _short(value: float) -> str:
-    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
