@@ -9,7 +9,7 @@ from isles.report.draw.svg import WIDTH, line_chart, linear
 from isles.report.panels import Bars, Chart, Grid, Lanes, Picture
 from isles.report.units import format_seconds
 
-_LANES_LEFT = 84
+_INDENT = 84
 _BAR_TEXT = 190  # pixels behind the longest bar
 _LANE, _ROWS = 38, ((0, 20), (22, 8))  # a lane's pitch; each row's offset and thickness, pixels
 _RIGHT = 16
@@ -30,11 +30,11 @@ def bars(picture: Bars) -> str:
     """Bars on one scale, thinner where there are many."""
     longest = max(sum(seconds for _, seconds in bar.parts) for bar in picture.bars)
     pitch = 26 if len(picture.bars) <= 16 else 14
-    scale = (WIDTH - _LANES_LEFT - _BAR_TEXT) / longest
+    scale = (WIDTH - _INDENT - _BAR_TEXT) / longest
     thick = pitch * 0.75
     out = [_svg(picture.title, pitch * len(picture.bars) + 8)]
     for index, bar in enumerate(picture.bars):
-        y, x = 4 + index * pitch, float(_LANES_LEFT)
+        y, x = 4 + index * pitch, float(_INDENT)
         out.append(f"<g><title>{escape(bar.hint)}</title>{_label(bar.label, y + thick / 2)}")
         for css, seconds in bar.parts:
             out.append(f'<rect class="{css}" x="{x:.1f}" y="{y}" width="{seconds * scale:.1f}" height="{thick}"/>')
@@ -45,17 +45,17 @@ def bars(picture: Bars) -> str:
 
 def lanes(picture: Lanes) -> str:
     """Lanes of two rows over a common axis of seconds."""
-    width, height = WIDTH - _LANES_LEFT - _RIGHT, _LANE * len(picture.lanes)
+    width, height = WIDTH - _INDENT - _RIGHT, _LANE * len(picture.lanes)
 
     def x_at(seconds: float) -> float:
-        return _LANES_LEFT + (seconds - picture.start) / (picture.end - picture.start) * width
+        return _INDENT + (seconds - picture.start) / (picture.end - picture.start) * width
 
     out = [_svg(picture.title, height + 44)]
     for tick in linear(picture.start, picture.end, 8, tight=True).ticks:
         x = f"{x_at(tick):.1f}"
         out.append(f'<line class="grid" x1="{x}" x2="{x}" y1="0" y2="{height}"/>')
         out.append(f'<text class="tick mid" x="{x}" y="{height + 18}">{tick:,.6g}</text>')
-    middle = _LANES_LEFT + width / 2
+    middle = _INDENT + width / 2
     out.append(f'<text class="tick mid" x="{middle:.0f}" y="{height + 38}">{escape(picture.x_label)}</text>')
     for index, lane in enumerate(picture.lanes):
         out.append(_label(lane.label, index * _LANE + 4 + _ROWS[0][1] / 2))
@@ -79,7 +79,7 @@ def _svg(title: str, height: float) -> str:
 
 
 def _label(text: str, middle: float) -> str:
-    return f'<text class="tick end" x="{_LANES_LEFT - 8}" y="{middle + 4:.1f}">{escape(text)}</text>'
+    return f'<text class="tick end" x="{_INDENT - 8}" y="{middle + 4:.1f}">{escape(text)}</text>'
 
 
 def alone(picture: Picture) -> str:
@@ -91,16 +91,16 @@ def alone(picture: Picture) -> str:
 def grid(picture: Grid) -> str:
     """Rows go down, columns to the right; what stands out has a dot."""
     count = len(picture.labels)
-    side = min(_CELL, (WIDTH - _LANES_LEFT) // max(count, 1))
+    side = min(_CELL, (WIDTH - _INDENT) // max(count, 1))
     out = [_svg(picture.title, _TOP + side * count + 4)]
     for row, label in enumerate(picture.labels):
         middle = (row + 0.5) * side
-        out.append(f'<text class="tick mid" x="{_LANES_LEFT + middle:.1f}" y="{_TOP - 6}">{escape(label.split()[0])}</text>')
+        out.append(f'<text class="tick mid" x="{_INDENT + middle:.1f}" y="{_TOP - 6}">{escape(label.split()[0])}</text>')
         out.append(_label(label, _TOP + middle))
         for column, shade in enumerate(picture.shades[row]):
             if shade is None:
                 continue
-            x, y = _LANES_LEFT + column * side, _TOP + row * side
+            x, y = _INDENT + column * side, _TOP + row * side
             dot = f'<circle class="dot" cx="{x + side / 2:.1f}" cy="{y + side / 2:.1f}" r="{side / 6:.1f}"/>'
             out.append(
                 f'<g><title>{escape(picture.hints[row][column])}</title><rect class="transfer" x="{x}" y="{y}" '
