@@ -23,7 +23,7 @@ from benchmarks._measure import Row, interleaved, report
 from isles.data import load_tokenizer
 from isles.experts import mixture
 from isles.experts.forest import Served
-from isles.experts.routing.routing import Routers, route
+from isles.experts.routing import Routers, route
 from isles.models import ModelConfig, build
 from isles.training.config.reading import read_config
 from isles.training.records.saved_run import SavedRun

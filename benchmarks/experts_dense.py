@@ -29,12 +29,12 @@ from benchmarks.comparison.text import table
 from isles.experts import mixture
 from isles.experts.domains import DomainPart
 from isles.experts.forest import score
-from isles.experts.hdee.run import Hdee
+from isles.experts.hdee import Hdee
 from isles.experts.jobs import JobProgress
 from isles.experts.planning import opened, settings
 from isles.experts.reading import read
-from isles.experts.routing.routing import route
-from isles.experts.smalltalk.run import Smalltalk
+from isles.experts.routing import route
+from isles.experts.smalltalk_run import Smalltalk
 from isles.report.comparison import paired
 from isles.training.records.saved_run import load_run
 

@@ -26,7 +26,7 @@ from isles.memory.costs import Ends, Passes, Placement, Profile, Transient, Unit
 from isles.memory.lanes import LaneRun
 from isles.memory.search import Search
 from isles.network.machines import MACHINES, Machine
-from isles.papers.memory_parallel.decoder import WEIGHT, HalfDecoder, profile_of
+from isles.papers.memory_parallel import WEIGHT, HalfDecoder, profile_of
 
 GB = 1e9
 SEQUENCE, BATCH, VOCABULARY = 1024, 8, 50304

@@ -20,7 +20,7 @@ from isles.memory.search import METHODS, Search
 from isles.models.decoder import Decoder
 from isles.models.sizes import Shape
 from isles.network.machines import MACHINES
-from isles.papers.memory_parallel.decoder import HalfDecoder, profile_of
+from isles.papers.memory_parallel import HalfDecoder, profile_of
 from isles.report.draw.png import picture
 from isles.report.panels import Chart, Lane, Lanes, LaneSegment, Panel, Polyline
 

@@ -25,7 +25,7 @@ from benchmarks._measure import Row, report
 from benchmarks._once import Found, judging, tuning
 from benchmarks._pages import DOCS, written
 from benchmarks.comparison.text import table
-from isles.cli.several.rows import names
+from isles.cli.several import names
 from isles.report.comparison import NEVER, Paired, paired
 from isles.report.draw.png import picture
 from isles.report.draw.style import SERIES

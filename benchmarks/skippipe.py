@@ -17,7 +17,7 @@ import time
 
 from benchmarks._measure import Row, report
 from benchmarks._reference import instance, paths_of
-from isles.network.networks import links
+from isles.network.links import links
 from isles.network.routing.assignment import Scores, assign
 from isles.network.routing.plan import broken_rules
 from isles.network.routing.problem import Problem, lower_bounds, replay_paths

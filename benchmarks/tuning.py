@@ -15,11 +15,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from isles.cli.several.rows import names
-from isles.cli.several.study import Study, Terms
+from isles.cli.several import Study, Terms, names
 from isles.cli.terminal import print_table
+from isles.report.comparison import complete, saved
 from isles.report.panels import Table
-from isles.report.tuning import complete, saved
 from isles.running.run import launch
 from isles.training.config.reading import read_config
 from isles.training.config.sections import Config

@@ -32,8 +32,7 @@ from benchmarks.comparison.pictures import bytes_picture, gap_picture
 from benchmarks.comparison.planned import print_plans
 from benchmarks.comparison.runs import missing, run_missing
 from benchmarks.comparison.tuning import TRIALS, committed, tune_missing, untuned
-from isles.cli.several.rows import names
-from isles.cli.several.runs import seeds_of
+from isles.cli.several import names, seeds_of
 
 BLOCKS = ("tune", "run", "page", "plan")
 LEFT = 75  # as sysexits.h calls it: try again

@@ -19,7 +19,7 @@ from typing import Any
 
 from isles.base.errors import unknown_name
 from isles.base.tables import changed
-from isles.cli.several.rows import at_equal, one_worker
+from isles.cli.several import at_equal, one_worker
 from isles.models.sizes import parameters
 from isles.replicas import METHODS
 from isles.report.comparison import ALONE, NEVER, run_folder

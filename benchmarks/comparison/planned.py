@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from benchmarks.comparison.cases import Case
-from isles.cli.several.rows import estimate
+from isles.cli.several import estimate
 from isles.cli.terminal import print_table
 
 

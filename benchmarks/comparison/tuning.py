@@ -22,11 +22,11 @@ import numpy as np
 from benchmarks.comparison.cases import ROWS, Case, tuned_settings
 from benchmarks.comparison.runs import Printed, append
 from isles.base.durable import replacing
-from isles.cli.several.study import Study, Terms
+from isles.cli.several import Study, Terms
 from isles.data import load_corpus
 from isles.data.config import DataConfig
 from isles.experts.jobs import ExpertTask, JobProgress, run_tasks
-from isles.report.tuning import complete, saved
+from isles.report.comparison import complete, saved
 from isles.running.run import launch
 from isles.training.config.sections import Config
 

@@ -1,4 +1,4 @@
-"""The `isles` command: one file a verb. Exit codes: 0 done, 1 the run failed, 2 user error, 130 interrupted."""
+"""The `isles` command: a file for each group of verbs. Exit codes: 0 done, 1 the run failed, 2 user error, 130 interrupted."""
 
 from __future__ import annotations
 
@@ -16,24 +16,8 @@ from typer.main import get_command
 
 from isles.base.errors import notify_warnings
 from isles.base.version import __version__
-from isles.cli import (
-    compare,
-    config,
-    doctor,
-    evaluate,
-    export,
-    generate,
-    methods,
-    report,
-    resume,
-    simulate,
-    token,
-    torchrun,
-    train,
-    tune,
-)
+from isles.cli import compare, doctor, experts, model, resume, settings, simulate, token, torchrun, train, tune
 from isles.cli.elastic import join, lighthouse, status, swarm
-from isles.cli.experts import commands
 from isles.cli.plans import family
 from isles.training.interrupts import Interrupts
 
@@ -48,19 +32,19 @@ app.command("train")(train.train)
 app.command("compare")(compare.compare)
 app.command("tune")(tune.tune)
 app.command("resume")(resume.resume)
-app.command("eval")(evaluate.evaluate)
-app.command("generate")(generate.generate)
-app.command("export")(export.export)
-app.command("report")(report.report)
-app.command("config")(config.config)
+app.command("eval")(model.evaluate)
+app.command("generate")(model.generate)
+app.command("export")(model.export)
+app.command("report")(compare.report)
+app.command("config")(settings.config)
 app.command("simulate")(simulate.simulate)
-app.command("methods")(methods.methods)
+app.command("methods")(settings.methods)
 app.command("doctor")(doctor.doctor)
 app.command("token")(token.token)
 app.command("lighthouse")(lighthouse.lighthouse)
 app.command("join")(join.join)
 app.command("status")(status.status)
-app.add_typer(commands.app, name="experts")
+app.add_typer(experts.app, name="experts")
 app.add_typer(family.app, name="plan")
 app.add_typer(swarm.app, name="swarm")
 

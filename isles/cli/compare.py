@@ -1,4 +1,6 @@
-"""`isles compare`: several methods at equal terms: the same data, seeds and tokens; one table, one page."""
+"""`isles compare`: several methods at equal terms: the same data, seeds and tokens; one table, one page;
+`isles report RUN...`: the page of finished or running runs, and of comparisons; the picture where asked.
+"""
 
 from __future__ import annotations
 
@@ -34,9 +36,8 @@ def compare(
 
     Beside them: workers that never talk (none), and one worker that reads all the tokens (one-worker).
     """
-    from isles.cli.several import rows
-    from isles.cli.several.rows import tuned_in
-    from isles.cli.several.runs import new_folder, run_all, seeds_of, show, write_pages
+    from isles.cli import several
+    from isles.cli.several import new_folder, run_all, seeds_of, show, tuned_in, write_pages
     from isles.cli.terminal import print_table
     from isles.training.config.reading import method_tables
 
@@ -54,24 +55,39 @@ def compare(
         if dry_run or quick or any(value is not None for value in (methods, sweep, tuned, workers, steps, set_)):
             raise ValueError("finished runs are as they are: leave all options but --as, --over and --out away")
         out = new_folder(out, "compare")
-        summaries = rows.of_runs(folders, out, as_, over)
+        summaries = several.of_runs(folders, out, as_, over)
         write_pages(out, summaries)
         show(out, summaries)
         return
     config = sources[0] if sources else None
-    flags = rows.quick() if quick else {}
+    flags = several.quick() if quick else {}
     flags |= {} if as_ is None else {"run.priced_as": as_, "world.backend": "virtual"}
     flags = flags | {key: n for key, n in (("world.workers", workers), ("run.steps", steps)) if n is not None}
-    chosen = rows.rows_of(methods or ",".join(method_tables(config)) or rows.USUAL)
-    shared = rows.SharedSettings(config, flags, set_ or [])
+    chosen = several.rows_of(methods or ",".join(method_tables(config)) or several.USUAL)
+    shared = several.SharedSettings(config, flags, set_ or [])
     for one in sweep or []:
-        chosen = rows.swept(shared, chosen, one)
-    read = partial(rows.read_beside, shared, chosen, seeds_of(seeds))
+        chosen = several.swept(shared, chosen, one)
+    read = partial(several.read_beside, shared, chosen, seeds_of(seeds))
     configs = read()
     if tuned is not None:
         configs = read(tuned_in(tuned, {label.split("@")[0]: one for (label, _), one in configs.items()}))
     if dry_run:
-        print_table(rows.estimate(configs))
+        print_table(several.estimate(configs))
         print("dry run: nothing was started or written")
         return
     show(*run_all(configs, out, "compare"))
+
+
+def report(
+    runs: Annotated[list[Path], typer.Argument(help="Run directories, or folders of isles compare or isles experts.")],
+    png: Annotated[
+        bool, typer.Option("--png", help="Also write report.png: the pictures of the page, for a mail or a slide.")
+    ] = False,
+) -> None:
+    """Write report.html into each directory."""
+    from isles.report import write_picture, write_report
+
+    for run in runs:
+        print(write_report(run))
+        if png:
+            print(write_picture(run))

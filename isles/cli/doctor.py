@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from isles.cli.checks import Check, of_torch
+from isles.cli.terminal import Check, of_torch
 
 if TYPE_CHECKING:
     from isles.launch.probe import Findings
@@ -259,7 +259,7 @@ class MeasuredPair:
 
 
 def _pair(path: str, nodes: str, peer: str | None) -> MeasuredPair:
-    from isles.network.networks import refuse_file
+    from isles.network.links import refuse_file
 
     if peer is None:
         raise ValueError("--write-links: goes with --peer HOST:PORT, whose line is measured")
@@ -272,7 +272,7 @@ def _pair(path: str, nodes: str, peer: str | None) -> MeasuredPair:
 
 
 def _write(pair: MeasuredPair, found: Findings) -> Check:
-    from isles.network.networks import write_pair
+    from isles.network.links import write_pair
 
     rates = {"out": found.rate_out, "back": found.rate_back}
     try:

@@ -12,8 +12,7 @@ import typer
 from isles.cli.terminal import As, ConfigFile, InnerSteps, Set, end_in_order
 
 if TYPE_CHECKING:
-    from isles.cli.several.rows import Configs
-    from isles.cli.several.runs import OnMetrics, OnNotice, Start
+    from isles.cli.several import Configs, OnMetrics, OnNotice, Start
     from isles.training.config.sections import Config
     from isles.training.records.summary import SummaryTable
 
@@ -45,8 +44,7 @@ def simulate(
     out: Annotated[Path | None, typer.Option(help="New directory. Default: runs/simulate-DATE-TIME.")] = None,
 ) -> None:
     """Train many workers in this process on a virtual clock: messages, slow workers and pauses take their time."""
-    from isles.cli.several.rows import ComparisonRow, SharedSettings, read_all, rows_of
-    from isles.cli.several.runs import run_all, seeds_of, show
+    from isles.cli.several import ComparisonRow, SharedSettings, read_all, rows_of, run_all, seeds_of, show
     from isles.training.config.reading import read_config
 
     end_in_order()

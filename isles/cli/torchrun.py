@@ -52,7 +52,7 @@ def run(
     show: Callable[[dict[str, Any], Path], None],
 ) -> None:
     """This process's part of the run; rank 0 shows progress and the result. choose: names the run directory."""
-    from isles.cli.progress import Progress
+    from isles.cli.terminal import Progress
     from isles.comm.errors import WorkerFailed
     from isles.running.torchrun import take_part
 

@@ -102,7 +102,7 @@ def train(
 
 def run(config: Config, choose: Callable[[], Path], node_spec: NodeSpec, resume: int | None = None) -> None:
     """Launch, with live progress, and print how it ended. choose: names the run directory, once."""
-    from isles.cli.progress import Progress
+    from isles.cli.terminal import Progress
     from isles.launch.nodes import split
     from isles.running.follow import follow
     from isles.running.run import Interrupted, launch

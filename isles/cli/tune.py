@@ -49,16 +49,13 @@ def tune(
     end_in_order()
     if at not in _AT or trials < 1:
         raise ValueError(f"--at {at} --trials {trials}: choose one of {', '.join(_AT)}, and 1 trial or more")
-    from isles.cli.progress import Progress
-    from isles.cli.several.rows import one_worker
-    from isles.cli.several.rows import quick as quick_terms
-    from isles.cli.several.study import Study, Terms
-    from isles.cli.terminal import print_table
+    from isles.cli.several import Study, Terms, one_worker
+    from isles.cli.several import quick as quick_terms
+    from isles.cli.terminal import Progress, print_table
     from isles.network.units import parse_seconds
     from isles.plan.run_plan import refuse
     from isles.report import write_report
-    from isles.report.comparison import ALONE, NEVER
-    from isles.report.tuning import complete, read_tuning, subtitle, trials_table
+    from isles.report.comparison import ALONE, NEVER, complete, read_tuning, subtitle, trials_table
     from isles.report.units import format_seconds
     from isles.running.run import launch
     from isles.training.config.reading import read_config
@@ -107,7 +104,7 @@ def tune(
 def _dimension(text: str, config: Config) -> Dimension:
     """Of --over."""
     from isles.base.tables import parse_value
-    from isles.cli.several.rows import names
+    from isles.cli.several import names
     from isles.replicas.search_space import Dimension
 
     key, equals, values = text.partition("=")

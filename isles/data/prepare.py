@@ -18,10 +18,8 @@ from pathlib import Path
 import numpy as np
 
 from isles.data.config import DataConfig
-from isles.data.corpus import Corpus, SplitBy, TokenStream, content_sha256
-from isles.data.documents import read_documents
-from isles.data.sources import Source, fingerprint, list_sources
-from isles.data.store import FORMAT, is_stored, open_corpus, save_corpus
+from isles.data.corpus import FORMAT, Corpus, SplitBy, TokenStream, content_sha256, is_stored, open_corpus, save_corpus
+from isles.data.documents import Source, fingerprint, list_sources, read_documents
 from isles.data.tokenizer import Ids, Tokenizer, load_tokenizer, smallest_dtype
 
 _BATCH_CHARACTERS = 4_000_000  # enough for a tokenizer to fill the cores, few enough to hold as text

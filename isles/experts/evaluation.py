@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from isles.experts import mixture
-from isles.experts.routing.routing import CACHED_SEQUENCES, cached, updating
+from isles.experts.routing import CACHED_SEQUENCES, cached, updating
 
 SURE = 0.99
 

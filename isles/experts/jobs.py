@@ -38,7 +38,7 @@ from typing import Any, cast
 from isles.base.errors import notify_warnings
 from isles.base.parsing import parse_json
 from isles.comm.errors import CommError, from_plain, to_plain
-from isles.experts.averages import make_average
+from isles.experts.ensemble import make_average
 from isles.models import flops_per_token, limits
 from isles.running.backends import start_server
 from isles.running.run import launch

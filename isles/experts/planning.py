@@ -9,16 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from isles.base.errors import unknown_name
+from isles.experts import hdee, smalltalk
 from isles.experts.domains import TRAINED, Domain, read_domains
-from isles.experts.hdee import hdee
-from isles.experts.hdee.hdee import HdeeConfig
-from isles.experts.hdee.run import Hdee
+from isles.experts.hdee import Hdee, HdeeConfig
 from isles.experts.jobs import ExpertJob
 from isles.experts.meters import score_bytes
 from isles.experts.reading import ExperimentConfig
-from isles.experts.smalltalk import smalltalk
-from isles.experts.smalltalk.run import Smalltalk
-from isles.experts.smalltalk.smalltalk import SmalltalkConfig
+from isles.experts.smalltalk import SmalltalkConfig
+from isles.experts.smalltalk_run import Smalltalk
 from isles.experts.system import System
 from isles.models import flops_per_token, limits, parameters
 from isles.training.config.sections import Config

@@ -29,7 +29,7 @@ from isles.membership.views import SampleRange, View
 
 
 class Batch(NamedTuple):
-    """One batch of the data in plain numbers, for `isles.data.order.rows`.
+    """One batch of the data in plain numbers, for `isles.data.loader.rows`.
 
     start: batches before the round's first fresh one. fresh: fresh steps of each index in that round.
     index, step: whose it is, and which of its fresh steps.

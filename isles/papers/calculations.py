@@ -6,26 +6,26 @@ from collections.abc import Callable
 from importlib import import_module
 
 from isles.base.errors import unknown_name
-from isles.report.sheet import Sheet
+from isles.report.sheets import Sheet
 
 _PRESETS: dict[str, tuple[str, str]] = {
-    "eager-table5": ("isles.papers.eager_sheet:table5_sheet", "bandwidth for a utilisation, as the Eager paper prints it"),
-    "eager-long-run": ("isles.papers.eager_sheet:long_run_sheet", "the same need, when what is sent must also arrive"),
-    "eager-table1": ("isles.papers.eager_sheet:table1_sheet", "hours and terabytes of the Eager paper's 1B model"),
-    "eager-table2": ("isles.papers.eager_sheet:table2_sheet", "latency that each overlap tolerates"),
-    "noloco-latency": ("isles.papers.noloco_sheet:latency", "a tree against a pair when messages take random times"),
-    "noloco-barrier": ("isles.papers.noloco_sheet:barrier", "waiting for all against waiting for a partner"),
+    "eager-table5": ("isles.papers.eager:table5_sheet", "bandwidth for a utilisation, as the Eager paper prints it"),
+    "eager-long-run": ("isles.papers.eager:long_run_sheet", "the same need, when what is sent must also arrive"),
+    "eager-table1": ("isles.papers.eager:table1_sheet", "hours and terabytes of the Eager paper's 1B model"),
+    "eager-table2": ("isles.papers.eager:table2_sheet", "latency that each overlap tolerates"),
+    "noloco-latency": ("isles.papers.noloco:latency", "a tree against a pair when messages take random times"),
+    "noloco-barrier": ("isles.papers.noloco:barrier", "waiting for all against waiting for a partner"),
     "noloco-fleet": ("isles.papers.fleet:fleet", "pairs against a mean over all, with pauses, event by event"),
     "noloco-table2": ("isles.papers.pipelines:table2", "replicas x stages of NoLoCo's Table 2: held, sent, waited"),
     "swarm-square-cube": ("isles.papers.pipelines:square_cube", "why wide models bear slow lines between stages"),
     "protocol-80mbit": ("isles.papers.pipelines:eighty_mbit", "stages on home lines, a hundredth of the bytes"),
     "dilocox-speedup": ("isles.papers.pipelines:speedup", "DiLoCoX against AllReduce over 1 Gbit/s, and its parts"),
     "karma-hybrid": (
-        "isles.papers.memory_parallel.sheet:karma_hybrid",
+        "isles.papers.memory_parallel_sheet:karma_hybrid",
         "data parallel out of core against models that are cut",
     ),
     "ist-quadratic": ("isles.papers.ist:quadratic", "where independent subnets settle, off the optimum"),
-    "noloco-quadratic": ("isles.papers.noloco_sheet:quadratic", "NoLoCo's theory: mean, variance, stability region"),
+    "noloco-quadratic": ("isles.papers.noloco:quadratic", "NoLoCo's theory: mean, variance, stability region"),
 }
 
 

@@ -28,7 +28,7 @@ The schedules say which layers are exchanged after which step, and when the answ
 P fragments take turns, so each is exchanged every `period` = n P steps, which is H only where P divides H. Layers are
 counted from 0, the one next to the data.
 
-The tables of the two papers, from that model:
+The tables of the two papers, from that model (`isles plan explain eager-...`):
 
 table 5   bandwidth for a utilisation of 50 to 99 %, as printed: on a grid of 50 bandwidths from 0.1 to 1000 Gbit/s,
           over S = 2H + 1 steps from an idle link, transfers in flight at the end left out, the H = 30 rows with a
@@ -45,11 +45,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import numpy as np
 
 from isles.base.errors import demand
+from isles.report.panels import Chart, Panel, Table, chart_panel, coloured
+from isles.report.sheets import Sheet
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -370,3 +372,140 @@ def table2() -> list[tuple[str, float]]:
     """(overlap, tolerated seconds) of the 500M model, a step of 0.08 s, H = 30: the steps that an exchange overlaps."""
     overlaps = {"none": 0, "1-inner-step": 1, "1-outer-step": 30, "2-outer-steps": 60}
     return [(name, steps * 0.08) for name, steps in overlaps.items()]
+
+
+_FINITE = (
+    "As printed: the papers counted about two rounds that began with an idle link, and left out what was still under "
+    "way at the end. In the long run a link must carry everything: see isles plan explain eager-long-run.",
+    f"Step times are {STEP_FACTOR} times those stated (0.1, 0.8, 4.9 s): only so are all 120 numbers met.",
+    "The H30 rows exchange a fragment after every step, whatever the number of fragments, as the papers' must have.",
+    "Between two bandwidths of the grid lie 21 %: finer differences mean nothing. No latency, two equal islands.",
+)
+_LONG = (
+    "The same model in the long run: everything that is sent must arrive, and a fragment leaves every round(H / P) "
+    f"steps. Step times as in table 5 ({STEP_FACTOR} times those stated): for those stated, multiply by "
+    f"{STEP_FACTOR}.",
+)
+
+
+def table5_sheet() -> Sheet:
+    """Bandwidth for a utilisation, as printed, and Figure 3."""
+    rows = table5()
+    return _needs(
+        "eager-table5",
+        "Bandwidth that a utilisation needs, as printed",
+        "Table 5 and Figure 3 of arXiv 2502.12996, table 4 of arXiv 2501.18512",
+        [(row, [as_printed(value) for value in row.gbps]) for row in rows],
+        [_figure3(size) for size in JOBS],
+        _FINITE,
+        digits=".1f",
+    )
+
+
+def long_run_sheet() -> Sheet:
+    """The same need in the long run."""
+    rows = [(row, [float(f"{value:.4g}") for value in row.gbps]) for row in long_run()]
+    return _needs(
+        "eager-long-run",
+        "Bandwidth that a utilisation needs, in the long run",
+        "The methods of arXiv 2502.12996 and arXiv 2501.18512 with the schedules that they describe",
+        rows,
+        [],
+        _LONG,
+        digits=".3f",
+    )
+
+
+def table1_sheet() -> Sheet:
+    """Hours and terabytes."""
+    rows = table1()
+    return Sheet(
+        name="eager-table1",
+        title="Hours and terabytes over 1 Gbit/s, 1B model",
+        subtitle="Table 1 of arXiv 2502.12996: H = 100, 4 bits a parameter except data parallel (16)",
+        what="Time over an unlimited link, over 1 Gbit/s, and what one of the two workers sends.",
+        table=Table(
+            heads=["method", "tokens", "hours, unlimited", "hours, 1 Gbit/s", "TB"],
+            rows=[
+                [row.method, f"{row.tokens / 1e9:.0f}e9"]
+                + [f"{value:.2f}" for value in (row.hours_unlimited, row.hours_1gbps, row.terabytes)]
+                for row in rows
+            ],
+        ),
+        data={"rows": [{"size": "1B", **asdict(row)} for row in rows]},
+        notes=[
+            "Steps of 0.1 s as stated, in the long run. The tokens of a step "
+            f"({TOKENS_A_STEP / 1e6:.3g} million) follow from the printed hours; the bytes of a token "
+            f"({BYTES_A_TOKEN / 1e3:.2f} kB) from the printed volumes.",
+            "The two do not fit together: 2 bytes a parameter after every step would be a ninth of these volumes. "
+            "Ratios between methods hold either way.",
+        ],
+    )
+
+
+def table2_sheet() -> Sheet:
+    """Tolerated latency."""
+    rows = table2()
+    return Sheet(
+        name="eager-table2",
+        title="Latency that an overlap tolerates",
+        subtitle="Table 2 of arXiv 2502.12996: 500M model, steps of 0.08 s, H = 30",
+        what="Seconds that an exchange may take from the end of a step before anyone waits: overlapped steps x 0.08 s.",
+        table=Table(heads=["overlap", "seconds"], rows=[[name, f"{seconds:.2f}"] for name, seconds in rows]),
+        data={"rows": [{"overlap": name, "tolerated_seconds": round(seconds, 9)} for name, seconds in rows]},
+    )
+
+
+def _needs(
+    name: str,
+    title: str,
+    subtitle: str,
+    rows: list[tuple[Need, list[float]]],
+    panels: list[Panel],
+    notes: tuple[str, ...],
+    *,
+    digits: str,
+) -> Sheet:
+    percents = [f"{100 * target:.0f}" for target in TARGETS]
+    return Sheet(
+        name=name,
+        title=title,
+        subtitle=subtitle,
+        what="Gbit/s between two islands for a share of the time spent computing.",
+        table=Table(
+            heads=["size", "method", *(f"{percent} %" for percent in percents)],
+            rows=[
+                [row.size, row.method, *("-" if math.isnan(v) else f"{v:{digits}}" for v in values)]
+                for row, values in rows
+            ],
+            names=2,
+        ),
+        data={
+            "rows": [
+                {
+                    "size": row.size,
+                    "method": row.method,
+                    "bandwidth_gbps": {
+                        percent: None if math.isnan(value) else value
+                        for percent, value in zip(percents, values, strict=True)
+                    },
+                }
+                for row, values in rows
+            ]
+        },
+        panels=panels,
+        notes=notes,
+    )
+
+
+def _figure3(size: str) -> Panel:
+    job = JOBS[size]
+    grid, curves = GRID.tolist(), {method.name: curve(method, job).tolist() for method in METHODS}
+    chart = Chart(
+        title=f"Utilisation of the {size} model",
+        x_label="Gbit/s between the islands",
+        y_format=lambda share: f"{100 * share:.0f} %",
+        lines=coloured({name: list(zip(grid, curve, strict=True)) for name, curve in curves.items()}),
+        log_x=True,
+    )
+    return chart_panel(chart, f"{job.layers} layers, steps of {scaled(job).step_seconds:.3g} s.")

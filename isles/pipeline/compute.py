@@ -18,7 +18,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from isles.base.staging import to_device
+from isles.base.modes import to_device
 from isles.comm.errors import WorkerFailed
 from isles.comm.group import Group
 from isles.comm.trust import JUMPS, mean_square

@@ -24,7 +24,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from isles.base.staging import to_device, to_host
+from isles.base.modes import to_device, to_host
 from isles.base.wrapping import host_work
 from isles.comm.codecs.base import Codec, as_bytes
 from isles.comm.codecs.scaled import Identity

@@ -30,8 +30,7 @@ from functools import cached_property, lru_cache, partial
 from typing import Any, Literal
 
 from isles.network.exchange_plan import PlannedExchange, Rhythm, WorkerMemory, sent_by_all
-from isles.network.links import Links, Topology
-from isles.network.networks import links
+from isles.network.links import Links, Topology, links
 from isles.pipeline.config import PipelineConfig
 from isles.plan.memory_fit import memory_fit
 from isles.plan.pipelines import staged_steps

@@ -17,8 +17,7 @@ from isles.models import limits, sketch
 from isles.models.stages import Stage
 from isles.network.clusters.cuts import ModelLoad
 from isles.network.exchange_plan import MemoryItem, WorkerMemory
-from isles.network.links import Topology
-from isles.network.networks import links
+from isles.network.links import Topology, links
 from isles.network.routing.routes import Task
 from isles.pipeline.peers.agreement import agreed_bytes
 from isles.pipeline.peers.inbox import COMERS

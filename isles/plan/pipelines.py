@@ -12,8 +12,7 @@ from isles.comm.codecs.scaled import Identity
 from isles.models import limits
 from isles.models.stages import Stage, width_of
 from isles.network.exchange_plan import MessagePattern, PlannedExchange, Tree, WorkerMemory, by_size, gathered
-from isles.network.links import Topology
-from isles.network.networks import links
+from isles.network.links import Topology, links
 from isles.network.routing.events import orders_of
 from isles.network.routing.plan import PipelinePlan
 from isles.network.routing.problem import replay_paths

@@ -15,9 +15,8 @@ from typing import Any, Literal
 from isles.base.tables import parse_value
 from isles.models.config import ModelConfig
 from isles.models.sizes import Shape, parameters
-from isles.network.links import Links
+from isles.network.links import Links, links
 from isles.network.machines import Machine
-from isles.network.networks import links
 from isles.plan.worker_classes import WorkerClass, worker_classes
 from isles.replicas import METHODS, method
 

@@ -14,8 +14,7 @@ from isles.comm.collectives.mean import sent_bytes
 from isles.models import limits
 from isles.models.subspace import Subspace
 from isles.network.exchange_plan import WorkerMemory
-from isles.network.links import Links, Topology
-from isles.network.networks import links
+from isles.network.links import Links, Topology, links
 from isles.plan.computing import counted_flops, device_of, measured_step
 from isles.plan.pipeline_steps import StagedSteps
 from isles.plan.pipelines import (

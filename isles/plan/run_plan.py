@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from isles.data import load_tokenizer
-from isles.data.sources import list_sources
+from isles.data.documents import list_sources
 from isles.models import limits
 from isles.models.config import ModelConfig
 from isles.pipeline.config import PipelineConfig

@@ -16,8 +16,7 @@ from functools import partial
 from typing import Any, Literal
 
 from isles.network.exchange_plan import BySize, PlannedExchange, Rhythm
-from isles.network.links import Topology
-from isles.network.networks import links
+from isles.network.links import Topology, links
 from isles.pipeline.boundaries.names import boundary_name
 from isles.plan.memory_fit import memory_fit
 from isles.plan.pipeline_steps import StagedSteps

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from isles.base.staging import HostCopies, arena, is_away
+from isles.base.modes import HostCopies, arena, is_away
 from isles.network.exchange_plan import BLOCK
 
 

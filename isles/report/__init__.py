@@ -10,12 +10,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from isles.base.durable import no_room, replacing
-from isles.report.comparison import INDEX, read_comparison, render_comparison
+from isles.report.comparison import INDEX, TUNED, read_comparison, read_tuning, render_comparison, render_tuning
 from isles.report.experts import RESULTS, read_results
 from isles.report.experts import render as render_experts
 from isles.report.page import render_page
 from isles.report.rundir import read_run
-from isles.report.tuning import TUNED, read_tuning, render_tuning
 
 __all__ = ["write_picture", "write_report"]
 

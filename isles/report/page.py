@@ -19,7 +19,7 @@ from isles.report.charts import (
     time_panel,
 )
 from isles.report.draw.style import STYLE
-from isles.report.draw.svg_time import draw
+from isles.report.draw.svg import draw
 from isles.report.panels import Panel, Table
 from isles.report.rundir import Run, finite
 from isles.report.units import (

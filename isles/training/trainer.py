@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 from typing_extensions import override
 
-from isles.base.staging import to_device
+from isles.base.modes import to_device
 from isles.comm.group import Group
 from isles.comm.mesh import Mesh
 from isles.network.routing.events import Span

@@ -13,8 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from isles.cli import app
-from isles.cli.progress import Progress
-from isles.cli.several.rows import (
+from isles.cli.several import (
     ComparisonRow,
     SharedSettings,
     of_runs,
@@ -24,6 +23,7 @@ from isles.cli.several.rows import (
     rows_of,
     swept,
 )
+from isles.cli.terminal import Progress
 from isles.replicas.methods.diloco import DiLoCo
 from isles.training.config.reading import read_config
 from tests.training.runs import TINY, write_text

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from isles.cli.methods import methods
+from isles.cli.settings import methods
 from isles.replicas import METHODS
 from isles.replicas.parts.legal import AXES, BY_NUMBERS, TABLE
 from isles.training.config.conflicts import conflicts

@@ -14,10 +14,10 @@ import pytest
 from PIL import Image
 
 from isles import cli
-from isles.cli.plans.questions import model_of
+from isles.cli.plans.methods import model_of
 from isles.models.sizes import SIZES
 from isles.papers import eager
-from isles.papers import noloco_sheet as noloco_sheets
+from isles.papers import noloco as noloco_sheets
 from isles.papers.calculations import presets, sheet
 from tests.report.sample import write_sample
 

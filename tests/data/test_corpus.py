@@ -175,7 +175,7 @@ def test_cache_is_used_by_the_next_process(write: Write, tmp_path: Path, monkeyp
 
 
 def test_a_second_writer_of_the_cache_takes_the_first_ones(write: Write, tmp_path: Path) -> None:
-    from isles.data.store import save_corpus
+    from isles.data.corpus import save_corpus
 
     corpus = load(write({"a.txt": "text\n" * 100}))
     folder = tmp_path / "cache" / "key"

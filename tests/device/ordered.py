@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import isles
-from isles.base.staging import HostCopies
+from isles.base.modes import HostCopies
 from isles.comm.collectives.mean import native_mean
 from isles.models import Shape
 from tests.device import workers
@@ -47,7 +47,7 @@ def _watching() -> Iterator[DeviceWatch]:
         "Stream": lambda device=None: Stream(watch, f"side {next(numbers)}"),
         "Event": lambda **_: Event(watch),
     }
-    with mock.patch.multiple(torch.cuda, **patched), mock.patch("isles.base.staging._STREAMS", {}):
+    with mock.patch.multiple(torch.cuda, **patched), mock.patch("isles.base.modes._STREAMS", {}):
         yield watch
 
 

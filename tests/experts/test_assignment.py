@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from isles.experts.routing.assignment import Assignment, assign, capacities, purity
+from isles.experts.routing import Assignment, assign, capacities, purity
 
 
 def scores(sequences: int, experts: int, seed: int = 0) -> np.ndarray:

@@ -12,11 +12,9 @@ import torch
 from isles.data import ByteTokenizer
 from isles.experts.ensemble import Joining, Speaker
 from isles.experts.forest import Forest
-from isles.experts.hdee.run import RidgeGate
+from isles.experts.hdee import RidgeGate
 from isles.experts.jobs import JobProgress
-from isles.experts.routing.assignment import assign
-from isles.experts.routing.clusters import Clusters, clustered
-from isles.experts.routing.routing import ByClusters, route
+from isles.experts.routing import ByClusters, Clusters, assign, clustered, route
 from tests.experts.small import made, write_domains
 
 KINDS = ("cat dog cow hen", "red blue green grey", "one two three four")

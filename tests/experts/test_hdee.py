@@ -15,12 +15,11 @@ import pytest
 import torch
 
 from isles.experts import ensemble as joining
-from isles.experts import mixture
+from isles.experts import hdee, mixture
 from isles.experts.domains import read_domains
 from isles.experts.ensemble import Joining
 from isles.experts.forest import Forest, Served, score
-from isles.experts.hdee import hdee
-from isles.experts.hdee.hdee import HdeeConfig, run_group
+from isles.experts.hdee import HdeeConfig, run_group
 from isles.experts.jobs import JobProgress, weights_sha256
 from isles.experts.planning import SYSTEMS, opened, settings
 from isles.experts.reading import keep, read, template

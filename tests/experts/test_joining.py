@@ -15,8 +15,17 @@ from isles.experts import mixture
 from isles.experts.ensemble import EVERY, Joined, Joining, Speaker, evaluated_on
 from isles.experts.forest import Forest, ForestMember, Served, score
 from isles.experts.jobs import ExpertJob, JobProgress, train, weights_sha256
-from isles.experts.routing.clusters import clustered, texts_of
-from isles.experts.routing.routing import ByClusters, Routers, cached, following, growing, parse_prior, running
+from isles.experts.routing import (
+    ByClusters,
+    Routers,
+    cached,
+    clustered,
+    following,
+    growing,
+    parse_prior,
+    running,
+    texts_of,
+)
 from isles.experts.system import System
 from isles.training.records.saved_run import load_run
 from tests.experts.small import made, write_domains

@@ -17,7 +17,7 @@ from isles.cli import main
 from isles.experts.forest import Forest
 from isles.experts.jobs import JobProgress, weights_sha256
 from isles.experts.planning import opened
-from isles.experts.routing.routing import gate_of, route
+from isles.experts.routing import gate_of, route
 from isles.experts.system import System
 from isles.training.records.checkpoint import Checkpoints
 from tests.cli.command import Command, eventually, gone

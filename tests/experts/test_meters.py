@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from isles.cli import app
 from isles.experts.meters import Share, bytes_of, check_budget, score_bytes
-from isles.experts.smalltalk.paper import table
+from isles.experts.smalltalk import table
 from isles.models import Shape, non_embedding_parameters
 
 

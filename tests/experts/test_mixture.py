@@ -10,7 +10,7 @@ from torch import Tensor
 
 from isles.experts import mixture
 from isles.experts.evaluation import evaluate
-from isles.experts.routing.routing import cached, running, updating
+from isles.experts.routing import cached, running, updating
 
 E, N, T = 3, 5, 12
 

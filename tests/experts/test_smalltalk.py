@@ -19,11 +19,9 @@ from isles.experts.ensemble import Joining, Speaker
 from isles.experts.forest import Forest, Served
 from isles.experts.jobs import JobProgress, weights_sha256
 from isles.experts.planning import opened, planned
-from isles.experts.routing.assignment import Assignment, assign
-from isles.experts.routing.em import RouterTask, TextRouter, train_router
-from isles.experts.routing.routing import Routers, from_wire, route, to_wire
-from isles.experts.smalltalk.run import run_workers
-from isles.experts.smalltalk.smalltalk import router_config
+from isles.experts.routing import Assignment, Routers, assign, from_wire, route, to_wire
+from isles.experts.smalltalk import RouterTask, TextRouter, router_config, train_router
+from isles.experts.smalltalk_run import run_workers
 from isles.experts.system import System
 from isles.report import write_report
 from isles.training.records.checkpoint import Checkpoints
@@ -195,7 +193,7 @@ def test_routers_that_disagree_on_the_shares_stop(
         calls.append(rule)
         return assign(scores) if len(calls) == 1 else 1 - assign(scores)
 
-    monkeypatch.setattr("isles.experts.routing.em.assign", wrong)
+    monkeypatch.setattr("isles.experts.smalltalk.assign", wrong)
     with pytest.raises(Diverged, match="diverged at step 1: its assignment is another one"):
         run_workers(train_router, 2, task.config, (task, None), lambda event: None, tmp_path)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks._machines import Machine, machines, unavailable
-from isles.network.networks import read_links
+from isles.network.links import read_links
 from tests.cli.command import Command
 
 RATES = (100e6, 20e6, 50e6)

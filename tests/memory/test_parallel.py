@@ -13,18 +13,21 @@ from isles.memory.costs import Placement as P
 from isles.memory.costs import ends_seconds, ends_update, unit_time
 from isles.memory.lanes import LaneRun
 from isles.network.machines import MACHINES
-from isles.papers.memory_parallel.decoder import HalfDecoder, ParallelJob, decoder_like, profile_of
-from isles.papers.memory_parallel.parallel import (
+from isles.papers.memory_parallel import (
+    HalfDecoder,
     HybridSplit,
+    ParallelJob,
     StageSeconds,
     averaged,
+    decoder_like,
     fastest_hybrid,
     fully_sharded,
     hybrid,
     out_of_core,
+    profile_of,
     splits,
 )
-from isles.papers.memory_parallel.sheet import compared, turning
+from isles.papers.memory_parallel_sheet import compared, turning
 
 SHAPE = HalfDecoder(layers=8, width=1024, heads=16)
 LARGE = replace(MACHINES["H100"], device_bytes=1e15, host_bytes=1e15)
@@ -168,9 +171,9 @@ def test_plans_are_made_without_torch() -> None:
     """Simulation, search, plans and the comparison: what `isles plan` and a report may load."""
     program = (
         "import sys, isles.memory.lanes, isles.memory.search, isles.memory.plan, isles.memory.config, "
-        "isles.papers.memory_parallel.sheet, isles.cli.plans.family; "
+        "isles.papers.memory_parallel_sheet, isles.cli.plans.family; "
         "from isles.memory.search import Search; "
-        "from isles.papers.memory_parallel.decoder import HalfDecoder, profile_of; "
+        "from isles.papers.memory_parallel import HalfDecoder, profile_of; "
         "from isles.network.machines import MACHINES; "
         "Search(profile_of(HalfDecoder(layers=4, width=512, heads=8), 1), MACHINES['RTX 3060']).run(); "
         "sys.exit('torch' in sys.modules)"

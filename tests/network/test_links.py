@@ -5,8 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from isles.network.links import Links
-from isles.network.networks import ELSEWHERE, PRESETS, links
+from isles.network.links import ELSEWHERE, PRESETS, Links, links
 
 
 @pytest.mark.parametrize("name", [*PRESETS, *ELSEWHERE])

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from isles.network.networks import read_links, refuse_file, write_pair
+from isles.network.links import read_links, refuse_file, write_pair
 from isles.network.routing.speeds import delays_of
 
 

@@ -2,8 +2,7 @@
 
 import pytest
 
-from isles.network.networks import links
-from isles.network.sites import Site, latency
+from isles.network.links import Site, latency, links
 from isles.network.units import parse_rate, parse_seconds
 
 LINES = """

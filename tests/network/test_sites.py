@@ -2,7 +2,7 @@
 
 import pytest
 
-from isles.network.sites import ACCESS, WORLD, WORLDWIDE, Site, connect, kilometres, latency
+from isles.network.links import ACCESS, WORLD, WORLDWIDE, Site, connect, kilometres, latency
 
 BY_NAME = {site.name: site for site in WORLD}
 

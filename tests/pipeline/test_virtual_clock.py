@@ -8,8 +8,7 @@ import pytest
 import torch
 
 import isles
-from isles.network.links import Links, Topology
-from isles.network.networks import links
+from isles.network.links import Links, Topology, links
 from isles.network.routing.events import in_flight, orders
 from isles.network.routing.replay import LinkWire, Sizes, TaskSeconds, in_order, replay
 from isles.network.routing.routes import Task

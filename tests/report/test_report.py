@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from isles.cli.progress import format_usage
+from isles.cli.terminal import format_usage
 from isles.report import write_report
 from isles.report.units import format_bytes, format_count, format_number, format_percent, format_seconds
 from tests.report.sample import write_records, write_sample

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from isles.report.charts import step_panel
-from isles.report.draw.svg_time import draw
+from isles.report.draw.svg import draw
 from isles.report.panels import Lanes
 from isles.report.rundir import Run, TaskSpan
 

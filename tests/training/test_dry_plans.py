@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from isles.network.networks import read_links
+from isles.network.links import read_links
 from isles.network.routing.plan import as_json
 from isles.network.routing.problem import Costs, Problem, replay_paths
 from isles.network.routing.search import blind

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from isles.network.networks import links
+from isles.network.links import links
 from isles.plan.pipelines import staged_steps
 from isles.plan.record import RunPlan
 from isles.plan.replicas import replayed

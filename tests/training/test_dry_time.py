@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from isles.comm.virtual.cluster import run_virtual
-from isles.network.networks import links
+from isles.network.links import links
 from isles.plan.replicas import replayed as replayed_run
 from isles.plan.run_plan import plan_run
 from isles.plan.sketch import sketch_run

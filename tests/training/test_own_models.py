@@ -12,8 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from isles.cli.evaluate import evaluate
-from isles.cli.export import export
+from isles.cli.model import evaluate, export
 from isles.models import ModelConfig, build, limits
 from isles.running.run import launch
 from isles.training.config.reading import read_config, to_toml

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from benchmarks._reference import paths_of
 from isles import cli
-from isles.network.networks import read_links
+from isles.network.links import read_links
 from isles.network.routing.plan import PipelinePlan, as_json, read_plan
 from isles.network.routing.problem import Problem, replay_paths
 from isles.network.routing.search import blind

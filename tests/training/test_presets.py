@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from isles.cli.config import config as print_config
+from isles.cli.settings import config as print_config
 from isles.cli.train import train
 from isles.models import parameters
 from isles.plan.record import RunPlan

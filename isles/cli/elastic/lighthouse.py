@@ -76,7 +76,7 @@ def restart_lighthouse(run: Path, workers: int | None) -> None:
 
 def _keep(config: Config, run: Path, stand: Stand) -> None:
     """Keep the run until it ends, or is stopped."""
-    from isles.cli.progress import ComingAndGoing
+    from isles.cli.terminal import ComingAndGoing
     from isles.cli.train import print_summary
     from isles.comm.sockets.addresses import written
     from isles.training.interrupts import first_interrupt

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 
 from isles.base.version import __version__
-from isles.cli.checks import Check
+from isles.cli.terminal import Check
 from isles.comm.credentials import Token
 from isles.comm.sockets.addresses import written
 from isles.comm.sockets.connection import LinkLost

@@ -7,8 +7,7 @@ from typing import Annotated
 
 import typer
 
-from isles.cli.plans import clusters, memory, methods, paths, splits
-from isles.cli.plans import legality as checking
+from isles.cli.plans import clusters, memory, methods, paths
 from isles.cli.terminal import AsJson, OutFolder, show
 
 
@@ -25,13 +24,13 @@ def plan_parallel(
     out: OutFolder = None,
 ) -> None:
     """Compare ways to train one model on equal devices: out of core, sharded, or cut into stages."""
-    from isles.cli.plans.questions import model_of
+    from isles.cli.plans.methods import model_of
     from isles.models.sizes import parameters
+    from isles.network.links import links as named
     from isles.network.machines import machine as named_machine
-    from isles.network.networks import links as named
     from isles.network.units import parse_count
-    from isles.papers.memory_parallel.decoder import ParallelJob, decoder_like
-    from isles.papers.memory_parallel.sheet import parallel_sheet
+    from isles.papers.memory_parallel import ParallelJob, decoder_like
+    from isles.papers.memory_parallel_sheet import parallel_sheet
 
     tokens = parse_count("--step-tokens", step_tokens)
     if sequence < 1 or per_host < 1:
@@ -77,11 +76,11 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command("methods")(methods.plan_methods)
-app.command("splits")(splits.plan_splits)
+app.command("splits")(methods.plan_splits)
 app.command("memory")(memory.plan_memory)
 app.command("parallel")(plan_parallel)
 app.command("paths")(paths.plan_paths)
-app.command("check")(checking.check)
-app.command("replan")(checking.replan)
+app.command("check")(paths.check)
+app.command("replan")(paths.replan)
 app.command("clusters")(clusters.plan_clusters)
 app.command("explain")(explain)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from isles.base.parsing import parse_json
-from isles.cli.plans.questions import model_of
+from isles.cli.plans.methods import model_of
 from isles.cli.terminal import Set
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ from isles.comm.virtual.scheduler import Killed, Scheduler, Stopped, VirtualWork
 from isles.comm.virtual.transport import VirtualTransport
 from isles.comm.virtual.wire import VirtualWire
 from isles.network.links import Links, Topology
-from isles.network.networks import links as preset
+from isles.network.links import links as preset
 from isles.network.pauses import KnownPauses, Pauses
 
 

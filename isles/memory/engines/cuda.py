@@ -25,7 +25,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from isles.base.staging import arena
+from isles.base.modes import arena
 from isles.memory.engines.base import Engine, EngineLane, Moves, Urgency
 from isles.memory.engines.threads import ThreadEngine
 

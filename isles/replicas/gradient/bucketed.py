@@ -26,8 +26,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from isles.base.modes import own_modes
-from isles.base.staging import HostCopies, arena, is_away, pinned_bytes
+from isles.base.modes import HostCopies, arena, is_away, own_modes, pinned_bytes
 from isles.base.wrapping import Deferred, Phased, Sharing, host_work, is_within_function
 from isles.comm.collectives.headers import packed
 from isles.comm.errors import DeadlinePassed, WorkerFailed

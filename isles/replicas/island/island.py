@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from isles.base.staging import HostCopies, is_away, to_host
+from isles.base.modes import HostCopies, is_away, to_host
 from isles.comm.collectives import basic as collectives
 from isles.comm.group import Group
 from isles.comm.tags import MAX_FRAGMENTS, Channel

@@ -36,7 +36,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from isles.base.staging import pinned_bytes
+from isles.base.modes import pinned_bytes
 from isles.comm.group import Group
 from isles.comm.roster import FixedRoster, Roster
 from isles.network.exchange_plan import PINNED, MemoryItem, PlannedExchange, Rhythm

@@ -11,7 +11,7 @@ import textwrap
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from isles.report import experts, tuning
+from isles.report import comparison, experts
 from isles.report.comparison import Runs, comparison_panels, table_of
 from isles.report.comparison import title as comparison_title
 from isles.report.draw.style import BOXES, LIGHT, LINES
@@ -48,7 +48,12 @@ def experts_picture(results: dict[str, Any]) -> bytes:
 
 def tuning_picture(study: dict[str, Any]) -> bytes:
     """The PNG of `isles tune`: the table, the history and the slices."""
-    return picture(tuning.title(study), tuning.subtitle(study), tuning.pictures(study), tuning.table_of(study))
+    return picture(
+        comparison.tuning_title(study),
+        comparison.subtitle(study),
+        comparison.pictures(study),
+        comparison.trials_table(study),
+    )
 
 
 def picture(heading: str, below: str, shown: Sequence[Panel], table: Table | None = None) -> bytes:

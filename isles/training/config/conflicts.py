@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from isles.base.errors import as_typed
 from isles.base.parsing import parse_toml
 from isles.base.tables import non_defaults, parse_value
-from isles.network.networks import links as named
+from isles.network.links import links as named
 from isles.network.routing.plan import PipelinePlan, read_plan
 from isles.network.routing.speeds import fingerprint
 from isles.pipeline.config import PipelineConfig

@@ -17,8 +17,7 @@ from isles.data.config import DataConfig
 from isles.memory.config import MemoryConfig
 from isles.models.config import ModelConfig
 from isles.models.sizes import Shape
-from isles.network.links import Links
-from isles.network.networks import links
+from isles.network.links import Links, links
 from isles.pipeline.boundaries.names import boundary_name
 from isles.pipeline.config import PipelineConfig
 from isles.replicas.config import MethodConfig

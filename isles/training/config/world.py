@@ -10,7 +10,7 @@ from typing import Literal
 from isles.base.errors import demand
 from isles.base.schema import BACKENDS, known_backend
 from isles.base.tables import refuse
-from isles.network.networks import links
+from isles.network.links import links
 from isles.network.pauses import Pauses
 
 _MOST_JITTER = 3.0  # beyond it one step in a thousand takes longer than all others together
@@ -26,7 +26,7 @@ class VirtualConfig:
 
     links: str = "home-fibre"
     """A preset of `isles.network.links`, a rate and a latency such as "40Mbit/s, 25ms", or a file of your own
-    (`isles.network.networks`).
+    (`isles.network.links`).
     """
     inner_links: str = "lan"
     """The same inside islands."""

@@ -18,7 +18,7 @@ from isles.comm.group import Group
 from isles.comm.layout import grid_of
 from isles.comm.mesh import Mesh
 from isles.data import Corpus
-from isles.data.order import rows, spare_rows
+from isles.data.loader import rows, spare_rows
 from isles.membership.data_ledger import Batch
 from isles.membership.messages import MOST, read_paths
 from isles.membership.p2p.stream import CARRIED
@@ -278,7 +278,7 @@ def positions(
     """What `member` reads: (b,) positions of the data's order for each backward pass.
 
     batches: one an inner step; where there are none, a round's out of turn from its own stretch, of which it has read
-    `spare`. reader: see `isles.data.order.rows`.
+    `spare`. reader: see `isles.data.loader.rows`.
     """
     size, accumulation = config.data.batch_size_per_worker(1), config.inner.accumulation
     steps = [rows(*batch, batch_size=size * accumulation, reader=reader) for batch in batches]

@@ -29,8 +29,8 @@ from isles.memory.units import units_of
 from isles.models import ModelConfig, choose_device, limits, sketch
 from isles.models.cuts import Piece
 from isles.models.stages import Stage
+from isles.network.links import links
 from isles.network.machines import Machine, known_gpu, machine
-from isles.network.networks import links
 from isles.network.routing.routes import position
 from isles.network.units import parse_bytes
 from isles.pipeline.pipeline import ways_of

@@ -5,8 +5,7 @@ import math
 
 import pytest
 
-from isles.network.links import Links
-from isles.network.networks import links
+from isles.network.links import Links, links
 from isles.network.routing.plan import PipelinePlan, as_json, plan_network, read_plan
 from isles.network.routing.problem import Problem, replay_paths
 from isles.network.routing.replay import Sizes

@@ -9,8 +9,7 @@ import torch
 
 from isles.comm.transport import Deadlines
 from isles.comm.virtual.cluster import run_virtual
-from isles.network.links import Links, Topology
-from isles.network.networks import links
+from isles.network.links import Links, Topology, links
 from isles.network.routing.events import AtOnce, in_flight, orders
 from isles.network.routing.replay import (
     Delays,

@@ -8,8 +8,7 @@ from dataclasses import replace
 import pytest
 
 from benchmarks._reference import paths_of
-from isles.network.links import Links, Topology
-from isles.network.networks import links
+from isles.network.links import Links, Topology, links
 from isles.network.routing.assignment import assign
 from isles.network.routing.plan import broken_rules
 from isles.network.routing.problem import (

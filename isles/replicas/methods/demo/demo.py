@@ -33,7 +33,7 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from isles.base.staging import to_device, to_host
+from isles.base.modes import to_device, to_host
 from isles.base.wrapping import each_of, innermost
 from isles.comm.collectives.basic import all_gather
 from isles.comm.collectives.headers import Stamp, packed

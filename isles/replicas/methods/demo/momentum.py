@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from isles.base.staging import to_device
+from isles.base.modes import to_device
 from isles.comm.codecs import codec
 from isles.comm.codecs.base import Codec
 from isles.comm.codecs.scaled import Sign

@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from isles.base.staging import HostCopies, arena, is_away, pinned_bytes, to_host
+from isles.base.modes import HostCopies, arena, is_away, pinned_bytes, to_host
 from isles.comm.codecs import codec
 from isles.comm.collectives.headers import Stamp, packed
 from isles.comm.collectives.mean import pattern, working_bytes

@@ -1,10 +1,15 @@
-"""`isles eval RUN`: perplexity on validation text, of the whole model or of some of its stages; or multiple choice on a
-local JSONL file.
+"""What is done with a trained model.
+
+isles generate RUN --prompt TEXT    let it go on writing
+isles export RUN                    a form that others read
+isles eval RUN                      perplexity on validation text, of the whole model or of some of its stages; or
+                                    multiple choice on a local JSONL file
 """
 
 from __future__ import annotations
 
 import math
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -16,6 +21,79 @@ from isles.cli.terminal import Device, Trust
 if TYPE_CHECKING:
     from isles.report.panels import Table
     from isles.training.scoring import CurvePoint
+
+
+def generate(
+    run: Annotated[Path, typer.Argument(help="Directory of a finished run.")],
+    prompt: Annotated[str, typer.Option(help="Text to go on from.")],
+    tokens: Annotated[int, typer.Option(help="New tokens.", min=1)] = 200,
+    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token each time.", min=0.0)] = 0.8,
+    top_k: Annotated[int, typer.Option(help="Choose among so many likeliest tokens (0: all).", min=0)] = 0,
+    seed: Annotated[int, typer.Option(help="Of the draws.", min=0)] = 0,
+    device: Device = "auto",
+    trust: Trust = False,
+) -> None:
+    """Continue a prompt with the run's consolidated model."""
+    from isles.models.generate import generate as sample
+    from isles.training.records.saved_run import load_run
+
+    saved = load_run(run, device=device, trust=trust)
+    ids = sample(
+        saved.logits,
+        saved.encode(prompt),
+        new_tokens=tokens,
+        context=saved.context,
+        temperature=temperature,
+        top_k=top_k,
+        seed=seed,
+    )
+    print(prompt + saved.tokenizer.decode(list(ids)))
+
+
+def export(
+    run: Annotated[Path, typer.Argument(help="Directory of a finished run.")],
+    format: Annotated[str, typer.Option(help="hf: config.json and weights for transformers; safetensors.")] = "hf",
+    out: Annotated[Path | None, typer.Option(help="Folder to write. Default: RUN/export-FORMAT.")] = None,
+    device: Device = "auto",
+    trust: Trust = False,
+) -> None:
+    """Write the run's consolidated model for other tools."""
+    from isles.base.errors import unknown_name
+    from isles.data.tokenizer import HuggingFaceTokenizer
+    from isles.models.hf import save_as_llama
+    from isles.training.config.trust import SAVED_WITH_RUN
+    from isles.training.records.saved_run import load_run
+
+    if format not in ("hf", "safetensors"):
+        raise ValueError(unknown_name("--format", format, ("hf", "safetensors")))
+    folder = out or run / f"export-{format}"
+    saved = load_run(run, device=device, trust=trust)
+    own, boundary = saved.config.model.own, saved.config.pipeline.boundary.kind
+    if format == "hf" and boundary.partition(":")[0] in ("dct", "bottleneck", "maxout"):
+        raise ValueError(
+            f'{run}: what crosses its boundaries (pipeline.boundary.kind = "{boundary}") is part of the model, and '
+            "transformers knows no such model; write it with --format safetensors"
+        )
+    if format == "hf" and own == "factory":
+        raise ValueError(
+            f"{run}: transformers does not know the model of model.factory; write it with --format safetensors"
+        )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except FileExistsError as error:
+        raise ValueError(f"--out {folder}: is a file; name a folder") from error
+    if format == "hf" and own == "hf":
+        saved.model.model.save_pretrained(folder)
+    elif format == "hf":
+        save_as_llama(saved.model, folder)
+    else:
+        for name in ("model.safetensors", "config.toml", *(name for name in SAVED_WITH_RUN if (run / name).is_file())):
+            shutil.copyfile(run / name, folder / name)
+    if format == "hf" and isinstance(saved.tokenizer, HuggingFaceTokenizer):
+        for name, file in zip(("tokenizer.json", "tokenizer_config.json"), saved.tokenizer.files, strict=True):
+            if file.is_file():
+                shutil.copyfile(file, folder / name)
+    print(folder)
 
 
 def evaluate(

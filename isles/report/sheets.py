@@ -1,21 +1,97 @@
-"""The sheet of `isles plan methods`: which method for which link."""
+"""What a calculation has to show, before it is printed or written: a table, pictures, notes and the same for machines.
+
+sheet -> NAME.csv (the table), NAME.json (`data`), NAME.png and NAME.html (table, pictures, notes)
+
+    isles plan methods    which method for which link
+    isles plan paths      seconds of a step by strategy, when each node does what, which paths are used
+    isles plan splits     every split of the workers into replicas, stages and workers inside
+"""
 
 from __future__ import annotations
 
+import csv
+import io
+import json
 import math
-from collections.abc import Sequence
-from dataclasses import asdict, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from html import escape
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from isles.base.schema import TASK_KINDS
 from isles.network.churn import Poisson
+from isles.network.routing.problem import Paths, Problem, lower_bounds, replay_paths
+from isles.network.routing.replay import Replay, Sizes
+from isles.network.routing.search import Strategy
+from isles.network.routing.speeds import slips
 from isles.plan.methods import MethodPlan, MethodTable, inside_share
 from isles.plan.question import PlanQuestion
+from isles.plan.splits import SplitPlan, SplitsQuestion
 from isles.plan.worker_classes import ChurnCosts, churn_costs
+from isles.report import settled
+from isles.report.charts import TASK_KEYS, TASK_LOOKS
 from isles.report.draw.style import SERIES
-from isles.report.panels import Chart, Panel, Polyline, Table, plain
-from isles.report.sheet import Sheet
+from isles.report.page import document, section, wide_table
+from isles.report.panels import Chart, Grid, Lane, Lanes, LaneSegment, Panel, Polyline, Table, plain
 from isles.report.units import format_bytes, format_percent, format_short
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sheet:
+    """name: of the files. table: numbers without units (those stand in the heads). what: a line about them. notes: what
+    a reader must know to use the numbers. data: for machines.
+    """
+
+    name: str
+    title: str
+    subtitle: str
+    table: Table
+    what: str
+    data: Mapping[str, Any]
+    panels: Sequence[Panel] = ()
+    notes: Sequence[str] = ()
+
+
+def as_json(sheet: Sheet) -> str:
+    """`data` as text that any JSON parser takes (no NaN)."""
+    return json.dumps(sheet.data, indent=1, allow_nan=False)
+
+
+def as_csv(sheet: Sheet) -> str:
+    """The table."""
+    out = io.StringIO()
+    csv.writer(out, lineterminator="\n").writerows([sheet.table.heads, *sheet.table.rows])
+    return out.getvalue()
+
+
+def as_page(sheet: Sheet) -> str:
+    """A self-contained HTML page."""
+    notes = "".join(f'<p class="note">{escape(note)}</p>' for note in sheet.notes)
+    table = wide_table("Table", sheet.what, sheet.table)
+    return document(sheet.title, sheet.subtitle, f"{notes}{''.join(map(section, sheet.panels))}{table}")
+
+
+def write_sheet(sheet: Sheet, folder: Path) -> list[Path]:
+    """Write all four files into `folder`, which is made if it is absent; loads matplotlib. ValueError where the folder
+    cannot be made.
+    """
+    from isles.report.draw.png import picture
+
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"{folder}: cannot be made ({error.strerror}); name another directory with --out") from error
+    drawn = picture(sheet.title, sheet.subtitle, sheet.panels, sheet.table)
+    files = {
+        "csv": as_csv(sheet).encode(),
+        "json": (as_json(sheet) + "\n").encode(),
+        "png": drawn,
+        "html": as_page(sheet).encode(),
+    }
+    return [settled(folder / f"{sheet.name}.{ending}", data) for ending, data in files.items()]
 
 
 def with_churn(sheet: Sheet, job: PlanQuestion, plans: Sequence[MethodPlan], churn: Poisson) -> Sheet:
@@ -286,3 +362,220 @@ def _short(value: float) -> str:
 
 def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
+
+
+WHAT = {
+    "full": "fixed pipelines, all stages",
+    "random": "blind to the network",
+    "without": "each path fast alone",
+    "with": "collisions counted",
+}
+
+
+def pipeline_sheet(problem: Problem, found: Sequence[Strategy], sizes: Sizes, network: str) -> Sheet:
+    """`found` as `strategies` gives them, the plan last. sizes: of messages. network: its name in words."""
+    plan, whole = found[-1], found[0]
+    assert plan.paths is not None
+    bounds = lower_bounds(problem)
+    bound, name = max((seconds, name) for name, seconds in bounds.items())
+    step = plan.seconds
+    return Sheet(
+        name="pipeline",
+        title=f"{problem.nodes} nodes in {len(problem.stages)} stages, {network}",
+        subtitle=f"{problem.microbatches} microbatches a step, {problem.path_length} stages each; {step:.4g} s",
+        what="The same number of microbatches with each strategy, replayed event by event; messages share their lines.",
+        table=Table(
+            heads=["strategy", "what it is", "step s", "of full", "idle %", "sent GB", "planned in s"],
+            rows=[_strategy_row(problem, one, whole, sizes) for one in found],
+            names=2,
+        ),
+        data={
+            "network": network,
+            "lower_bounds_seconds": bounds,
+            "strategies": [
+                {
+                    "name": one.name,
+                    "step_seconds": one.seconds,
+                    "bytes_sent_by_node": [one.sent(sizes)[node] for node in range(problem.nodes)],
+                    "bubble_by_node": [one.played.bubbles.get(node, 1.0) for node in range(problem.nodes)],
+                }
+                for one in found
+            ],
+        },
+        panels=[gantt(problem, plan.played), way_map(problem, plan.paths)],
+        notes=[
+            f"No plan takes less than {bound:.4g} s ({name}); this one takes {step / bound:.4g} times that.",
+            _share(problem, whole.seconds, step),
+            *_crowded(step, replay_paths(problem, plan.paths).makespan),
+            *slips(problem.delays)[:3],
+        ],
+    )
+
+
+def gantt(problem: Problem, played: Replay) -> Panel:
+    """Every node's tasks."""
+    lanes = [
+        Lane(
+            label=f"{node} stage {problem.stage_of[node]}",
+            segments=[
+                LaneSegment(
+                    start=span.start,
+                    end=span.end,
+                    css=TASK_LOOKS[TASK_KINDS[span.task.kind]],
+                    row=0,
+                    hint=f"microbatch {span.task.microbatch}, hop {span.task.hop}",
+                    mark=str(span.task.microbatch),
+                )
+                for span in played.spans
+                if span.worker == node
+            ],
+        )
+        for stage in problem.stages
+        for node in stage
+    ]
+    picture = Lanes(title="What each node does", x_label="seconds", start=0.0, end=played.makespan, lanes=lanes)
+    return Panel(heading="A step, node by node", picture=picture, keys=TASK_KEYS)
+
+
+def way_map(problem: Problem, paths: Paths) -> Panel:
+    """Seconds between every two nodes, stage by stage, and the ways that the plan uses."""
+    nodes = [node for stage in problem.stages for node in stage]
+    position = {node: number for number, node in enumerate(nodes)}
+    delays_between = [problem.delays[u][v] for u in nodes for v in nodes if u != v and problem.delays[u][v] > 0]
+    low, high = (math.log(min(delays_between)), math.log(max(delays_between))) if delays_between else (0.0, 0.0)
+
+    def shade(u: int, v: int) -> float | None:
+        if u == v or problem.delays[u][v] <= 0:
+            return None
+        return (math.log(problem.delays[u][v]) - low) / (high - low) if high > low else 0.5
+
+    used = {
+        (position[one], position[other])
+        for path in paths.values()
+        for one, other in zip(path, (*path[1:], path[0]), strict=True)
+        if one != other
+    }
+    picture = Grid(
+        title="Ways between nodes",
+        labels=[f"{node} stage {problem.stage_of[node]}" for node in nodes],
+        shades=[[shade(u, v) for v in nodes] for u in nodes],
+        hints=[[f"{u} to {v}: {problem.delays[u][v]:.3g} s" for v in nodes] for u in nodes],
+        marks=used,
+    )
+    note = "From the row's node to the column's: the darker, the longer; a dot: forwards of the plan go there."
+    return Panel(heading="Ways between nodes", picture=picture, notes=[note])
+
+
+def _strategy_row(problem: Problem, one: Strategy, whole: Strategy, sizes: Sizes) -> list[str]:
+    idle = 1 - sum(one.played.busy.values()) / (problem.nodes * one.played.makespan)
+    return [
+        one.name,
+        WHAT[one.name],
+        f"{one.seconds:.4g}",
+        f"{one.seconds / whole.seconds:.2f}",
+        f"{100 * idle:.1f}",
+        f"{sum(one.sent(sizes).values()) / 1e9:.4g}",
+        f"{one.planning:.1f}",
+    ]
+
+
+def _share(problem: Problem, full: float, step: float) -> str:
+    """How much of what is saved comes from leaving stages out."""
+    fewer = problem.path_length / len(problem.stages)
+    sentence = f"The plan's step is {100 * (1 - step / full):.0f} % shorter than the full pipelines'"
+    if fewer == 1:
+        return f"{sentence}; no stage is left out."
+    return f"{sentence}; {100 * (1 - fewer):.0f} % fewer stages alone would make it {fewer * full:.4g} s."
+
+
+def _crowded(step: float, alone: float) -> list[str]:
+    """What shared lines cost."""
+    if math.isclose(step, alone, rel_tol=1e-6):
+        return []
+    return [f"In all seconds messages share their lines; were each alone, the plan's step would take {alone:.4g} s."]
+
+
+def splits_sheet(splits: SplitsQuestion, plans: Sequence[SplitPlan], network: str) -> Sheet:
+    """`plans`, the best first. network: its name in words."""
+    job, first = splits.question, plans[0]
+    hours = "" if job.steps is None else f", {job.steps * first.step / 3600:,.0f} hours in all"
+    heads = ["replicas x stages x inside", "step s", "computing %", "bubble %", "waits s/step"]
+    heads += ["MB/step to stages", "MB/step to replicas", "memory GB"]
+    heads += ["GPU GB"] if job.machine else []
+    return Sheet(
+        name="plan-stages",
+        title=f"{format_short(job.parameters)} parameters, {job.workers} workers, {network}",
+        subtitle=f"As {_split_name(first)} {first.step:.4g} s a step, {first.computing:.4g} s of it computing{hours}",
+        what=f"Replicas by {splits.method}, H = {splits.every}; {splits.microbatches} microbatches, "
+        f"{splits.routing} routing; between stages {format_boundary(splits.boundary)}.",
+        table=Table(heads=heads, rows=[_split_row(job, one) for one in plans]),
+        data={"network": network, "rows": [_split_record(job, one) for one in plans]},
+        panels=[],
+        notes=[
+            f"First is {_split_name(first)}: it computes {format_percent(first.computing / first.step)} of the time.",
+            "Each is replayed in the long run: tasks of the stages and exchanges, message by message, over the same "
+            "links. All take the same text a step of all workers.",
+            "Bubble: waiting for other stages. Waits: for other replicas, and inside a stage. Memory: of the fullest "
+            "worker, AdamW in float32 and the method's vectors, without activations.",
+            *device_notes(job, plans),
+        ],
+    )
+
+
+def device_notes(job: PlanQuestion, plans: Sequence[SplitPlan]) -> list[str]:
+    """What does not fit, and what would."""
+    if job.machine is None:
+        return []
+    about = "GPU GB: weights, gradients, AdamW and activations; the rest is on the host"
+    about += (
+        "; recompute: a stage runs forward passes again, a third more work"
+        if any(one.recompute for one in plans)
+        else ""
+    )
+    if all(one.fits for one in plans):
+        return [f"{about}. All fit into {job.machine.name}."]
+    return [
+        f"{about}. What does not fit into {job.machine.name} is last: more stages, smaller microbatches, a plan of "
+        "memory (isles plan memory) or a smaller model would."
+    ]
+
+
+def format_boundary(keys: Mapping[str, Any]) -> str:
+    """What crosses between stages. keys: of [pipeline.boundary]."""
+    name, codec, update_every = keys.get("kind", "none"), keys.get("codec", "none"), keys.get("update_every", 0)
+    what = "the whole stream" if name == "none" else name
+    return (
+        what
+        + ("" if codec == "none" else f" in {codec}")
+        + (f", turned every {update_every} steps" if update_every else "")
+    )
+
+
+def _split_row(job: PlanQuestion, one: SplitPlan) -> list[str]:
+    shares = [f"{100 * part / one.step:.1f}" for part in (one.computing, one.bubble)]
+    sent = [_short(nbytes / 1e6) for nbytes in (one.stage_bytes, one.outer_bytes)]
+    memory = [_short(one.memory / 1e9), *([on_device(job, one.on_device)] if job.machine else [])]
+    return [_split_name(one), _short(one.step), *shares, _short(one.waiting), *sent, *memory]
+
+
+def _split_record(job: PlanQuestion, one: SplitPlan) -> dict[str, object]:
+    split = one.split
+    fits = {"device_bytes": one.on_device, "fits": one.fits, "recompute": one.recompute} if job.machine else {}
+    return {
+        "replicas": split.replicas,
+        "stages": split.stages,
+        "inner": split.inner,
+        "step_seconds": one.step,
+        "utilisation": one.computing / one.step,
+        "bubble": one.bubble / one.step,
+        "wait_seconds_per_step": one.waiting,
+        "bytes_to_stages_per_worker_per_step": one.stage_bytes,
+        "bytes_to_replicas_per_worker_per_step": one.outer_bytes,
+        "memory_bytes": one.memory,
+        **fits,
+    }
+
+
+def _split_name(one: SplitPlan) -> str:
+    again = ", recompute" if one.recompute else ""
+    return f"{one.split.replicas} x {one.split.stages} x {one.split.inner}{again}"

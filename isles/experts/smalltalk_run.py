@@ -38,17 +38,13 @@ from isles.base.parsing import parse_json
 from isles.comm.errors import CommError
 from isles.data import load_tokenizer
 from isles.data.corpus import rows_corpus
-from isles.experts import mixture
+from isles.experts import mixture, smalltalk
 from isles.experts.domains import DomainText, Pool, pooled, store_rows
 from isles.experts.forest import Forest, ForestMember, Served, score
 from isles.experts.jobs import ExpertJob, JobProgress
 from isles.experts.meters import bytes_of, score_bytes
-from isles.experts.routing.assignment import Assignment, assign, purity
-from isles.experts.routing.clusters import clustered, texts_of
-from isles.experts.routing.em import RouterTask, train_router
-from isles.experts.routing.routing import Gate, gate_of, growing, route
-from isles.experts.smalltalk import smalltalk
-from isles.experts.smalltalk.smalltalk import SmalltalkConfig
+from isles.experts.routing import Assignment, Gate, assign, clustered, gate_of, growing, purity, route, texts_of
+from isles.experts.smalltalk import RouterTask, SmalltalkConfig, train_router
 from isles.experts.system import System
 from isles.launch.nodes import SINGLE_NODE
 from isles.launch.workers import raise_first

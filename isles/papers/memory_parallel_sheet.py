@@ -9,10 +9,19 @@ from dataclasses import replace
 from functools import cache
 
 from isles.network.machines import MACHINES, Machine
-from isles.papers.memory_parallel.decoder import HalfDecoder, ParallelJob, ParallelPlan
-from isles.papers.memory_parallel.parallel import fastest_hybrid, fully_sharded, hybrid, out_of_core, planned, played
+from isles.papers.memory_parallel import (
+    HalfDecoder,
+    ParallelJob,
+    ParallelPlan,
+    fastest_hybrid,
+    fully_sharded,
+    hybrid,
+    out_of_core,
+    planned,
+    played,
+)
 from isles.report.panels import Chart, Point, Table, chart_panel, coloured
-from isles.report.sheet import Sheet
+from isles.report.sheets import Sheet
 
 
 def compared(job: ParallelJob) -> list[ParallelPlan]:

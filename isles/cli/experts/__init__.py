@@ -1,1 +1,0 @@
-"""`isles experts`: ensembles of models that are trained apart."""

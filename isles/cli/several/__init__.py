@@ -1,1 +1,0 @@
-"""Several runs under one command: `isles compare`, `isles simulate`, `isles tune`."""

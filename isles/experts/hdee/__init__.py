@@ -1,1 +1,0 @@
-"""HDEE: heterogeneous domain expert ensemble (arXiv 2502.19385)."""

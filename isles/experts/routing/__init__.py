@@ -1,1 +1,0 @@
-"""Which expert a text goes to."""

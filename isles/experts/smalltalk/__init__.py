@@ -1,1 +1,0 @@
-"""SMALLTALK LM: asynchronous mixture of language models (arXiv 2410.03529)."""

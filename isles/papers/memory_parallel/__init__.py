@@ -1,1 +1,0 @@
-"""Out-of-core data parallelism beside the ways that cut the model, on equal devices and links, in closed forms."""
