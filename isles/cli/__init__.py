@@ -1,4 +1,7 @@
-"""The `isles` command: a file for each group of verbs. Exit codes: 0 done, 1 the run failed, 2 user error, 130 interrupted."""
+"""The `isles` command; a file for each group of verbs.
+
+Exit codes: 0 done, 1 the run failed, 2 user error, 130 interrupted.
+"""
 
 from __future__ import annotations
 

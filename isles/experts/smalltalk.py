@@ -1,6 +1,6 @@
-"""SMALLTALK LM, "No Need to Talk" (arXiv 2410.03529): the plan, the training of its routers, and the paper's own count of
-costs. A hard mixture of E models that never exchange anything
-while they train; small routers, one an expert, decide from a short prefix which one a sequence belongs to.
+"""SMALLTALK LM, "No Need to Talk" (arXiv 2410.03529): the plan, the training of its routers, and the paper's own
+count of costs. A hard mixture of E models that never exchange anything while they train; small routers, one an expert,
+decide from a short prefix which one a sequence belongs to.
 
     score_e(x) = sum_{s < M} log p(x_{s+1} | x_1..x_s; router e);    e*(x) = argmax_e score_e(x)        (M: prefix)
 
