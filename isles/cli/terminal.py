@@ -25,7 +25,7 @@ from isles.base.schema import USAGE
 from isles.report.panels import Table
 
 if TYPE_CHECKING:
-    from isles.report.sheets import Sheet
+    from isles.report.sheet import Sheet
 
 
 def aligned(rows: Sequence[Sequence[str]], left_aligned: Container[int] = ()) -> list[str]:
@@ -86,7 +86,7 @@ OutFolder = Annotated[Path | None, typer.Option(help="Also write CSV, JSON, PNG 
 def show(made: Sheet, json: bool, out: Path | None) -> None:
     """Print it. out: also write it into this directory."""
     if json:
-        from isles.report.sheets import as_json
+        from isles.report.sheet import as_json
 
         print(as_json(made))
     else:
@@ -96,7 +96,7 @@ def show(made: Sheet, json: bool, out: Path | None) -> None:
         for note in made.notes:
             print(f"note: {note}")
     if out is not None:
-        from isles.report.sheets import write_sheet
+        from isles.report.sheet import write_sheet
 
         for path in write_sheet(made, out):
             print(path, file=sys.stderr if json else sys.stdout)

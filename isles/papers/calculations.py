@@ -6,7 +6,7 @@ from collections.abc import Callable
 from importlib import import_module
 
 from isles.base.errors import unknown_name
-from isles.report.sheets import Sheet
+from isles.report.sheet import Sheet
 
 _PRESETS: dict[str, tuple[str, str]] = {
     "eager-table5": ("isles.papers.eager:table5_sheet", "bandwidth for a utilisation, as the Eager paper prints it"),

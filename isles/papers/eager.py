@@ -51,7 +51,7 @@ import numpy as np
 
 from isles.base.errors import demand
 from isles.report.panels import Chart, Panel, Table, chart_panel, coloured
-from isles.report.sheets import Sheet
+from isles.report.sheet import Sheet
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,7 +27,7 @@ from isles.network.engine import EventQueue
 from isles.network.pauses import Absences, Pauses
 from isles.papers.noloco import StepLaw
 from isles.report.panels import Table
-from isles.report.sheets import Sheet
+from isles.report.sheet import Sheet
 
 COMPUTED, ARRIVED = range(2)
 

@@ -42,7 +42,7 @@ import numpy as np
 
 from isles.report.charts import short
 from isles.report.panels import Chart, Panel, Polyline, Table, chart_panel, coloured
-from isles.report.sheets import Sheet
+from isles.report.sheet import Sheet
 
 Sketch = Literal["scaled", "masks", "whitened"]
 

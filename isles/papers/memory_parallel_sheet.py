@@ -21,7 +21,7 @@ from isles.papers.memory_parallel import (
     played,
 )
 from isles.report.panels import Chart, Point, Table, chart_panel, coloured
-from isles.report.sheets import Sheet
+from isles.report.sheet import Sheet
 
 
 def compared(job: ParallelJob) -> list[ParallelPlan]:

@@ -41,7 +41,7 @@ from isles.replicas.parts.quadratic import radius as radius_of
 from isles.replicas.parts.stability import largest_gamma, radius
 from isles.report.charts import short
 from isles.report.panels import Chart, Panel, Point, Polyline, Table, chart_panel, coloured
-from isles.report.sheets import Sheet
+from isles.report.sheet import Sheet
 
 _POINTS = 1 << 18
 _TAIL = 7.0  # standard normal deviations to which the law of one step is kept

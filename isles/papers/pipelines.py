@@ -16,7 +16,7 @@ from isles.models.sizes import SIZES
 from isles.network.links import Links
 from isles.network.routing.replay import Sizes, TaskSeconds, fixed_step
 from isles.report.panels import Table
-from isles.report.sheets import Sheet
+from isles.report.sheet import Sheet
 
 if TYPE_CHECKING:
     from isles.plan.splits import SplitsQuestion

@@ -1,97 +1,25 @@
-"""What a calculation has to show, before it is printed or written: a table, pictures, notes and the same for machines.
-
-sheet -> NAME.csv (the table), NAME.json (`data`), NAME.png and NAME.html (table, pictures, notes)
-
-    isles plan methods    which method for which link
-    isles plan paths      seconds of a step by strategy, when each node does what, which paths are used
-    isles plan splits     every split of the workers into replicas, stages and workers inside
+"""The sheets of `isles plan methods`, which method for which link, and of `isles plan splits`, every split of the
+workers into replicas, stages and workers inside.
 """
 
 from __future__ import annotations
 
-import csv
-import io
-import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from html import escape
-from pathlib import Path
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
 
-from isles.base.schema import TASK_KINDS
 from isles.network.churn import Poisson
-from isles.network.routing.problem import Paths, Problem, lower_bounds, replay_paths
-from isles.network.routing.replay import Replay, Sizes
-from isles.network.routing.search import Strategy
-from isles.network.routing.speeds import slips
 from isles.plan.methods import MethodPlan, MethodTable, inside_share
 from isles.plan.question import PlanQuestion
 from isles.plan.splits import SplitPlan, SplitsQuestion
 from isles.plan.worker_classes import ChurnCosts, churn_costs
-from isles.report import settled
-from isles.report.charts import TASK_KEYS, TASK_LOOKS
 from isles.report.draw.style import SERIES
-from isles.report.page import document, section, wide_table
-from isles.report.panels import Chart, Grid, Lane, Lanes, LaneSegment, Panel, Polyline, Table, plain
+from isles.report.panels import Chart, Panel, Polyline, Table, plain
+from isles.report.sheet import Sheet
 from isles.report.units import format_bytes, format_percent, format_short
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Sheet:
-    """name: of the files. table: numbers without units (those stand in the heads). what: a line about them. notes: what
-    a reader must know to use the numbers. data: for machines.
-    """
-
-    name: str
-    title: str
-    subtitle: str
-    table: Table
-    what: str
-    data: Mapping[str, Any]
-    panels: Sequence[Panel] = ()
-    notes: Sequence[str] = ()
-
-
-def as_json(sheet: Sheet) -> str:
-    """`data` as text that any JSON parser takes (no NaN)."""
-    return json.dumps(sheet.data, indent=1, allow_nan=False)
-
-
-def as_csv(sheet: Sheet) -> str:
-    """The table."""
-    out = io.StringIO()
-    csv.writer(out, lineterminator="\n").writerows([sheet.table.heads, *sheet.table.rows])
-    return out.getvalue()
-
-
-def as_page(sheet: Sheet) -> str:
-    """A self-contained HTML page."""
-    notes = "".join(f'<p class="note">{escape(note)}</p>' for note in sheet.notes)
-    table = wide_table("Table", sheet.what, sheet.table)
-    return document(sheet.title, sheet.subtitle, f"{notes}{''.join(map(section, sheet.panels))}{table}")
-
-
-def write_sheet(sheet: Sheet, folder: Path) -> list[Path]:
-    """Write all four files into `folder`, which is made if it is absent; loads matplotlib. ValueError where the folder
-    cannot be made.
-    """
-    from isles.report.draw.png import picture
-
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"{folder}: cannot be made ({error.strerror}); name another directory with --out") from error
-    drawn = picture(sheet.title, sheet.subtitle, sheet.panels, sheet.table)
-    files = {
-        "csv": as_csv(sheet).encode(),
-        "json": (as_json(sheet) + "\n").encode(),
-        "png": drawn,
-        "html": as_page(sheet).encode(),
-    }
-    return [settled(folder / f"{sheet.name}.{ending}", data) for ending, data in files.items()]
 
 
 def with_churn(sheet: Sheet, job: PlanQuestion, plans: Sequence[MethodPlan], churn: Poisson) -> Sheet:
@@ -362,137 +290,6 @@ def _short(value: float) -> str:
 
 def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
-
-
-WHAT = {
-    "full": "fixed pipelines, all stages",
-    "random": "blind to the network",
-    "without": "each path fast alone",
-    "with": "collisions counted",
-}
-
-
-def pipeline_sheet(problem: Problem, found: Sequence[Strategy], sizes: Sizes, network: str) -> Sheet:
-    """`found` as `strategies` gives them, the plan last. sizes: of messages. network: its name in words."""
-    plan, whole = found[-1], found[0]
-    assert plan.paths is not None
-    bounds = lower_bounds(problem)
-    bound, name = max((seconds, name) for name, seconds in bounds.items())
-    step = plan.seconds
-    return Sheet(
-        name="pipeline",
-        title=f"{problem.nodes} nodes in {len(problem.stages)} stages, {network}",
-        subtitle=f"{problem.microbatches} microbatches a step, {problem.path_length} stages each; {step:.4g} s",
-        what="The same number of microbatches with each strategy, replayed event by event; messages share their lines.",
-        table=Table(
-            heads=["strategy", "what it is", "step s", "of full", "idle %", "sent GB", "planned in s"],
-            rows=[_strategy_row(problem, one, whole, sizes) for one in found],
-            names=2,
-        ),
-        data={
-            "network": network,
-            "lower_bounds_seconds": bounds,
-            "strategies": [
-                {
-                    "name": one.name,
-                    "step_seconds": one.seconds,
-                    "bytes_sent_by_node": [one.sent(sizes)[node] for node in range(problem.nodes)],
-                    "bubble_by_node": [one.played.bubbles.get(node, 1.0) for node in range(problem.nodes)],
-                }
-                for one in found
-            ],
-        },
-        panels=[gantt(problem, plan.played), way_map(problem, plan.paths)],
-        notes=[
-            f"No plan takes less than {bound:.4g} s ({name}); this one takes {step / bound:.4g} times that.",
-            _share(problem, whole.seconds, step),
-            *_crowded(step, replay_paths(problem, plan.paths).makespan),
-            *slips(problem.delays)[:3],
-        ],
-    )
-
-
-def gantt(problem: Problem, played: Replay) -> Panel:
-    """Every node's tasks."""
-    lanes = [
-        Lane(
-            label=f"{node} stage {problem.stage_of[node]}",
-            segments=[
-                LaneSegment(
-                    start=span.start,
-                    end=span.end,
-                    css=TASK_LOOKS[TASK_KINDS[span.task.kind]],
-                    row=0,
-                    hint=f"microbatch {span.task.microbatch}, hop {span.task.hop}",
-                    mark=str(span.task.microbatch),
-                )
-                for span in played.spans
-                if span.worker == node
-            ],
-        )
-        for stage in problem.stages
-        for node in stage
-    ]
-    picture = Lanes(title="What each node does", x_label="seconds", start=0.0, end=played.makespan, lanes=lanes)
-    return Panel(heading="A step, node by node", picture=picture, keys=TASK_KEYS)
-
-
-def way_map(problem: Problem, paths: Paths) -> Panel:
-    """Seconds between every two nodes, stage by stage, and the ways that the plan uses."""
-    nodes = [node for stage in problem.stages for node in stage]
-    position = {node: number for number, node in enumerate(nodes)}
-    delays_between = [problem.delays[u][v] for u in nodes for v in nodes if u != v and problem.delays[u][v] > 0]
-    low, high = (math.log(min(delays_between)), math.log(max(delays_between))) if delays_between else (0.0, 0.0)
-
-    def shade(u: int, v: int) -> float | None:
-        if u == v or problem.delays[u][v] <= 0:
-            return None
-        return (math.log(problem.delays[u][v]) - low) / (high - low) if high > low else 0.5
-
-    used = {
-        (position[one], position[other])
-        for path in paths.values()
-        for one, other in zip(path, (*path[1:], path[0]), strict=True)
-        if one != other
-    }
-    picture = Grid(
-        title="Ways between nodes",
-        labels=[f"{node} stage {problem.stage_of[node]}" for node in nodes],
-        shades=[[shade(u, v) for v in nodes] for u in nodes],
-        hints=[[f"{u} to {v}: {problem.delays[u][v]:.3g} s" for v in nodes] for u in nodes],
-        marks=used,
-    )
-    note = "From the row's node to the column's: the darker, the longer; a dot: forwards of the plan go there."
-    return Panel(heading="Ways between nodes", picture=picture, notes=[note])
-
-
-def _strategy_row(problem: Problem, one: Strategy, whole: Strategy, sizes: Sizes) -> list[str]:
-    idle = 1 - sum(one.played.busy.values()) / (problem.nodes * one.played.makespan)
-    return [
-        one.name,
-        WHAT[one.name],
-        f"{one.seconds:.4g}",
-        f"{one.seconds / whole.seconds:.2f}",
-        f"{100 * idle:.1f}",
-        f"{sum(one.sent(sizes).values()) / 1e9:.4g}",
-        f"{one.planning:.1f}",
-    ]
-
-
-def _share(problem: Problem, full: float, step: float) -> str:
-    """How much of what is saved comes from leaving stages out."""
-    fewer = problem.path_length / len(problem.stages)
-    sentence = f"The plan's step is {100 * (1 - step / full):.0f} % shorter than the full pipelines'"
-    if fewer == 1:
-        return f"{sentence}; no stage is left out."
-    return f"{sentence}; {100 * (1 - fewer):.0f} % fewer stages alone would make it {fewer * full:.4g} s."
-
-
-def _crowded(step: float, alone: float) -> list[str]:
-    """What shared lines cost."""
-    if math.isclose(step, alone, rel_tol=1e-6):
-        return []
-    return [f"In all seconds messages share their lines; were each alone, the plan's step would take {alone:.4g} s."]
 
 
 def splits_sheet(splits: SplitsQuestion, plans: Sequence[SplitPlan], network: str) -> Sheet:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from isles.network.routing.assignment import Stages
     from isles.network.routing.problem import Costs
     from isles.network.routing.replay import Sizes
-    from isles.report.sheets import Sheet
+    from isles.report.sheet import Sheet
 
 
 def plan_paths(
@@ -56,7 +56,7 @@ def plan_paths(
     from isles.network.routing.problem import Problem
     from isles.network.routing.search import Effort, strategies
     from isles.network.routing.speeds import delays_of, fingerprint, forward_seconds
-    from isles.report.sheets import pipeline_sheet
+    from isles.report.sheet import pipeline_sheet
 
     check_out(out)
     seconds = search_seconds(budget)
