@@ -568,11 +568,11 @@ def weights_of(config: MethodConfig) -> Weights:
 def refuse_rows(parts: Composition, are_whole: Sequence[bool]) -> None:
     """ValueError where a rule needs all of a parameter, and workers of an island hold rows of it."""
     rule = parts.rule
-    if rule.is_of_all and not all(are_whole):
+    if rule.mixes_entries and not all(are_whole):
         why = "it takes whole parameters" if rule.whole else f"it keeps scalars ({', '.join(rule.scalars)})"
         raise ValueError(
             f"{type(rule).__name__}: {why}, and workers of an island hold rows of each parameter, whose sums are not "
-            "the parameter's: choose a rule without, or world.inner = 1"
+            "the parameter's: choose another rule, or no islands (world.inner = 1)"
         )
 
 

@@ -92,7 +92,7 @@ class Sweep:
         if self.local_share is None:
             flat.down()
         # Sums over a block, and products of matrices, have other bits with more threads, which others may have.
-        with torch_threads(1) if self.hashed and self.parts.rule.is_of_all else nullcontext():
+        with torch_threads(1) if self.hashed and self.parts.rule.mixes_entries else nullcontext():
             for i, mean in enumerate(flat.parts(payload.buffer, by_tensor=by_tensor)):
                 if i not in self.frozen:
                     gradient = read(mean, new[i], own[i], payload.participants)

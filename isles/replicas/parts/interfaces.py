@@ -114,14 +114,17 @@ class OuterRule(ABC):
     """What a round does to the anchor, and what is kept for that from round to round. momentum: outer momentum in
     [0, 1); 0 without.
 
-    Each fragment has vectors and scalars of its own; where a pipeline cuts the model, so has each stage. Both are in
-    checkpoints and in the state that a joiner begins with. They change when a round lands, and only then: a round that
-    all skip leaves them, a round whose answer is nothing (before the first one that comes rounds late) lands as zeros.
+    Each fragment has its own vectors and scalars; in a pipeline, each stage has its own. Where anchors are each
+    worker's own (pairs, groups, rounds done alone), so are these. Checkpoints hold both, and so does the state that a
+    joiner begins with. They change only when a round lands. A round that all skip leaves them; an answer of nothing
+    (rounds late, before the first answer) lands as zeros.
 
-    Order: the calls of one landing go through the fragment's parameters as the model has them, and through each from
-    its first entry on; where they are cut depends on the shapes alone. Rules with `scalars` or `whole` run on one
-    thread where workers agree on anchors, for sums and products of matrices have other bits on more. So what they keep
-    is equal to the bit on all workers that have the same torch and kind of CPU, after a resume, and for a joiner.
+    The calls of a landing go through the fragment's parameters in the model's order, and through each parameter from
+    its first entry; where they are cut depends on the shapes alone. Sums and matrix products have other bits with more
+    threads, so a rule with `scalars` or `whole` runs on one thread where workers agree on anchors. Workers with the
+    same torch and the same kind of CPU then hold equal bits, a joiner too, and a resumed run goes on with them.
+
+    In an island each worker holds rows of every parameter: a rule with `scalars` or `whole` is refused there.
     """
 
     momentum: float = 0.0
@@ -139,7 +142,7 @@ class OuterRule(ABC):
     """What of its payload did not get into the mean stays the worker's own; anchors are then each worker's own."""
 
     @property
-    def is_of_all(self) -> bool:
+    def mixes_entries(self) -> bool:
         """Whether what it does to an entry depends on others: a part of the model is then not enough."""
         return self.whole or bool(self.scalars)
 
@@ -282,4 +285,4 @@ class Composition:
         by block.
         """
         plain = self.codec.lossless and self.feedback is None and not self.reading.needs_own
-        return plain and not (self.rule.shares_anchors or self.rule.is_of_all) and self.cadence.lands(0) == 0
+        return plain and not (self.rule.shares_anchors or self.rule.mixes_entries) and self.cadence.lands(0) == 0
