@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import pytest
@@ -165,6 +165,38 @@ def test_whole_parameters_come_in_their_shapes_whatever_their_memory() -> None:
         return float(optimizer.fragments[0].scalars["entries"])
 
     assert isles.run_virtual(worker, 1) == [450 * 400 + 12 + 7 + 1]
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("noloco", {}),  # with the anchors of the pair
+        ("sparta", {"fraction": 0.3}),  # with what did not travel
+        ("custom", {"reading": "eager", "outer_delay": 1, "rule": "heavy_ball"}),  # with the own share
+    ],
+)
+def test_entry_by_entry_whole_parameters_have_the_bits_of_blocks(name: str, options: dict[str, Any]) -> None:
+    def worker(world: Mesh, whole: bool) -> list[str]:
+        model, found = Large(), []
+
+        class Method(isles.method(name)):  # type: ignore[misc]
+            def compose(self) -> Composition:
+                parts = super().compose()
+                kind = type("Kind", (type(parts.rule),), {"whole": whole})
+                return replace(
+                    parts, rule=kind(**{one.name: getattr(parts.rule, one.name) for one in fields(parts.rule)})
+                )
+
+        optimizer = Method(model, sgd(model), world.outer, sync_every=2, **options)
+        for step in range(1, 9):
+            model.pull(10 * world.rank + step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(bits(weights(model)))
+        return found
+
+    blocks, parameters = (isles.run_virtual(worker, 2, links=LINKS, args=(whole,)) for whole in (False, True))
+    assert blocks == parameters
 
 
 def test_bits_do_not_hang_on_the_number_of_threads() -> None:
