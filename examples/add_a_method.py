@@ -8,7 +8,6 @@ The same classes work everywhere else: `isles train --method examples.add_a_meth
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -20,7 +19,7 @@ import isles
 from isles.comm.codecs import codec
 from isles.replicas.config import MethodConfig
 from isles.replicas.parts.choices import EveryH, RandomGroups, Replace
-from isles.replicas.parts.interfaces import Answer, Composition, OuterRule
+from isles.replicas.parts.interfaces import Answer, Composition, OuterRule, RuleState
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +37,7 @@ class PairMean(OuterRule):
     def form(self, out: Tensor, live: Tensor, reference: Tensor, anchor: Tensor) -> None:
         out.copy_(live)  # what travels
 
-    def apply(self, anchor: Tensor, answer: Answer, vectors: Mapping[str, Tensor], round: int) -> None:
+    def apply(self, anchor: Tensor, answer: Answer, state: RuleState, round: int) -> None:
         anchor.copy_(answer.mean)  # what the answer does
 
 
@@ -64,8 +63,8 @@ class Settling(OuterRule):
     vectors = ("momentum",)  # zeros at the start; `start` would name other values
 
     # Without a `form` of its own a rule sends the outer gradient g.
-    def apply(self, anchor: Tensor, answer: Answer, vectors: Mapping[str, Tensor], round: int) -> None:
-        v = vectors["momentum"].mul_(0.5).add_(answer.mean)
+    def apply(self, anchor: Tensor, answer: Answer, state: RuleState, round: int) -> None:
+        v = state.vectors["momentum"].mul_(0.5).add_(answer.mean)
         anchor.sub_(v, alpha=round**-0.5)
 
 

@@ -51,7 +51,7 @@ from isles.replicas.parts.interfaces import OuterRule
 class Half(OuterRule):
     """anchor <- anchor - g / 2."""
 
-    def apply(self, anchor, answer, vectors, round):
+    def apply(self, anchor, answer, state, round):
         anchor.sub_(answer.mean, alpha=0.5)
 '''
 METHOD = '''"""Half steps, of no paper."""

@@ -136,12 +136,14 @@ class FlatParameters:
         ends = list(accumulate((parameter.numel() for parameter in self.parameters), initial=0))
         return [slice(ends[index], ends[index + 1]) for index in indices]
 
-    def parts(self, flat: Tensor) -> tuple[Tensor, ...]:
-        """A flat vector (numel,) as one view (b,) a block."""
-        return flat.split(self._sizes)
+    def parts(self, flat: Tensor, *, by_tensor: bool = False) -> tuple[Tensor, ...]:
+        """A flat vector (numel,) as one view (b,) a block. by_tensor: a parameter."""
+        return flat.split([own.numel() for own in self.parameters] if by_tensor else self._sizes)
 
-    def parts_or_none(self, flat: Tensor | None) -> Sequence[Tensor | None]:
-        return [None] * len(self._sizes) if flat is None else self.parts(flat)
+    def parts_or_none(self, flat: Tensor | None, *, by_tensor: bool = False) -> Sequence[Tensor | None]:
+        if flat is None:
+            return [None] * len(self.parameters if by_tensor else self._sizes)
+        return self.parts(flat, by_tensor=by_tensor)
 
     @torch.no_grad()
     def read(self, out: Tensor) -> Tensor:

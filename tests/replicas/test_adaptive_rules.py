@@ -19,7 +19,7 @@ from isles.replicas.methods.fedadam import Adam
 from isles.replicas.methods.fedavg import Descent, FedAvg
 from isles.replicas.methods.fedyogi import Yogi
 from isles.replicas.parts.choices import EveryH, Everyone, Replace
-from isles.replicas.parts.interfaces import Answer, Composition
+from isles.replicas.parts.interfaces import Answer, Composition, RuleState
 from tests.replicas.workers import HALVES, LINKS, Net, load, save, sgd, train_step, weights, wrap
 
 
@@ -28,7 +28,7 @@ def applied(rule: Adam | Yogi, gradients: list[float]) -> tuple[float, dict[str,
     anchor = torch.tensor([1.0], dtype=torch.float64)
     vectors = {name: torch.full_like(anchor, rule.start.get(name, 0.0)) for name in rule.vectors}
     for round, gradient in enumerate(gradients, start=1):
-        rule.apply(anchor, Answer(torch.tensor([gradient], dtype=torch.float64)), vectors, round)
+        rule.apply(anchor, Answer(torch.tensor([gradient], dtype=torch.float64)), RuleState(vectors), round)
     return float(anchor), {name: float(vector) for name, vector in vectors.items()}
 
 
@@ -98,8 +98,8 @@ class Told(Descent):
     def start(self) -> Mapping[str, float]:
         return {"told": 5.0}
 
-    def apply(self, anchor: Tensor, answer: Answer, vectors: Mapping[str, Tensor], round: int) -> None:
-        vectors["told"].add_(round)
+    def apply(self, anchor: Tensor, answer: Answer, state: RuleState, round: int) -> None:
+        state.vectors["told"].add_(round)
         anchor.sub_(answer.mean, alpha=self.lr / round)
 
 

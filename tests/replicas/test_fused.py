@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from isles.replicas.methods.diloco import Nesterov
-from isles.replicas.parts.interfaces import Answer
+from isles.replicas.parts.interfaces import Answer, RuleState
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -19,6 +19,6 @@ def test_fused_and_plain_agree_to_the_bit(entries: int, momentum: float, dtype: 
     v *= momentum > 0
     expected_v = v.mul(momentum).add(g)
     expected = anchor.sub(g.add(expected_v, alpha=momentum), alpha=0.7)
-    Nesterov(lr=0.7, momentum=momentum).apply(anchor, Answer(g), {"momentum": v}, 1)
+    Nesterov(lr=0.7, momentum=momentum).apply(anchor, Answer(g), RuleState({"momentum": v}), 1)
     assert torch.equal(anchor, expected)
     assert momentum == 0 or torch.equal(v, expected_v)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +15,7 @@ import isles
 from isles.comm.mesh import Mesh
 from isles.replicas.methods.noloco import DeltaPhi
 from isles.replicas.parts.choices import RandomGroups
-from isles.replicas.parts.interfaces import Answer, Composition
+from isles.replicas.parts.interfaces import Answer, Composition, RuleState
 from tests.replicas.workers import LINKS, RUNS, Net, batch, bits, sgd, train_step, weights, wrap
 
 FORMS = ["delta+phi", "delta+phi, prefetched", "single_vector", "theta_only"]
@@ -341,9 +341,9 @@ def test_bytes_are_two_vectors_a_round_or_one(name: str, vectors: int) -> None:
 class PrintedSign(DeltaPhi):
     """The paper's eq. 2 as printed: - (beta / n) sum Delta."""
 
-    def apply(self, anchor: Tensor, answer: Answer, vectors: Mapping[str, Tensor], round: int) -> None:
+    def apply(self, anchor: Tensor, answer: Answer, state: RuleState, round: int) -> None:
         answer.mean.neg_()
-        super().apply(anchor, answer, vectors, round)
+        super().apply(anchor, answer, state, round)
 
 
 class Mutant(isles.NoLoCo):

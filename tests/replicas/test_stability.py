@@ -10,7 +10,7 @@ import torch
 
 from isles.replicas.methods.noloco import DeltaPhi
 from isles.replicas.parts.choices import RandomGroups
-from isles.replicas.parts.interfaces import Answer
+from isles.replicas.parts.interfaces import Answer, RuleState
 from isles.replicas.parts.stability import largest_gamma, matrix, radius, warn_unless_stable
 
 
@@ -76,7 +76,7 @@ def variance_factor(alpha: float, gamma: float, workers: int = 32, rounds: int =
         means = [anchors[list(mixing.members(round, workers, position))].mean(0) for position in range(workers)]
         for position in range(workers):
             answer = Answer(torch.zeros(64, dtype=torch.float64), means[position], anchors[position])
-            rule.apply(anchors[position], answer, {"momentum": momenta[position]}, 1)
+            rule.apply(anchors[position], answer, RuleState({"momentum": momenta[position]}), 1)
         variance = float(anchors.var(0).mean())
         total += np.log(variance)
         totals.append(total)

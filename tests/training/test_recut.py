@@ -147,3 +147,40 @@ def test_what_cannot_be_is_refused_and_changes_nothing(begun: Any, tmp_path: Pat
         prepare(path, 4 if stages == 3 else None, stages)
     assert files == {file: file.read_bytes() for file in path.rglob("*") if file.is_file()}
     assert lines_of(path / "metrics.jsonl")
+
+
+OWN_RULE = ("tests.replicas.own_rules:LearnedOuterAdam", "replicas.sync_every=2")
+
+
+def numbers(path: Path, workers: int) -> list[dict[str, float]]:
+    shards = (Checkpoints(path).read_shard(AT, worker) for worker in range(workers))
+    held = [shard["optimizer"]["outer"]["fragments"][0]["scalars"] for shard in shards]
+    return [{name: float(one) for name, one in own.items()} for own in held]
+
+
+def test_numbers_of_an_outer_rule_stay_with_their_stage(begun: Any, tmp_path: Path) -> None:
+    """Each stage has learned a rate of its own: with more replicas it goes on with that; other stages are refused, and
+    nothing is changed.
+    """
+    method, *settings = OWN_RULE
+    path = stopped(begun(method, 2, *settings), tmp_path / "run")
+    before = numbers(path, 4)
+    assert before[0] == before[2] != before[1] == before[3]
+    files = {file: file.read_bytes() for file in path.rglob("*") if file.is_file()}
+    with pytest.raises(ValueError, match=r"rate of the outer rule is 0\.\d+, 0\.\d+ in the 2 stages") as refusal:
+        prepare(path, None, 1)
+    assert "\n" not in str(refusal.value)
+    assert files == {file: file.read_bytes() for file in path.rglob("*") if file.is_file()}
+    prepare(path, 6)
+    assert numbers(path, 6) == before[:2] * 3
+
+
+def test_numbers_of_an_outer_rule_are_of_each_new_stage(begun: Any, tmp_path: Path) -> None:
+    """What the whole model has learned is where each of its stages begins."""
+    method, *settings = OWN_RULE
+    path = stopped(begun(method, 1, *settings), tmp_path / "run")
+    (before, *_) = numbers(path, 2)
+    ready, told = prepare(path, None, 2), Told()
+    assert numbers(path, 4) == [before] * 4
+    summary = launch(ready.config, path, told.lines.append, told.notices.append, resume=ready.step)
+    assert summary["workers"] == 4 and summary["val_loss"] < 5.6

@@ -185,6 +185,24 @@ def test_what_is_equal_on_all_keeps_its_bits(stopped: Any, name: str) -> None:
         assert torch.equal(mine["vectors"]["momentum"], before["vectors"]["momentum"])
 
 
+@pytest.mark.parametrize("mixing", ["groups", "all"])
+def test_an_outer_rules_numbers_are_means_too(stopped: Any, mixing: str) -> None:
+    """In random groups each worker learns its own rate; with one mean for all they are equal, and keep their bits."""
+    settings = ("replicas.sync_every=3", f'replicas.mixing="{mixing}"')
+    path = stopped("tests.replicas.own_rules:LearnedOuterAdam", 3, *settings)
+    old = rates(path, 3)
+    prepare(path, 2)
+    if mixing == "groups":
+        assert len(set(old)) == 3 and rates(path, 2) == [pytest.approx(sum(old) / 3, rel=1e-15)] * 2
+    else:
+        assert rates(path, 2) == old[:2] and len(set(old)) == 1
+
+
+def rates(path: Path, workers: int) -> list[float]:
+    fragments = [shard["optimizer"]["outer"]["fragments"][0] for shard in shards(path, workers)]
+    return [float(fragment["scalars"]["rate"]) for fragment in fragments]
+
+
 @pytest.mark.parametrize("workers", [2, 3])
 def test_divided_models_are_refused(stopped: Any, workers: int) -> None:
     """Also where some workers hold more units than others, so that there is no mean at all. Nothing is changed."""

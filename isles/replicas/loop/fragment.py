@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from isles.comm.collectives.averaging import averaging
 from isles.comm.collectives.headers import Stamp
@@ -106,11 +107,21 @@ class InFlight:
         return {**saved, "payload": payload, "anchors": anchors}
 
 
+class Scalars(dict[str, float]):
+    """The numbers of an outer rule, all of whose names are there from the start."""
+
+    @override
+    def __setitem__(self, name: str, value: float) -> None:
+        if name not in self:
+            raise ValueError(f"the outer rule has no scalar {name!r}: add it to the names in its class's `scalars`")
+        super().__setitem__(name, float(value))
+
+
 class Fragment:
     """Parameters (this worker's shares of number `indices` of the model's) and the flat vectors (n,) that belong to
     them, 4 bytes an entry each for float32 models: the anchor, the outer rule's `vectors`, the `residual` of error
     feedback where there is one, the `reference` that progress is counted from where it is not the anchor. `averaging`,
-    `anchor_averaging`: how its means are taken.
+    `anchor_averaging`: how its means are taken. names: of the parameters, for a rule that is called with them.
     """
 
     def __init__(
@@ -120,12 +131,14 @@ class Fragment:
         parameters: Sequence[Tensor],
         parts: Composition,
         maker: VectorMaker | None = None,
+        names: Sequence[str] = (),
     ) -> None:
-        self.index, self.indices = index, indices
+        self.index, self.indices, self.names = index, indices, names
         self.flat = FlatParameters(parameters, maker, pinned=True)
         self.anchor = self.flat.read(self.flat.new())
         start = parts.rule.start
         self.vectors = {name: self.flat.new().fill_(start.get(name, 0.0)) for name in parts.rule.vectors}
+        self.scalars = Scalars({name: start.get(name, 0.0) for name in parts.rule.scalars})
         left_over = parts.feedback is not None or parts.rule.needs_residual
         self.residual = self.flat.new().zero_() if left_over else None
         self.reference = self.flat.new().copy_(self.anchor) if parts.landing.moves_reference else self.anchor
@@ -214,6 +227,7 @@ class Fragment:
         return {
             "anchor": self.anchor,
             "vectors": dict(self.vectors),
+            **({"scalars": self._scalars()} if self.scalars else {}),
             "residual": self.residual,
             "reference": None if self.reference is self.anchor else self.reference,
             **{name: getattr(self, name) for name in _NUMBERS},
@@ -221,13 +235,22 @@ class Fragment:
             "ahead": None if self.ahead is None else self.ahead.state_dict(),
         }
 
+    def _scalars(self) -> dict[str, Tensor]:
+        """As tensors (), which a mean over replicas is taken of like that of vectors."""
+        return {name: torch.tensor(one, dtype=torch.float64, device="cpu") for name, one in self.scalars.items()}
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if state["anchor"].numel() != self.flat.numel:
             saved = state["anchor"].numel()
             raise ValueError(
                 f"the state has {saved} parameters, the model {self.flat.numel}: load it into its own model"
             )
+        scalars = state.get("scalars", {})
+        for name in (*self.vectors, *self.scalars):
+            if name not in state["vectors"] and name not in scalars:
+                raise ValueError(f"the state has no {name!r}, which the outer rule keeps: load one of the same rule")
         self.anchor.copy_(state["anchor"])
+        self.scalars.update((name, float(scalars[name])) for name in self.scalars)
         for name, vector in self.vectors.items():
             vector.copy_(state["vectors"][name])
         if self.residual is not None:
@@ -253,12 +276,21 @@ class Fragment:
 
 
 def fragments_of(
-    parts: Composition, parameters: Sequence[Tensor], shares: Sequence[Tensor], maker: VectorMaker | None = None
+    parts: Composition,
+    parameters: Sequence[Tensor],
+    shares: Sequence[Tensor],
+    names: Sequence[str],
+    maker: VectorMaker | None = None,
 ) -> list[Fragment]:
-    """The fragments of `parts`, of this worker's shares of the parameters in each. maker: of their vectors."""
+    """The fragments of `parts`, of this worker's shares of the parameters in each, and their names. maker: of their
+    vectors.
+    """
     index_of = {id(parameter): index for index, parameter in enumerate(parameters)}
     cut = [[index_of[id(parameter)] for parameter in own] for own in parts.fragments or [parameters]]
-    return [Fragment(number, own, [shares[i] for i in own], parts, maker) for number, own in enumerate(cut)]
+    return [
+        Fragment(number, own, [shares[i] for i in own], parts, maker, [names[i] for i in own])
+        for number, own in enumerate(cut)
+    ]
 
 
 def show(fragments: Sequence[Fragment], weights: Sequence[Tensor]) -> None:

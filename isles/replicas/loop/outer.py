@@ -51,6 +51,7 @@ from isles.replicas.exchange_schedule import (
     planned_rounds,
     rounds_to_leave_behind,
 )
+from isles.replicas.flat import clean_names
 from isles.replicas.loop.config import OuterConfig, Weights
 from isles.replicas.loop.fragment import Exchange, Fragment, InFlight, fragments_of, on_anchors, show, without_partners
 from isles.replicas.loop.quorum import round_exchange_for
@@ -88,7 +89,9 @@ class OuterSync(ReplicaSync):
         parts = self.parts
         self.agrees = parts.mixing.agrees and not (parts.reading.needs_own or parts.rule.needs_residual)
         self.round_exchange = self.new_round_exchange()
-        self.fragments = fragments_of(parts, self.parameters, self.shares, self.vectors)
+        refuse_rows(parts, [share is own for share, own in zip(self.shares, self.parameters, strict=True)])
+        names = clean_names(self.model, self.parameters)
+        self.fragments = fragments_of(parts, self.parameters, self.shares, names, self.vectors)
         assert len(self.fragments) == parts.cadence.fragments, "the cadence is of another number of fragments"
         self._name_run()
         self.flights: list[InFlight] = []
@@ -378,7 +381,7 @@ class OuterSync(ReplicaSync):
         elif broken:
             self._warn(broken, "the mean is that of the others")
         with fragment.resting(flight.frozen):
-            fragment.digest = Sweep(fragment, self.parts, self.agrees).answered(flight, fresh)
+            fragment.digest = Sweep(fragment, self.parts, self.agrees, flight.frozen).answered(flight, fresh)
         if flight.frozen and self.agrees:
             fragment.digest = fragment.flat.digest(fragment.anchor)
         self._landed(flight, live)
@@ -560,6 +563,17 @@ def _rounds(cadence: Cadence, steps: int) -> int:  # which a plan asks again and
 def weights_of(config: MethodConfig) -> Weights:
     """ "equal" for a method that knows nothing else."""
     return getattr(config, "weights", "equal")
+
+
+def refuse_rows(parts: Composition, are_whole: Sequence[bool]) -> None:
+    """ValueError where a rule needs all of a parameter, and workers of an island hold rows of it."""
+    rule = parts.rule
+    if rule.mixes_entries and not all(are_whole):
+        why = "it takes whole parameters" if rule.whole else f"it keeps scalars ({', '.join(rule.scalars)})"
+        raise ValueError(
+            f"{type(rule).__name__}: {why}, and workers of an island hold rows of each parameter, whose sums are not "
+            "the parameter's: choose another rule, or no islands (world.inner = 1)"
+        )
 
 
 def counts_alike(config: MethodConfig, parts: Composition, roster: Roster) -> bool:

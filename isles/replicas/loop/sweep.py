@@ -4,18 +4,23 @@
     answered   what came back, anchor, vectors -> anchor, live weights       one sweep
     alone      both in one sweep, where nothing travels: the payload is its own answer and never leaves the cache
 
-Cost is memory traffic: what is written goes to memory and is read from there again by the next sweep.
+Cost is memory traffic: what is written goes to memory and is read from there again by the next sweep. A rule that asks
+for whole parameters gets one after the other; a sweep of their own then lands what came of them.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
+from isles.base.modes import torch_threads
 from isles.replicas.flat import digest
 from isles.replicas.loop.fragment import Fragment, InFlight
-from isles.replicas.parts.interfaces import Answer, Composition
+from isles.replicas.parts.interfaces import Answer, Composition, RuleState
 
 
 class FiniteCheck:
@@ -45,18 +50,23 @@ class NoCheck(FiniteCheck):
 class Sweep:
     """The views of one fragment's blocks, made anew for each sweep: a user may move parameters between rounds.
 
-    hashed: whether landing also hashes the anchor.
+    hashed: whether workers agree on the anchor, so that landing also hashes it. frozen: indices in the fragment of
+    parameters that the round leaves as they are.
     """
 
-    def __init__(self, fragment: Fragment, parts: Composition, hashed: bool) -> None:
+    def __init__(self, fragment: Fragment, parts: Composition, hashed: bool, frozen: Sequence[int] = ()) -> None:
         self.fragment, self.flat, self.parts, self.hashed = fragment, fragment.flat, parts, hashed
         self.scratch = fragment.scratch
         self.blocks, self.anchors = self.flat.blocks(), self.flat.parts(fragment.anchor)
         self.left = fragment.residual if parts.rule.needs_residual else None
         own = fragment.reference is fragment.anchor
         self.references = self.anchors if own else self.flat.parts(fragment.reference)
-        vectors = {name: self.flat.parts(vector) for name, vector in fragment.vectors.items()}
-        self.vectors = [{name: vectors[name][i] for name in vectors} for i in range(len(self.anchors))]
+        # A block may hold frozen entries beside others, which a rule's sums must not count.
+        self.by_tensor = parts.rule.whole or bool(frozen and parts.rule.scalars)
+        self.frozen = frozen if self.by_tensor else ()
+        self.moved = self.flat.parts(fragment.anchor, by_tensor=self.by_tensor)
+        cut = {name: self.flat.parts(one, by_tensor=self.by_tensor) for name, one in fragment.vectors.items()}
+        self.vectors = [{name: cut[name][i] for name in cut} for i in range(len(self.moved))]
         self.words = self.flat.words(fragment.anchor) if hashed else ()
         self.sums: list[Tensor] = []
         self.local_share = (
@@ -74,19 +84,22 @@ class Sweep:
     def answered(self, flight: InFlight, fresh: Tensor | None) -> int:
         """Land what came back of a flight; the anchor's hash, or 0. fresh: see `Reading.read`."""
         payload, shared, read = flight.payload, flight.anchors, self.parts.reading.read
-        flat, means = self.flat, self.flat.parts(payload.buffer)
-        own, new = flat.parts_or_none(payload.own), flat.parts_or_none(fresh)
-        theirs = flat.parts_or_none(None if shared is None else shared.buffer)
-        mine = self.anchors if shared is None or shared.own is None else flat.parts(shared.own)
-        left = flat.parts_or_none(self.left)
+        flat, by_tensor = self.flat, self.by_tensor
+        mine = self.fragment.anchor if shared is None or shared.own is None else shared.own
+        vectors = (fresh, payload.own, None if shared is None else shared.buffer, mine, self.left)
+        new, own, theirs, anchors, left = (flat.parts_or_none(one, by_tensor=by_tensor) for one in vectors)
         self.fragment.landed += 1
         if self.local_share is None:
             flat.down()
-        for i, mean in enumerate(means):
-            gradient = read(mean, new[i], own[i], payload.participants)
-            self._land(i, Answer(gradient, theirs[i], mine[i], left[i]))
-        flat.up(self.local_share or 0.0)
-        return digest(self.sums)
+        # Sums over a block, and products of matrices, have other bits with more threads, which others may have.
+        with torch_threads(1) if self.hashed and self.parts.rule.mixes_entries else nullcontext():
+            for i, mean in enumerate(flat.parts(payload.buffer, by_tensor=by_tensor)):
+                if i not in self.frozen:
+                    gradient = read(mean, new[i], own[i], payload.participants)
+                    self._land(i, Answer(gradient, theirs[i], anchors[i], left[i]))
+        for i in range(len(self.blocks)) if by_tensor else ():
+            self._write(i)
+        return self._landed()
 
     def check(self) -> FiniteCheck:
         """Whether what would travel is finite, without keeping it."""
@@ -107,8 +120,7 @@ class Sweep:
             part = room[: anchor.numel()]
             self._form(i, part)
             self._land(i, Answer(self.parts.reading.read(part, None, None, 1)))
-        self.flat.up(self.local_share or 0.0)
-        return digest(self.sums)
+        return self._landed()
 
     def _form(self, i: int, out: Tensor) -> None:
         block = self.blocks[i]
@@ -118,8 +130,24 @@ class Sweep:
             out.mul_(self.fragment.weight)
 
     def _land(self, i: int, answer: Answer) -> None:
+        anchor, state, rule = self.moved[i], RuleState(self.vectors[i], self.fragment.scalars), self.parts.rule
+        if rule.whole:
+            shape = self.flat.parameters[i].shape
+            anchor, answer = anchor.view(shape), answer.shaped(shape)
+            vectors = {name: vector.view(shape) for name, vector in state.vectors.items()}
+            state = RuleState(vectors, state.scalars, self.fragment.names[i])
+        rule.apply(anchor, answer, state, self.fragment.landed)
+        if not self.by_tensor:
+            self._write(i)  # while it is in cache
+
+    def _landed(self) -> int:
+        self.parts.rule.end(self.fragment.scalars, self.fragment.landed)
+        self.flat.up(self.local_share or 0.0)
+        return digest(self.sums)
+
+    def _write(self, i: int) -> None:
+        """Land block `i` of the anchor, which has moved."""
         block, anchor = self.blocks[i], self.anchors[i]
-        self.parts.rule.apply(anchor, answer, self.vectors[i], self.fragment.landed)
         shaped = block.shaped(anchor)
         if self.local_share is None:
             origin = shaped if self.references is self.anchors else block.shaped(self.references[i])

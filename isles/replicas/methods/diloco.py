@@ -14,7 +14,6 @@ lr / (1 - mu) g: a run needs well over 1 / (1 - mu) rounds.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -25,7 +24,7 @@ from isles.comm.codecs import form
 from isles.replicas.loop.outer import OuterSync
 from isles.replicas.methods.config import DiLoCoConfig
 from isles.replicas.parts.choices import EveryH, Everyone, Replace
-from isles.replicas.parts.interfaces import Answer, Composition, OuterRule, feedback
+from isles.replicas.parts.interfaces import Answer, Composition, OuterRule, RuleState, feedback
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,8 +36,8 @@ class Nesterov(OuterRule):
     vectors = ("momentum",)
 
     @override
-    def apply(self, anchor: Tensor, answer: Answer, vectors: Mapping[str, Tensor], round: int) -> None:
-        g, v = answer.mean, vectors["momentum"]
+    def apply(self, anchor: Tensor, answer: Answer, state: RuleState, round: int) -> None:
+        g, v = answer.mean, state.vectors["momentum"]
         # torch's fused kernel of this rule takes one pass over memory instead of four. It rounds the last ones, too few
         # for its registers, in another way: those go through plain operations, so bits do not depend on the blocks.
         tail = anchor.numel() % 16

@@ -18,7 +18,6 @@ rounds. `fedyogi` keeps to the paper. All workers take part in every round, with
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -27,7 +26,7 @@ from typing_extensions import override
 
 from isles.replicas.methods.config import FedAdamConfig
 from isles.replicas.methods.fedavg import FedAvg
-from isles.replicas.parts.interfaces import Answer, Composition, OuterRule
+from isles.replicas.parts.interfaces import Answer, Composition, OuterRule, RuleState
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,8 +39,8 @@ class Adam(OuterRule):
     vectors = ("mean", "square")
 
     @override
-    def apply(self, anchor: Tensor, answer: Answer, vectors: Mapping[str, Tensor], round: int) -> None:
-        (b1, b2), g, m, v = self.betas, answer.mean, vectors["mean"], vectors["square"]
+    def apply(self, anchor: Tensor, answer: Answer, state: RuleState, round: int) -> None:
+        (b1, b2), g, m, v = self.betas, answer.mean, state.vectors["mean"], state.vectors["square"]
         m.mul_(b1).add_(g, alpha=1 - b1)
         v.mul_(b2).addcmul_(g, g, value=1 - b2)
         size = torch.sqrt(v, out=g).mul_((1 - b2**round) ** -0.5).add_(self.tau)

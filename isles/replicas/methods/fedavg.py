@@ -10,7 +10,6 @@ travel, not parameters, so lossy codecs with error feedback are allowed. Memory:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -20,7 +19,7 @@ from isles.comm.codecs import form
 from isles.replicas.loop.outer import OuterSync
 from isles.replicas.methods.config import FedAvgConfig
 from isles.replicas.parts.choices import EveryH, Everyone, Replace
-from isles.replicas.parts.interfaces import Answer, Composition, OuterRule, feedback
+from isles.replicas.parts.interfaces import Answer, Composition, OuterRule, RuleState, feedback
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +30,7 @@ class Descent(OuterRule):
     lr: float
 
     @override
-    def apply(self, anchor: Tensor, answer: Answer, vectors: Mapping[str, Tensor], round: int) -> None:
+    def apply(self, anchor: Tensor, answer: Answer, state: RuleState, round: int) -> None:
         anchor.sub_(answer.mean, alpha=self.lr)
 
 

@@ -24,7 +24,7 @@ from typing_extensions import override
 
 from isles.replicas.methods.config import FedAdamConfig
 from isles.replicas.methods.fedavg import FedAvg
-from isles.replicas.parts.interfaces import Answer, Composition, OuterRule
+from isles.replicas.parts.interfaces import Answer, Composition, OuterRule, RuleState
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,8 +44,8 @@ class Yogi(OuterRule):
         return {"square": self.tau**2}
 
     @override
-    def apply(self, anchor: Tensor, answer: Answer, vectors: Mapping[str, Tensor], round: int) -> None:
-        g, m, v = answer.mean, vectors["mean"], vectors["square"]
+    def apply(self, anchor: Tensor, answer: Answer, state: RuleState, round: int) -> None:
+        g, m, v = answer.mean, state.vectors["mean"], state.vectors["square"]
         m.mul_(self.momentum).add_(g, alpha=1 - self.momentum)
         square = g.square_()
         v.sub_((v - square).sign_().mul_(square), alpha=1 - self.b2)

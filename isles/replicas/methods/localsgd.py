@@ -8,7 +8,6 @@ the bit. Inner optimizer states stay local.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -18,7 +17,7 @@ from isles.comm.codecs import codec
 from isles.replicas.loop.outer import OuterSync
 from isles.replicas.methods.config import LocalSGDConfig
 from isles.replicas.parts.choices import EveryH, Everyone, Replace
-from isles.replicas.parts.interfaces import Answer, Composition, OuterRule
+from isles.replicas.parts.interfaces import Answer, Composition, OuterRule, RuleState
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +32,7 @@ class Average(OuterRule):
         out.copy_(live)
 
     @override
-    def apply(self, anchor: Tensor, answer: Answer, vectors: Mapping[str, Tensor], round: int) -> None:
+    def apply(self, anchor: Tensor, answer: Answer, state: RuleState, round: int) -> None:
         anchor.copy_(answer.mean)
 
 

@@ -25,7 +25,6 @@ weights are.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -36,7 +35,7 @@ from isles.replicas.config import group_fits
 from isles.replicas.loop.outer import OuterSync
 from isles.replicas.methods.config import NoLoCoConfig
 from isles.replicas.parts.choices import EveryH, RandomGroups, Replace
-from isles.replicas.parts.interfaces import Answer, Composition, OuterRule
+from isles.replicas.parts.interfaces import Answer, Composition, OuterRule, RuleState
 from isles.replicas.parts.stability import warn_unless_stable
 
 
@@ -54,9 +53,9 @@ class DeltaPhi(OuterRule):
     shares_anchors = True
 
     @override
-    def apply(self, anchor: Tensor, answer: Answer, vectors: Mapping[str, Tensor], round: int) -> None:
+    def apply(self, anchor: Tensor, answer: Answer, state: RuleState, round: int) -> None:
         assert answer.anchors is not None and answer.own_anchor is not None
-        delta, apart = vectors["momentum"], answer.anchors.sub_(answer.own_anchor)  # mean phi - phi
+        delta, apart = state.vectors["momentum"], answer.anchors.sub_(answer.own_anchor)  # mean phi - phi
         delta.mul_(self.momentum).sub_(answer.mean, alpha=self.beta).add_(apart, alpha=self.gamma)
         anchor.add_(delta)
 
@@ -73,8 +72,8 @@ class SingleVector(DeltaPhi):
         out.mul_(-self.beta).add_(anchor, alpha=self.gamma)
 
     @override
-    def apply(self, anchor: Tensor, answer: Answer, vectors: Mapping[str, Tensor], round: int) -> None:
-        delta = vectors["momentum"]
+    def apply(self, anchor: Tensor, answer: Answer, state: RuleState, round: int) -> None:
+        delta = state.vectors["momentum"]
         delta.mul_(self.momentum).add_(answer.mean.sub_(anchor, alpha=self.gamma))
         anchor.add_(delta)
 
@@ -92,8 +91,8 @@ class ThetaOnly(DeltaPhi):
         out.neg_().add_(anchor)
 
     @override
-    def apply(self, anchor: Tensor, answer: Answer, vectors: Mapping[str, Tensor], round: int) -> None:
-        delta = vectors["momentum"]
+    def apply(self, anchor: Tensor, answer: Answer, state: RuleState, round: int) -> None:
+        delta = state.vectors["momentum"]
         delta.mul_(self.momentum).add_(answer.mean.sub_(anchor), alpha=self.beta)
         anchor.add_(delta)
 

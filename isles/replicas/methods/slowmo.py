@@ -10,7 +10,6 @@ optimizer states are kept (its "maintain"). Memory: anchor and v, 8 bytes a para
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -18,7 +17,7 @@ from typing_extensions import override
 
 from isles.replicas.methods.config import SlowMoConfig
 from isles.replicas.methods.diloco import DiLoCo
-from isles.replicas.parts.interfaces import Answer, Composition, OuterRule
+from isles.replicas.parts.interfaces import Answer, Composition, OuterRule, RuleState
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,8 +29,8 @@ class HeavyBall(OuterRule):
     lr: float
 
     @override
-    def apply(self, anchor: Tensor, answer: Answer, vectors: Mapping[str, Tensor], round: int) -> None:
-        anchor.sub_(vectors["momentum"].mul_(self.momentum).add_(answer.mean), alpha=self.lr)
+    def apply(self, anchor: Tensor, answer: Answer, state: RuleState, round: int) -> None:
+        anchor.sub_(state.vectors["momentum"].mul_(self.momentum).add_(answer.mean), alpha=self.lr)
 
 
 class SlowMo(DiLoCo):

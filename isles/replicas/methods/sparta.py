@@ -10,7 +10,6 @@ the weights, 8 bytes a parameter, and 4 while the entries travel.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -20,7 +19,7 @@ from typing_extensions import override
 from isles.comm.codecs import codec
 from isles.replicas.methods.config import SPARTAConfig
 from isles.replicas.methods.localsgd import Average, LocalSGD
-from isles.replicas.parts.interfaces import Answer, Composition
+from isles.replicas.parts.interfaces import Answer, Composition, RuleState
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +29,7 @@ class AveragePart(Average):
     needs_residual: ClassVar[bool] = True
 
     @override
-    def apply(self, anchor: Tensor, answer: Answer, vectors: Mapping[str, Tensor], round: int) -> None:
+    def apply(self, anchor: Tensor, answer: Answer, state: RuleState, round: int) -> None:
         assert answer.left is not None
         anchor.copy_(answer.mean.add_(answer.left))  # each entry is in one of them, and zero in the other
 

@@ -9,13 +9,13 @@ rule.
     landing   what the anchor does to the live weights
 
 Signs: outer gradient = reference - live, positive values are subtracted. All vectors are flat, float32 (float64 for
-float64 models), and the functions work on cache-sized blocks of them, in place.
+float64 models), and the functions work on cache-sized blocks of them, in place; a rule may ask for whole parameters.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal, Protocol, get_args
 
@@ -62,7 +62,7 @@ class Mixing(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What came back of one round, as blocks (b,) of the same entries.
+    """What came back of one round, as blocks (b,) of the same entries; in a parameter's shape with `OuterRule.whole`.
 
     mean: the mean of what the participants sent, as every one of them decoded it; may be written to.
     anchors: the mean of the participants' anchors, where the rule shares anchors; may be written to.
@@ -75,6 +75,11 @@ class Answer:
     anchors: Tensor | None = None
     own_anchor: Tensor | None = None
     left: Tensor | None = None
+
+    def shaped(self, shape: Sequence[int]) -> Answer:
+        """The same memory in another shape."""
+        mean, *rest = (self.mean, self.anchors, self.own_anchor, self.left)
+        return Answer(mean.view(shape), *(None if one is None else one.view(shape) for one in rest))
 
 
 class Reading(Protocol):
@@ -90,19 +95,56 @@ class Reading(Protocol):
         """
 
 
+@dataclass(frozen=True, slots=True)
+class RuleState:
+    """What a rule keeps with a fragment, as one call of `OuterRule.apply` sees it.
+
+    vectors: by name, the same entries as the anchor's, in its shape; written to in place.
+    scalars: by name, the fragment's numbers, float64; assigned to: what one call adds, the next ones see.
+    name: with `OuterRule.whole` that of the parameter, such as "blocks.0.attention.qkv.weight"; else "".
+    """
+
+    vectors: Mapping[str, Tensor]
+    scalars: MutableMapping[str, float] = field(default_factory=dict)
+    name: str = ""
+
+
 @dataclass(frozen=True, kw_only=True)
 class OuterRule(ABC):
-    """What a round does to the anchor. momentum: outer momentum in [0, 1); 0 without."""
+    """What a round does to the anchor, and what is kept for that from round to round. momentum: outer momentum in
+    [0, 1); 0 without.
+
+    Each fragment has its own vectors and scalars; in a pipeline, each stage has its own. Where anchors are each
+    worker's own (pairs, groups, rounds done alone), so are these. Checkpoints hold both, and so does the state that a
+    joiner begins with. They change only when a round lands. A round that all skip leaves them; an answer of nothing
+    (rounds late, before the first answer) lands as zeros.
+
+    The calls of a landing go through the fragment's parameters in the model's order, and through each parameter from
+    its first entry; where they are cut depends on the shapes alone. Sums and matrix products have other bits with more
+    threads, so a rule with `scalars` or `whole` runs on one thread where workers agree on anchors. Workers with the
+    same torch and the same kind of CPU then hold equal bits, a joiner too, and a resumed run goes on with them.
+
+    In an island each worker holds rows of every parameter: a rule with `scalars` or `whole` is refused there.
+    """
 
     momentum: float = 0.0
     name: ClassVar[str] = "own"
     """What the table of what goes together knows it as."""
     vectors: ClassVar[tuple[str, ...]] = ()
     """Names of the vectors it keeps beside the anchor, such as the momentum."""
+    scalars: ClassVar[tuple[str, ...]] = ()
+    """Names of the numbers it keeps, such as a learned rate."""
+    whole: ClassVar[bool] = False
+    """`apply` takes a parameter in its shape, such as a matrix, not a block of entries."""
     shares_anchors: ClassVar[bool] = False
     """Workers also exchange their anchors."""
     needs_residual: ClassVar[bool] = False
     """What of its payload did not get into the mean stays the worker's own; anchors are then each worker's own."""
+
+    @property
+    def mixes_entries(self) -> bool:
+        """Whether what it does to an entry depends on others: a part of the model is then not enough."""
+        return self.whole or bool(self.scalars)
 
     def form(self, out: Tensor, live: Tensor, reference: Tensor, anchor: Tensor) -> None:
         """Write the block that travels into `out`, from the live weights, what they were when they last landed, and
@@ -111,14 +153,30 @@ class OuterRule(ABC):
         torch.sub(reference, live, out=out)
 
     @abstractmethod
-    def apply(self, anchor: Tensor, answer: Answer, vectors: Mapping[str, Tensor], round: int) -> None:
-        """Move the anchor's block, in place. round: how often it has moved with this landing, 1, 2, ...: the same on
-        all blocks, and on all workers that skipped no round of their own; kept by checkpoints.
+    def apply(self, anchor: Tensor, answer: Answer, state: RuleState, round: int) -> None:
+        """Move a block of the anchor, in place.
+
+        Args:
+            anchor: Its entries (b,); with `whole`, all of a parameter in its shape. Parameters that are frozen since
+                before the round are left out where the rule has `scalars` or `whole`, and put back where it has not.
+            answer: What came back of the round, of the same entries.
+            state: What the rule keeps, of the same entries.
+            round: How often the anchor has moved with this landing, 1, 2, ...: the same on all blocks, and on all
+                workers that skipped no round of their own; kept by checkpoints.
         """
+
+    def end(self, scalars: MutableMapping[str, float], round: int) -> None:
+        """Called once after the last `apply` of a landing of a fragment: what its sums come to, for the next round.
+
+        Args:
+            scalars: The fragment's numbers by name; assigned to.
+            round: As in `apply`.
+        """
+        del scalars, round  # nothing has been summed
 
     @property
     def start(self) -> Mapping[str, float]:
-        """What the entries of its vectors are before round 1; 0 where a vector is not named."""
+        """By name, what the entries of a vector, or a scalar, are before round 1; 0 where it is not named."""
         return {}
 
 
@@ -187,9 +245,12 @@ class Composition:
         why = self.cannot_leave_out
         if self.on_broken == "leave out" and why is not None:
             raise ValueError(f'on_broken = "leave out": {why}; choose "skip"')
-        for name in self.rule.start:
-            if name not in self.rule.vectors:
-                raise ValueError(f"rule {self.rule.name}: start names {name!r}, which is none of its vectors")
+        rule = self.rule
+        for name in rule.start:
+            if name not in (*rule.vectors, *rule.scalars):
+                raise ValueError(f"rule {rule.name}: start names {name!r}, which is none of its vectors and scalars")
+        if twice := set(rule.vectors) & set(rule.scalars):
+            raise ValueError(f"rule {rule.name}: {min(twice)!r} is a vector and a scalar; give one another name")
         late = self.on_peer_failure == "solo" and self.cadence.lands(0) > 0
         if isinstance(self.codec, LowRank) and (self.reading.needs_own or late):
             raise ValueError(
@@ -220,6 +281,8 @@ class Composition:
 
     @property
     def own_answer(self) -> bool:
-        """True if what a worker forms is, to the bit, the answer that it lands on at once in a round of its own."""
+        """True if what a worker forms is, to the bit, the answer that it lands on at once in a round of its own, block
+        by block.
+        """
         plain = self.codec.lossless and self.feedback is None and not self.reading.needs_own
-        return plain and not self.rule.shares_anchors and self.cadence.lands(0) == 0
+        return plain and not (self.rule.shares_anchors or self.rule.mixes_entries) and self.cadence.lands(0) == 0

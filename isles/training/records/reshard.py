@@ -18,7 +18,8 @@ replicas as before each go on with their own state.
 
 Other stages. No bit of a weight, a moment, an anchor, a momentum or an exchange in flight changes; only hashes of
 vectors and what concerns a worker (totals, clocks, draws) are made anew. A method's own state is cut where it
-`keeps_flat` vectors.
+`keeps_flat` vectors. Scalars of an outer rule are each stage's own: as many stages as before go on with theirs, others
+where they are equal.
 
 Clusters. Weights, moments, draws and the position in the text keep their bits: where two clusters or more were there
 and all of them whole, the run goes on to the same bits as if nobody had come or left since. A cluster that was not
@@ -246,17 +247,36 @@ def _entries(values: Sequence[Any], before: Sequence[StageLayout], after: Sequen
             parts |= dict(zip(layout.trained, vector.split(layout.sizes), strict=True))
         return [torch.cat([parts[name] for name in layout.trained]) for layout in after]
     if isinstance(first, dict):
-        made = {
-            key: [math.hypot(*(value[key] for value in values))] * len(after)
-            if key in _NORMS
-            else _entries([value[key] for value in values], before, after)
-            for key in first
-        }
+        made = dict[str, list[Any]]()
+        for key in first:
+            each = [value[key] for value in values]
+            if key in _NORMS:
+                made[key] = [math.hypot(*each)] * len(after)
+            elif key == "scalars" and isinstance(each[0], dict):
+                made[key] = _scalars(each, len(after))
+            else:
+                made[key] = _entries(each, before, after)
         return [{key: parts[number] for key, parts in made.items()} for number in range(len(after))]
     if isinstance(first, list) and first and isinstance(first[0], dict):
         rows = [_entries(entries, before, after) for entries in zip(*values, strict=True)]
         return [[row[number] for row in rows] for number in range(len(after))]
     return [first] * len(after)
+
+
+def _scalars(values: Sequence[dict[str, Tensor]], stages: int) -> list[dict[str, Tensor]]:
+    """Of an outer rule, by name: () of a stage, (S,) of a replica whose S stages were put together. ValueError where
+    other stages are wanted, and those that there are have come to other numbers.
+    """
+    if values[0][next(iter(values[0]))].dim() == 0:
+        return [{name: torch.stack([value[name] for value in values]) for name in values[0]}]
+    (held,) = values
+    for name, own in held.items():
+        if len(own) != stages and not bool((own == own[0]).all()):
+            raise ValueError(
+                f"{name} of the outer rule is {', '.join(map(repr, own.tolist()))} in the {len(own)} "
+                "stages, and no number for others: resume with as many stages as before"
+            )
+    return [{name: own[stage if len(own) == stages else 0] for name, own in held.items()} for stage in range(stages)]
 
 
 def inheriting(state: State, like: State, inherited: Sequence[State], everyone: Sequence[State]) -> State:
