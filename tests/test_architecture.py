@@ -600,6 +600,38 @@ def test_no_error_is_swallowed() -> None:
     assert not complaints, listed(complaints)
 
 
+def defined_in(tree: ast.Module) -> set[str]:
+    """Names that a module defines or imports, those of its classes and functions included."""
+    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.alias | ast.Name)]
+    return {node.id if isinstance(node, ast.Name) else node.name for node in nodes}
+
+
+def test_modules_and_objects_that_texts_name_exist() -> None:
+    """`isles.x.y` in sources and pages."""
+    pages = [*(ROOT / "docs").glob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+    named = {
+        (name, path)
+        for path in [*source_files(), *pages]
+        for name in re.findall(r"`(isles(?:\.\w+)+)", path.read_text(encoding="utf-8"))
+    }
+    modules, methods = by_module(), defined_in(parse(PACKAGE / "replicas" / "__init__.py"))
+    for name, path in named:
+        module = module_named(name, modules) or ""
+        known = defined_in(modules[module][0]) | (methods if module == "isles" else set())
+        assert {*name.removeprefix(module).split(".")} <= {"", *known}, f"{where(path)}: {name}"
+
+
+def test_parameters_that_docstrings_explain_exist() -> None:
+    """`name: ...` at the start of a sentence is a name, or a word that is a value, in the class or function."""
+    for path, tree in sources().items():
+        for node in class_definitions(tree) + [one for one in ast.walk(tree) if isinstance(one, ast.FunctionDef)]:
+            first = node.body[0]  # faster than ast.get_docstring
+            text = first.value.value if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) else ""
+            if explained := re.findall(r"(?:^|[.]\s+)((?:[a-z_]+, )*[a-z_]{2,}): ", str(text)):
+                known = {vars(one).get(key) for one in ast.walk(node) for key in ("id", "arg", "attr", "name", "value")}
+                assert {*", ".join(explained).split(", ")} <= known, f"{where(path, node)}: {explained}"
+
+
 def test_every_public_module_says_what_it_is() -> None:
     public = [p for p in source_files() if not p.name.startswith("_") or p.name == "__init__.py"]
     complaints = [where(path) for path in public if not ast.get_docstring(parse(path))]

@@ -9,9 +9,12 @@ mixture                 scores of E experts -> posterior -> one distribution (nu
 routing                 gates that read the beginning of a text, or all of it as it grows; priors; which expert trains
                         on which sequence of a pool
 ensemble                a forest that answers by the user's choice of prior, gate and experts
-averages, meters        one set of parameters out of several experts; FLOPs, the budget rule, bytes
+evaluation              losses of experts and of every way to join them, from their scores alone
+meters, planning        FLOPs, the budget rule, bytes; what a system will cost before it is trained
+reading, system         a user's settings; what the two systems share as programs
 hdee, smalltalk         the two systems: seed -> branch by difficulty and budget -> ensemble with a domain posterior;
-                        routers by balanced EM -> segments -> experts -> one expert a sequence
+                        routers by balanced EM -> segments -> experts -> one expert a sequence (`smalltalk_run`: its
+                        runs, from settings to results)
 
     text --domains--> runs (running.run, each alone: 0 bytes between them) --> forest
     sequences --Served--> scores (E, N, T) --mixture, priors--> perplexity by domain, posterior, text

@@ -45,8 +45,8 @@ class ExpertTraffic:
     """What crosses between the machines of E experts, in bytes.
 
     between_experts: while they train: nothing, by construction (each is a run of its own). start: each expert's first
-    weights, or its part of the assignment. result: the trained weights. serving: a token of a sequence, from each other
-    machine, where the experts stay apart: scoring and generating.
+    weights, or its part of the assignment. result: the trained weights. scoring_per_token, generating_per_token: of a
+    sequence, from each other machine, where the experts stay apart.
     """
 
     between_experts: int

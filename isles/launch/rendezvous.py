@@ -6,7 +6,7 @@
      "echo_port": port, "ports": range,
      "description"}                          <------   {"welcome": number still missing} | {"over": error}
                                              <------   {"addresses": {node: [address, port]}}  when all are there
-    asks every other node for an echo        ------>   {"reached": {node: reason}}             see `reachable`
+    asks every other node for an echo        ------>   {"reached": {node: reason}}             see `probe`
                                              <------   {"go": facts} | {"over": error}
 
 `description` is whatever must be the same, or known, everywhere; `agree` says what is wrong with another's. A machine

@@ -17,7 +17,8 @@ What runs them, and carries data:
 `session`            what carries the messages; `tls_session` and `hub`: between processes; `simulated`: in virtual time
 `lighthouse`         drives a coordinator; `failure_detector`: who is connected and responsive
 `requests`, `client` a worker's requests to the lighthouse, and what it is notified of
-`rounds`             what a member does in each round, and with whom; alone or as an island of several workers
+`rounds`             what a member does in each round, and with whom; alone or as an island of several workers;
+                     `views`: which members are in which round
 `p2p`                tensors between workers, over connections of their own or relayed ones
 `state_transfer`     files that one member fetches from another
 `run_log`            what a run leaves on disk about its rounds

@@ -127,7 +127,7 @@ class RoundCounts:
 
 
 def ledger(records: Sequence[RoundRecord | StartRecord]) -> RoundCounts:
-    """Count the rounds and gifts in all lines of a run."""
+    """Count the rounds and state transfers in all lines of a run."""
     rounds = [record for record in records if isinstance(record, RoundRecord)]
     transfers = [record for record in records if isinstance(record, StartRecord) and record.donor >= 0]
     return RoundCounts(

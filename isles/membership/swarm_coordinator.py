@@ -62,8 +62,8 @@ class SwarmRules:
 
 @dataclass
 class _Peer:
-    """What is known of one member. identity: by its certificate. wish: None while it has not asked what to do. heard:
-    when, and what it said of its work, `beside` whom. is_out: the others have gone on without it.
+    """What is known of one member. identity: by its certificate. wish: None while it has not asked what to do.
+    heard_at: when it last reported; serving: its work then, `beside` whom. is_out: the others have gone on without it.
     """
 
     identity: str

@@ -129,7 +129,7 @@ def one_step(problem: Quadratics, x: np.ndarray, diagonals: np.ndarray, rate: fl
 
 
 def shared(workers: int, size: int) -> float:
-    """rho: the chance that a worker which holds one coordinate holds a given other one too."""
+    """The paper's rho, the chance that a worker which holds one coordinate holds a given other one too."""
     return 0.0 if size == 1 else (size // workers - 1) / (size - 1)
 
 

@@ -1,6 +1,14 @@
 """What copies of the model exchange, when, with whom, and how it is applied: one file a method.
 
 `METHODS` is the table of names a user types; a method of one's own is named "package.module:Class".
+
+`methods`            the methods; `parts`: the six parts that most are put together from
+`sync`               `ReplicaSync`, the base of all; `loop`: of those that exchange parameters; `gradient`: gradients
+`island`             several workers that are one replica
+`replica`            what a worker holds of its replica; `flat`: parameters as one vector; `start`: all begin as one
+`step_guards`        guards around `step`; `watch`: changes of a model that the optimizer must notice
+`config`             checks that settings share; `search_space`: what `isles tune` searches
+`exchange_schedule`  what a run will exchange and hold, for plans
 """
 
 from __future__ import annotations
@@ -38,7 +46,7 @@ if TYPE_CHECKING:  # for type checkers, which see `isles.DiLoCo` through these; 
 
 
 class MethodRow(NamedTuple):
-    """place: module:Class. config: that of its settings, whose file loads no torch. what: the method does."""
+    """target: module:Class. config: that of its settings, whose file loads no torch. what: what the method does."""
 
     target: str
     config: str

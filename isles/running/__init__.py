@@ -1,8 +1,8 @@
-"""Starting a run, and what follows it.
+"""Starting a run of fixed workers, and what follows it.
 
-`run`          from a configuration to a run directory, on this machine or as node 0 of several
-`starting`     the table of how workers of each backend are started: `processes`, `virtual`; `torchrun`: from outside
-`agree`        machines of a run meet and mean the same one; `follow`: a machine that is not node 0
-`server`       the process that workers are forked from
-`interrupts`   what Ctrl-C and SIGTERM do
+`run`       from a configuration to a run directory, on this machine or as node 0 of several; `STARTERS`: the module
+            that starts the workers of each `world.backend`
+`backends`  backend `distributed`: processes; `virtual`: threads on the virtual clock
+`torchrun`  workers that torchrun has started
+`agree`     machines of a run meet, and check that all mean the same run; `follow`: a machine that is not node 0
 """

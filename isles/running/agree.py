@@ -41,7 +41,7 @@ def met(
 
     resume: None for a new run, else the step to go on from: `node_group.facts["resume"]` is then that of the newest
     checkpoint up to it that all have.
-    tell: is told what is being waited for.
+    notify: called with what is being waited for.
     """
     if node_spec.nodes == 1:
         yield NodeGroup(spec=node_spec)

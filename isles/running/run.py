@@ -8,7 +8,7 @@ RUN/model.safetensors  consolidated      by worker 0 at the end
 RUN/summary.json                         at the end: its presence means the run is complete
 RUN/logs/worker-N.log  prints, tracebacks and warnings of that worker's process, if there were any
 RUN/tensorboard/, RUN/wandb/             where `run.loggers` asks for them, see `loggers`
-RUN/run.lock                             while the run goes on, see `lock`
+RUN/run.lock                             while the run goes on, see `isles.training.records.rundir`
 
 A run that ends before its first line of metrics leaves nothing behind but logs that say why, so that the same --out can
 be used again. With several machines this is what node 0 does; the others: `follow`.
@@ -74,7 +74,7 @@ StartTraining = Callable[[Config, Path, int | None, NodeGroup], Started]
 
 def starter(backend: str) -> Any:
     """The module of a backend, which [world] has checked: `train`, a `StartTraining`, and `call(worker, workers,
-    config, args, out)`, which starts `worker(world, *args)` on so many workers. out: for their logs.
+    config, args, out)`, which starts `worker(world, *args)` on that many workers, with their logs below `out`.
     """
     return import_module(STARTERS[backend])
 
@@ -90,7 +90,7 @@ def launch(
 ) -> SummaryTable:
     """Run `config` into the directory `out`, which is made where it is missing.
 
-    on_line: sees each line of metrics.jsonl as it comes. on_notice: is told what a user should know about the settings.
+    on_metrics: called with each line of metrics.jsonl. on_notice: is told what a user should know about the settings.
     resume: go on from the checkpoint of that step in `out`, as if the run had never stopped; with several machines from
     the newest that all of them have. node_spec: this machine's among several; it is node 0.
     start_workers: gets hold of the workers; by default those of the backend that [world] names.

@@ -55,8 +55,8 @@ def take_part(
     """Work as the worker that torchrun's environment says; on rank 0 in the end the run directory, the summary, and the
     workers that were lost on the way.
 
-    out: names the run directory; asked on rank 0 alone. on_line, on_notice: told on rank 0. Errors as in `launch`, on
-    every rank.
+    out: names the run directory; asked on rank 0 alone. on_metrics, on_notice: called on rank 0. Errors as in `launch`,
+    on every rank.
     """
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = next(iter(dist.rendezvous("env://")))[0]

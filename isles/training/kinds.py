@@ -34,8 +34,8 @@ class WorldKind:
     say what is otherwise.
 
     refuse: of a configuration, what `plan` refuses, at less cost. train: as `train_worker`, in a world that is
-    arranged. Where workers come and go, churned is the run on the virtual clock, keeper the lighthouse, seated
-    a peer in a seat that it gave.
+    arranged. Where workers come and go, simulated_run is the run on the virtual clock, lighthouse_server the
+    lighthouse, participant a worker that it has admitted.
     """
 
     has_peers = False

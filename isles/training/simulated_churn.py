@@ -57,7 +57,7 @@ _LONGER = 2.0  # a trace by rate goes on for so many times the time of the steps
 
 
 class SimulatedWorld(ABC):
-    """One run of `config` through the changes of `churn_name`, into `out`. on_line, on_notice: as in
+    """One run of `config` through the changes of `churn_name`, into `out`. on_metrics, on_notice: as in
     `isles.running.run.launch`. ValueError as `trace_of`.
 
     founders: with how many it begins. trace: what happens. begins: by worker, when it comes (s). results: by worker,

@@ -1,7 +1,8 @@
 """Codecs: the form in which a vector crosses the wire. `codec(name)` makes one; `kinds` is their table.
 
 A codec turns a flat floating-point tensor into a packed uint8 buffer whose length is known from the number of elements
-alone, and back. Scales and indices travel inside the buffer, so counted bytes are honest.
+alone, and back. Scales and indices travel inside the buffer, so counted bytes are honest. `base` is the interface;
+`scaled`, `integers`, `sparse` and `lowrank` hold the codecs:
 
     none fp16 bf16 int8 int4 int2 fp4 sign every entry, in fewer bits
     int8:stochastic int4:stochastic        the same, rounded at random: unbiased

@@ -251,7 +251,7 @@ class DistributedTransport(OnHostClock):
     def _cut_off(self) -> None:
         """Close all connections of this process, so that threads that wait for a message get an error.
 
-        What is avoided everywhere else does it: a receive with a time-out (see `waiters`).
+        What is avoided everywhere else does it: a receive with a time-out (see `isles.comm.gloo.transfers.Waiters`).
         """
         if not dist.is_initialized():
             return

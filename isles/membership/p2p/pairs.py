@@ -216,7 +216,7 @@ class PeerConnections:
             if self._transport is not None:
                 self._transport.cut(member)
 
-    # What gifts ask (`PeerKeys`)
+    # For state transfers (`PeerKeys`)
 
     def peer_key(self, peer: int) -> bytes | None:
         """By which a message to `peer` is sealed; None while the lighthouse does not say. Waits for its answer."""

@@ -1,1 +1,3 @@
-"""What methods at gradient level share: buckets, reductions, thresholds."""
+"""What methods at gradient level share. `bucketed`: buckets behind the backward pass; `reduction`: means, thresholds;
+`config`: settings.
+"""

@@ -206,7 +206,7 @@ class ErrorFeedback:
         local    E <- decay (a - what the others decoded of it)
         global   E <- decay (a - the mean that came back)
 
-    A round in which some worker's a is not finite is skipped by all: E <- 0, anchors stay (compression.md 2.2, 3.4).
+    A round in which some worker's a is not finite is skipped by all: E <- 0, anchors stay.
     """
 
     form: Literal["local", "global"] = "local"

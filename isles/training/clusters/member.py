@@ -44,7 +44,7 @@ class ElasticClusterNode(PeerWork):
 
     part: who begin together, or whom of clusters that are at work this node asks to be let in. descriptor: what
     this machine says of itself (`isles.network.clusters.nodes`). members_now: who is at work by the lighthouse's
-    knowledge; None where it does not answer. await_kept: waits until the lighthouse keeps all parts of the state after
+    knowledge; None where it does not answer. await_saved: waits until the lighthouse has all parts of the state after
     a step, or time is up.
     """
 

@@ -1,5 +1,5 @@
-"""The lighthouse of a swarm, and of a run in clusters, see `isles.training.lighthouse`. It votes on nothing:
-`isles.membership.swarm`.
+"""The lighthouse of a swarm, and of a run in clusters, see `isles.training.lighthouse`. Peers agree among themselves,
+see `isles.membership.swarm_coordinator`.
 
 RUN/states/             of every stage, twice in run.checkpoint_every steps; a step counts once the journal says that
                         all of its stages are here. Of clusters in as many parts as the one that gave it has nodes

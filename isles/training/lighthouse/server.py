@@ -54,7 +54,7 @@ _MOST = 1 << 40  # bytes of a file where the model's are not known
 class LighthouseServer(ABC):
     """The lighthouse of the run `config` in the directory `out`, at `address`.
 
-    on_ready: called once it can be joined, with its token. on_line, on_notice: as in `isles.running.run.launch`.
+    on_ready: called once it can be joined, with its token. on_metrics, on_notice: as in `isles.running.run.launch`.
     """
 
     joins_with: ClassVar[str]

@@ -65,7 +65,7 @@ class Checkpoints:
     def commit(
         self, step: int, ranks: Sequence[int], facts: Mapping[str, Any], keep: int, own: Iterable[int] | None = None
     ) -> None:
-        """Make the checkpoint of `step` exist; drop all but the newest `keep` (0: all). seats: the workers whose state
+        """Make the checkpoint of `step` exist; drop all but the newest `keep` (0: all). ranks: the workers whose state
         it is, all that were left of the run. facts: for the manifest.
 
         own: the workers of this machine; None: all. The others' shards lie on other machines.
@@ -130,8 +130,8 @@ class Checkpoints:
         return state
 
     def newest_sound(self, notify: Callable[[str], None]) -> int | None:
-        """The newest step of which no shard is damaged; None where there are none at all. tell: called with a line for
-        each that is newer. ValueError where all are: who begins anew in their stead loses what the run has learned.
+        """The newest step of which no shard is damaged; None where there are none at all. notify: called with a line
+        for each that is newer. ValueError where all are: who begins anew in their stead loses what the run has learned.
         """
         steps, damaged = self.steps(), list[Path]()
         while steps and (bad := [path for path in self.shards(steps[-1]) if not is_whole(path)]):

@@ -84,7 +84,7 @@ def take_part(address: str, token: Token, here: LocalSettings, wish: int, *, not
 
 
 class SwarmParticipant:
-    """One peer in one member, until `stack` ends. wish, notify, errors: as in `take_part`. leaving: set once this peer
+    """One peer in one member, until `stack` ends. wish, notify: as in `take_part`. leaving: set once this peer
     is to leave.
     """
 

@@ -374,7 +374,7 @@ class ElasticSwarmTrainer(SwarmTrainer, PeerWork):
     """A `SwarmTrainer` whose ranks are members.
 
     part: who begin together and at which stages, or whom of a swarm that is at work this peer asks to be let in. wish:
-    the stage that it wants to serve. await_kept: see `SwarmClient.await_saved`.
+    the stage that it wants to serve. await_saved: see `SwarmClient.await_saved`.
 
     No step begins that would take the run further than `run.checkpoint_every` steps from the newest states that the
     lighthouse keeps, so no more is lost with all peers. States are offered twice in so many steps: those of before are

@@ -126,8 +126,8 @@ class Store:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _End:
-    """This worker's end of a round's messages: they come out of `tensors`, or go into them. held: these are what it
-    holds in the round, and the other one is the server; else what it keeps, and the other one is the trainer.
+    """This worker's end of a round's messages: they come out of `tensors`, or go into them. trained: these are what
+    it holds in the round, and the other one is the server; else what it keeps, and the other one is the trainer.
     """
 
     division: Division
