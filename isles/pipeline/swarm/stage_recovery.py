@@ -113,7 +113,7 @@ def refuse(stage: int, lost: Sequence[int], stages: int) -> None:
 
 
 def take_neighbours(swarm: Swarm, stage: int) -> list[Tensor]:
-    """What a peer of each stage has that `stage` is made of, as its peers serve it. StageLost where one is lost before that."""
+    """What a peer of each stage has that `stage` is made of. StageLost where one is lost before that."""
     fresh = {change.peer for change in swarm.changes}
     found = []
     for source in sources("checkfree", stage, swarm.count):
