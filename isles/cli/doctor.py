@@ -84,7 +84,7 @@ def doctor(
         raise ValueError("--nodes: goes with --write-links LINKS.toml; add it, or take it out")
     pair = None if write_links is None else _pair(write_links, nodes or "0,1", peer)
     if describe and (listen is not None or write_links is not None or memory):
-        raise ValueError("--describe: goes with --peer alone, whose line it tells; leave the others out")
+        raise ValueError("--describe: goes with --peer alone, whose link it describes; leave the others out")
     _refuse_memory(memory, disk, write)
     # Both before the checks that take a while: a slip is answered at once.
     target = None if peer is None else parse_address(peer, "--peer")
@@ -262,7 +262,7 @@ def _pair(path: str, nodes: str, peer: str | None) -> MeasuredPair:
     from isles.network.links import refuse_file
 
     if peer is None:
-        raise ValueError("--write-links: goes with --peer HOST:PORT, whose line is measured")
+        raise ValueError("--write-links: goes with --peer HOST:PORT, whose link is measured")
     parts = nodes.split(",")
     numbers = [int(part) for part in parts if part.strip().isdecimal() and len(part) < 4]
     if len(parts) != 2 or len(set(numbers)) != 2:

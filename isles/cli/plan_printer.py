@@ -109,8 +109,8 @@ _COLUMNS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("versions", "versions", str),
     ("microbatches", "microbatches", lambda count: str(count) if isinstance(count, int) else f"{count:.1f}"),
     ("memory", "memory", lambda memory: format_bytes(memory.peak)),
-    ("forwards kept", "forwards", str),
-    ("of what came", "saved", format_bytes),
+    ("forwards in flight", "forwards", str),
+    ("saved inputs", "saved", format_bytes),
     ("sends a step", "step_bytes", format_bytes),
     ("an average", "average_bytes", format_bytes),
 )
@@ -124,7 +124,7 @@ def _workers(plan: RunPlan) -> dict[str, list[str]]:
     rows = [[text(getattr(worker, key)) for _, key, text in known] for worker in plan.workers]
     pipeline = plan.config.pipeline
     routes = f"{pipeline.microbatches} microbatches, {pipeline.routing} routes; validations send more, uncounted"
-    standby = [f"beside these, standing by for who is lost: {plan.standby}"] if plan.standby else []
+    standby = [f"on standby for lost ones, beside these: {plan.standby}"] if plan.standby else []
     return {"workers": [*aligned([[head for head, _, _ in known], *rows]), routes, *standby]}
 
 
@@ -200,7 +200,7 @@ def _bytes(plan: RunPlan) -> list[str]:
         lines.append(f"{format_bytes(outline.inside)} of that inside its {whose}")
     if plan.microbatch_bytes is not None and plan.swarm_bytes is not None:
         each, whole = format_bytes(plan.microbatch_bytes), format_bytes(plan.swarm_bytes)
-        lines.append(f"{each} a microbatch and {whole} a step of all, while nobody is lost or late")
+        lines.append(f"{each} a microbatch and {whole} a step of all, while no peer is lost or late")
     if plan.averages is not None:
         lines.append(f"{plan.averages} averages over {plan.segments} segments; the start is not counted")
     return lines

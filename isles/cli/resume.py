@@ -35,7 +35,7 @@ def resume(
 ) -> None:
     """Go on from the newest checkpoint of a run; with as many workers, to the same result as if it had not stopped.
 
-    A run whose workers come and go: its lighthouse is lit again where it stood, with as many workers here as it had.
+    A run whose workers come and go: its lighthouse restarts at the same address, with as many workers here as before.
     """
     from isles.cli.elastic.lighthouse import restart_lighthouse
     from isles.launch.nodes import NodeSpec

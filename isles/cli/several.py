@@ -209,7 +209,7 @@ def of_runs(folders: Sequence[Path], out: Path, as_: str | None, over: Sequence[
         terms = {key: value for key, value in flat.items() if key not in _SEEDED}
         summary = {**run.summary, "folder": os.path.relpath(folder, out)}
         if as_ is not None and "joins" in summary:
-            raise ValueError(f"{folder}: workers come and go in it, so it hangs on time, which --as does not price")
+            raise ValueError(f"{folder}: workers come and go in it, so it depends on time, which --as does not price")
         for links in over or [terms.get("world.virtual.links")]:
             price = {} if as_ is None else priced(read_config(str(folder / "config.toml"), {}, []), as_, links)
             setting = {**terms, "world.virtual.links": links}

@@ -136,7 +136,7 @@ def call(host: str, at: int) -> Findings:
 def wait_for_call(listening: socket.socket, seconds: float, on_failure: Callable[[str], None]) -> Findings:
     """The checks with the first that calls at the socket `listening` and goes through them to the end; several may be
     at it at a time, so that nobody keeps others out by calling and saying nothing more. on_failure: is told of calls
-    that led to nothing. LinkLost where nobody called within `seconds`.
+    that led to nothing. LinkLost where no connection arrives within `seconds`.
     """
     ends_at = time.monotonic() + seconds
     found, failures = queue.SimpleQueue[Findings](), queue.SimpleQueue[str]()
@@ -159,7 +159,7 @@ def wait_for_call(listening: socket.socket, seconds: float, on_failure: Callable
                 with contextlib.suppress(queue.Empty):
                     while True:
                         on_failure(failures.get_nowait())
-    raise LinkLost(f"nobody called within {seconds:g} s")
+    raise LinkLost(f"no connection within {seconds:g} s")
 
 
 async def _answered(connection: _ProbeConnection, echo_port: int) -> Findings:

@@ -113,7 +113,7 @@ class Notifications:
             return None
         if not isinstance(message, Failed):  # which ends nothing that is not over, however often it is said
             if number <= self._newest:
-                return self._refuse(query, "an order that was said before")
+                return self._refuse(query, "a replayed notification")
             self._newest = number
         query.reply()
         return message

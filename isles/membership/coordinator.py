@@ -426,7 +426,7 @@ def unfit(membership: RoundsCoordinator, message: Any) -> None:
     seconds = claim.seconds if isinstance(claim, Beat | Delivered) else 0.0
     steps = claim.steps if isinstance(claim, Delivered) else 1
     if not 0 <= seconds <= _LONGEST or not 0 < steps <= last * membership.rules.sync_every:
-        raise ValueError("seconds that no step takes, or steps that nobody can have done")
+        raise ValueError("impossible seconds of a step, or number of steps")
     match claim:
         case Beat(round=round, skipped=skipped, seen=seen):
             if not all(0 <= one <= last for one in (round, *skipped, *(newest for _, newest in seen))):
@@ -436,6 +436,6 @@ def unfit(membership: RoundsCoordinator, message: Any) -> None:
         case Done() | PeerReport() | Delivered():
             attempt, whose = getattr(claim, "attempt", 0), getattr(claim, "member", None)
             if not 0 < claim.round <= membership.newest_round + MARGIN or not 0 <= attempt < 1 << 20:
-                raise ValueError("an answer of a round that nobody is in")
+                raise ValueError("an answer of a round without members")
             if whose is not None and whose not in membership.workers:
                 raise ValueError("the share of a member that this run has not")

@@ -78,10 +78,10 @@ def unpack(data: bytes | bytearray) -> Frame:
         body = memoryview(data)
         name = data[_FRAME.size : at].decode("ascii")
         if not name.isprintable():
-            raise BadFrame("an address that is none")
+            raise BadFrame("an invalid address")
         return Frame(FrameKind(kind), number, name, body[at + attachment :], body[at : at + attachment], milliseconds)
     except (struct.error, ValueError) as error:
-        raise BadFrame("what it says is no word of Isles") from error
+        raise BadFrame("unknown frame kind") from error
 
 
 _LOG = logging.getLogger(__name__)
@@ -167,7 +167,7 @@ class Hub:
         elif kind in (FrameKind.REPLY, FrameKind.REFUSAL):
             self._answer(peer, frame, urgent)
         elif not peer.is_hub and (len(key) > _LENGTH or self._names(peer) >= _NAMES):
-            self._refused.note(-1, "more addresses than anybody needs")
+            self._refused.note(-1, "too many addresses")
         elif kind == FrameKind.WATCH:
             peer.watches[frame.number] = key
             found = [one for one in self._present if matches(key, one)]

@@ -43,7 +43,7 @@ _Rows = Annotated[
 
 def read_paths(value: object) -> list[PathRow]:
     """Rows as another machine tells them. ValueError where they are none."""
-    return read(_Rows, value, "a list of paths that is none")
+    return read(_Rows, value, "an invalid list of paths")
 
 
 ANY = -1

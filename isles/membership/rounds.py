@@ -144,7 +144,7 @@ class IslandGroup:
         try:
             return from_bytes(gathered.numpy().tobytes())
         except ValueError as error:
-            raise Malformed(self._group.ranks[0], f"a decision that is none: {error}") from None
+            raise Malformed(self._group.ranks[0], f"an invalid decision: {error}") from None
 
     def settle(self, answer: Callable[[], bool]) -> bool:
         """The leader's answer, for all; all call it together, and the leader alone is asked."""
@@ -201,7 +201,7 @@ def _together(gathered: Sequence[Sequence[int]], seconds: float) -> tuple[int | 
             return None, None
         if digest == _NONE:
             late = DeadlinePassed(blamed, "outer", seconds)
-            return None, Refused(blamed, "at another place of this island", by) if refused else late
+            return None, Refused(blamed, "at another worker of this island", by) if refused else late
     return sum(_MIX * (2 * island_rank + 1) * own[0] for island_rank, own in enumerate(gathered)) & _POSITIVE, None
 
 
@@ -439,6 +439,6 @@ class ElasticRoster:
     def _met(self, made: Decision) -> Group:
         """Who takes part, and how long it is waited for. Malformed."""
         if made.kind != "exchange" or not made.members:
-            raise Malformed(-1, f"in place of an exchange the leader of this island decides to {made.kind}")
+            raise Malformed(-1, f"instead of an exchange the leader of this island decides to {made.kind}")
         waits = replace(self.founders.deadlines, outer=made.seconds)
         return replace(self.founders, ranks=made.members, view=made.view, deadlines=waits)

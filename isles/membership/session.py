@@ -71,7 +71,7 @@ def merge_rejections(tables: Iterable[Sequence[RejectionRow]]) -> list[Rejection
 
 def read_rejections(tables: object) -> list[RejectionRow]:
     """`rows` as another machine tells them. ValueError where they are none."""
-    return read(_Rows, tables, "a list of refusals that is none")
+    return read(_Rows, tables, "an invalid list of refusals")
 
 
 Answered = Callable[[bytes | None, bytes | None], None]

@@ -171,7 +171,7 @@ class _Fetch:
                 raise StateUnavailable("it is gone")
             with self.changed:
                 self.changed.wait_for(lambda: False, _AGAIN)
-        raise StateUnavailable(f"nothing came within {seconds:g} s")
+        raise StateUnavailable(f"nothing arrived within {seconds:g} s")
 
     def _has_key(self) -> bool:
         """Whether answers of the source can be authenticated."""
@@ -247,7 +247,7 @@ def _facts(answer: bytes, rounds: range) -> dict[str, Any]:
             integer(facts, key, *bounds[key])
         return facts
     except ValueError as error:
-        raise StateUnavailable(f"what is said of it makes no sense: {error}") from None
+        raise StateUnavailable(f"its description is invalid: {error}") from None
 
 
 _MOST_WAITING = 64

@@ -333,7 +333,7 @@ class Session:
         try:
             link.sendall(TICKET + ticket)
             if link.recv(1) != TICKET[:1]:
-                raise ConnectionError("the other one did not come")
+                raise ConnectionError("the other side did not connect")
         except OSError:
             link.close()
             raise

@@ -58,8 +58,8 @@ class StagedSteps:
     step's computing, by position. sizes: of the messages. columns: the rank at each position, of each of the workers
     that share a stage; position = replica x stages + stage. exchanges_norm: the stages of a replica send each other
     their gradient's norm after their tasks. listed: the tasks of each position, in their order; None: `orders` makes
-    them of the routes. rest: a share that is computed beside, after a task has sent what it made. With a plan all nodes are
-    together one replica, and count as its `stages`.
+    them of the routes. rest: a share that is computed after a task has sent its result. With a plan all nodes are
+    one replica together, and count as its `stages`.
     """
 
     routes: Callable[[int], Sequence[Route]]

@@ -62,7 +62,7 @@ def plan_replicas(config: Config, *, probe: bool = False, machines: int = 1) -> 
     seconds = step_seconds(config) if world.is_simulated else None
     if world.is_simulated and outline.about:
         notices.append(
-            "what is sent hangs on the numbers: bytes and waiting are about right, of a few steps perhaps not"
+            "what is sent depends on the numbers: bytes and waiting are about right, of a few steps perhaps not"
         )
     if world.is_simulated and (world.virtual.step_jitter or world.virtual.pauses):
         notices.append(

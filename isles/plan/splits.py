@@ -65,7 +65,7 @@ class SplitsQuestion:
 
     def __post_init__(self) -> None:
         if self.question.step_tokens is None:
-            raise ValueError("missing: --tokens and --step-tokens: what stages send each other hangs on them")
+            raise ValueError("missing: --tokens and --step-tokens: what stages send each other depends on them")
         if self.microbatches < 1:
             raise ValueError(f"--microbatches {self.microbatches}: choose 1 or more")
 

@@ -40,7 +40,7 @@ class Outline:
     first: its first exchanges. rounds: moments at which something is sent that lands at once or later; every: inner
     steps between the first two of them (all steps of the run where there are fewer). opening, sent: bytes that each
     position sends before the first step, and from then on; inside: those of `sent` that stay in the worker's island.
-    about: what is sent hangs on the numbers, and comes out near these.
+    about: what is sent depends on the numbers, and comes out near these.
     """
 
     first: tuple[PlannedExchange, ...]

@@ -70,7 +70,7 @@ def _members(there: RunHistory, start: float) -> Panel:
     in_view.append((there.end - start, in_view[-1][1]))
     picture = Chart(
         title="Members over time",
-        x_label="seconds since the first one came",
+        x_label="seconds since the first one joined",
         lines=[
             Polyline(points=in_view, css="series1", name="in the newest view"),
             Polyline(points=connected, css="series0", name="connected"),
@@ -111,7 +111,7 @@ def _member_lanes(there: RunHistory, lines: list[RoundRecord | StartRecord], sta
         lanes.append(Lane(label="lighthouse", segments=away))
     title = "Lanes of members"
     end = there.end - start
-    picture = Lanes(title=title, x_label="seconds since the first one came", start=0.0, end=end, lanes=lanes)
+    picture = Lanes(title=title, x_label="seconds since the first one joined", start=0.0, end=end, lanes=lanes)
     notes = ["A lane ends where its worker died, left, or was cut off."]
     if len(there.present) > MAX_LANES:
         notes.append(f"The first {MAX_LANES} of {len(there.present)} members.")

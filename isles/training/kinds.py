@@ -124,12 +124,12 @@ class ClusterWorld(WorldKind):
         if workers < nodes:
             raise ValueError(
                 f"pipeline.ravnest.clusters = {clusters}: they are {nodes} workers, world.workers = {workers}; set it "
-                f"to {nodes}, or to more, who stand by"
+                f"to {nodes}, or to more, which are on standby"
             )
         if workers > nodes and len(clusters) == 1:
             raise ValueError(
-                f"world.workers = {workers}, pipeline.ravnest.clusters = {clusters}: who stands by begins with the "
-                f"weights of another cluster, and there is one; set it to {nodes}"
+                f"world.workers = {workers}, pipeline.ravnest.clusters = {clusters}: a standby worker begins "
+                f"with the weights of another cluster, and there is one; set it to {nodes}"
             )
         return self.replicas(config)
 
@@ -143,7 +143,7 @@ class ClusterWorld(WorldKind):
     def lost(self, run: Path, step: int, config: Config, *, newest: bool) -> tuple[int, list[str]] | None:
         if not config.pipeline.ravnest.clusters:
             return None
-        text = "had been lost: they load the others' weights at the next average, or stand by"
+        text = "had been lost: they load the others' weights at the next average, or are on standby"
         return step, [f"note: workers {_absent(run, step, config)} {text}"]
 
 

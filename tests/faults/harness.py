@@ -122,7 +122,7 @@ class Bench:
     def _resumed(self, trial: Trial, out: Path) -> str:
         steps = Checkpoints(out).steps()
         if not steps or trial.method == "solo" or trial.kind == "length":
-            return ""  # of `solo` bits hang on the moment; gloo takes a short message, and tells nobody
+            return ""  # of `solo` bits depend on the moment; gloo takes a short message, and tells nobody
         error = ended(
             lambda: launched(trial, self.config(trial.method, "distributed", trial.launcher), out, max(steps))
         )

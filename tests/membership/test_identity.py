@@ -105,7 +105,7 @@ def test_who_dials_shows_a_key(tmp_path: Path) -> None:
                 try:
                     hosted.result(10.0)[0].close()
                 except LinkLost as error:
-                    assert str(error) in (UNSHOWN, "views name somebody else")
+                    assert str(error) in (UNSHOWN, "views name another one")
                     return False
             return True
 

@@ -1,4 +1,4 @@
-"""The papers' tables, number by number, and what the numbers hang on."""
+"""The papers' tables, number by number, and what the numbers depend on."""
 
 from dataclasses import replace
 

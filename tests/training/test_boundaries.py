@@ -363,7 +363,7 @@ def test_masks_go_on_in_one_stage_as_no_masks(text: Path, tmp_path: Path) -> Non
         (
             ["pipeline.boundary.kind=subspace:4", "pipeline.boundary.form=row-wise"],
             4,
-            "hangs on where the stages begin",
+            "depends on where the stages begin",
         ),
     ],
 )

@@ -152,7 +152,7 @@ def test_words(text: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
     show(of(text, steps=30), probe=False, as_json=False)
     words = capsys.readouterr().out
-    for said in ("= 2 replicas x 2 stages", "forwards kept", "the bubble", "to other stages"):
+    for said in ("= 2 replicas x 2 stages", "forwards in flight", "the bubble", "to other stages"):
         assert said in words, words
     show(of(text, steps=30), probe=False, as_json=True)
     assert json.loads(capsys.readouterr().out)["workers"][1]["blocks"]

@@ -93,7 +93,7 @@ def shown(config: Config) -> float:
 def test_computing_is_that_of_the_virtual_clock(text: Path, case: str) -> None:
     """On lines without jitter; with a last, shorter round."""
     said, seen = shares(of(text, case))
-    assert said == pytest.approx(seen, abs=4.0 if case == "dilocox-adapts" else 0.1)  # its bytes hang on the numbers
+    assert said == pytest.approx(seen, abs=4.0 if case == "dilocox-adapts" else 0.1)  # its bytes depend on the numbers
 
 
 @pytest.mark.long

@@ -25,7 +25,7 @@ def run_status(address: str, token: Token) -> RunStatus | SwarmStatus:
     finally:
         session.close()
     if answer is None:
-        raise OSError(f"{address}: the lighthouse has gone: ask again once it is lit")
+        raise OSError(f"{address}: the lighthouse has stopped: ask again once it is restarted")
     now = decode(answer, limit=_LONGEST)
     if not isinstance(now, RunStatus | SwarmStatus):
         raise ValueError(f"{address}: the lighthouse there does not say how its run stands; {mend}")

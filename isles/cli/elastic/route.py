@@ -44,7 +44,7 @@ def walk(host: str, port: int, token: Token, listen: tuple[str, int] | None, ann
         except (TokenRefused, LinkLost) as error:
             why = error.__cause__ if isinstance(error.__cause__, SecretRefused) else error
         if isinstance(why, LinkLost):
-            yield Check("tls", False, f"whoever answers at {written(host, port)} is no lighthouse: look at the port")
+            yield Check("tls", False, f"the server at {written(host, port)} is no lighthouse: look at the port")
             return
         yield Check("tls", True, "1.3, with a certificate")
         is_known = why is None or isinstance(why, SecretRefused)
@@ -106,7 +106,7 @@ def _rates(session: Session) -> Check:
 
     line = measure_lighthouse_link(session)
     if line is None:
-        return Check("rate", False, "the lighthouse stopped answering while the line was measured: try again")
+        return Check("rate", False, "the lighthouse stopped answering while the link was measured: try again")
     up, down = (f"{8 * rate / 1e6:,.{0 if rate > 1e7 else 2}f} Mbit/s" for rate in (line.out, line.back))
     return Check("rate", True, f"{up} to the lighthouse, {down} from it ({format_bytes(PIECE)} at a time)")
 
@@ -124,4 +124,4 @@ def _direct(session: Session, listen: tuple[str, int] | None, announced: str) ->
     if isinstance(answer, Reachability) and not answer.refusal:
         return Check("direct", True, f"yes: others reach this machine at {written(answer.host, answer.port)}")
     where = f" ({answer.host}, port {answer.port}: {answer.refusal})" if isinstance(answer, Reachability) else ""
-    return Check("direct", True, f"no, relayed: nobody is let in{where}; fine, and a forwarded port is faster")
+    return Check("direct", True, f"no, relayed: others cannot connect{where}; this works, a forwarded port is faster")

@@ -63,9 +63,7 @@ def _swarm(now: SwarmStatus) -> tuple[list[str], list[list[str]], int]:
     step += f", {format_seconds(now.since)} ago" if now.since >= 0 else ""
     saved = f"step {now.saved}" if now.saved else "none yet"
     begun = "clusters" if now.clustered else "swarms"
-    print(
-        f"{step}; states are kept of: {saved}; {begun} begun: {now.epoch}" + (f"; {now.wanted}" if now.wanted else "")
-    )
+    print(f"{step}; states saved: {saved}; {begun} begun: {now.epoch}" + (f"; {now.wanted}" if now.wanted else ""))
     if now.clustered:
         print(_clusters(now))
     return (*(_by_cluster(now) if now.clustered else _by_stage(now)), 0)
@@ -77,7 +75,7 @@ def _by_stage(now: SwarmStatus) -> tuple[list[str], list[list[str]]]:
 
     rows = []
     for one in sorted(now.peers, key=lambda one: (one.stage < 0, one.stage, one.member)):
-        stage = str(one.stage) if one.stage >= 0 else "waits"
+        stage = str(one.stage) if one.stage >= 0 else "waiting"
         seconds = format_seconds(one.seconds) if one.seconds else "-"
         counts = [str(one.member), str(one.step), str(one.counted)]
         rows.append(
@@ -92,7 +90,7 @@ def _by_cluster(now: SwarmStatus) -> tuple[list[str], list[list[str]]]:
 
     rows = []
     for one in sorted(now.peers, key=lambda one: (not one.coordinates, one.coordinates, one.stage < 0, one.member)):
-        cluster, stage = "stands by" if one.stage >= 0 else "waits", "-"
+        cluster, stage = "standby" if one.stage >= 0 else "waiting", "-"
         if one.coordinates:
             number, at, stages, is_whole = one.coordinates
             cluster, stage = f"{number}" if is_whole else f"{number}, broken", f"{at} of {stages}"
@@ -118,4 +116,4 @@ def _clusters(now: SwarmStatus) -> str:
     aside = sum(not one.coordinates for one in now.peers)
     text = f"{len(whole)} cluster{'s' * (len(whole) != 1)} at work"
     text += f", {len(broken)} broken" if broken else ""
-    return text + (f"; {aside} node{'s' * (aside > 1)} without a place" if aside else "")
+    return text + (f"; {aside} node{'s' * (aside > 1)} without a stage" if aside else "")

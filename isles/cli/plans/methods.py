@@ -238,9 +238,9 @@ def _network(links: str) -> tuple[str, str]:
 
 _DRY = "isles train CONFIG.toml --dry-run --set pipeline.routing="
 _ELSEWHERE = {
-    "swarm": f"hangs on each peer's speed and line: {_DRY}swarm plays it, and says seconds, bytes and memory of each",
-    "ravnest": "hangs on each node: isles plan clusters NODES.toml forms its clusters and says what they do",
-    "skippipe": "hangs on each node's line: isles plan paths LINKS finds the way of each microbatch",
+    "swarm": f"depends on each peer's speed and link: {_DRY}swarm simulates it: seconds, bytes and memory of each",
+    "ravnest": "depends on each node: isles plan clusters NODES.toml forms the clusters and calculates them",
+    "skippipe": "depends on each node's link: isles plan paths LINKS finds the route of each microbatch",
 }
 
 

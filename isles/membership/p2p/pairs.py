@@ -73,7 +73,7 @@ class KnownMembers:
                 self._met[member] = identity
         if named != identity:
             self._is_another(member, identity, named)
-            raise LinkLost("views name somebody else")
+            raise LinkLost("views name another one")
 
     def spoken(self, member: int) -> str:
         """Of whoever this worker is connected with as `member`."""
@@ -359,7 +359,7 @@ class PeerConnections:
             return
         member, island_rank, lane, relay, ticket = _REQUEST.unpack(query.payload)
         if not 0 <= member < _MEMBERS or island_rank != self._island_rank or not _LIGHTHOUSE <= relay < _MEMBERS:
-            note(-1, "a message of nobody who is there")
+            note(-1, "a message of an unknown member")
             query.refuse(b"later")
         elif not hmac.compare_digest(query.attachment, authenticate(self.expected(member), _ASKS, query.payload)):
             note(-1, "a message in another's name")

@@ -191,7 +191,7 @@ class TicketExchange:
                 tuned(end).send(TICKET[:1])  # else a short message waits for the answer to the one before
             self._splices.add(first, connection)
         elif ticket in self._used or not hmac.compare_digest(ticket, _ticket(self._key, ticket[:_NUMBER])):
-            raise ConnectionError("a ticket of nobody")
+            raise ConnectionError("an unknown ticket")
         else:
             self._used.append(ticket)
             self._first[ticket] = connection

@@ -54,7 +54,7 @@ class Nowhere:
     """Where nobody is reached."""
 
     def connect(self, peer: int, lane: int, *, soon: bool) -> Stream | None:
-        raise LinkLost("nobody is reached from here")
+        raise LinkLost("no peer can be reached from here")
 
 
 class ElasticTransport(OnHostClock):

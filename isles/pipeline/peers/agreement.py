@@ -196,7 +196,7 @@ class Agreement:
         if fits and vote.keys() <= set(self.members) and all(map(self._names_members, vote.values())):
             return vote
         rank = self.inbox.queue.group.ranks[sender]
-        self.inbox.queue.refuse(sender, Malformed(rank, "a word that is none of this agreement"))
+        self.inbox.queue.refuse(sender, Malformed(rank, "an invalid message of this agreement"))
         return None
 
     def _accused(self, known: Mapping[int, Sequence[int]]) -> set[int]:

@@ -57,7 +57,7 @@ def ask(
     asked = set(others)
     inbox.wait_for(lambda: bool(came) or asked <= queue.lost.keys() or gives_up(), _PATIENCE * patience, look=_LOOK)
     if not came and asked <= queue.lost.keys():
-        raise PeerLost(-1, "everybody who was asked to let this one in")
+        raise PeerLost(-1, "all peers that were asked to admit this one")
     del inbox.answers[WELCOME]
     return came[0] if came else None
 
@@ -115,4 +115,4 @@ def _read(swarm: Swarm, body: Tensor) -> list[int]:
     fits = bool(known) and len(known) == len(rows) and min(numbers[:2]) >= 1 and swarm.me in known
     if fits and all(0 <= peer < len(swarm.stages) and 0 <= known[peer] < swarm.count for peer in known):
         return numbers
-    raise ValueError("a welcome that is none")
+    raise ValueError("an invalid reply")

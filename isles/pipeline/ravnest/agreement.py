@@ -214,7 +214,7 @@ class ClusterAgreement:
     def _count_out(self) -> None:
         self.assignment = self.assignment.without({*self.assignment.living} - {*self._own.members})
         if not self.assignment.whole:
-            raise PeerLost(-1, "a node of the last cluster that was whole")
+            raise PeerLost(-1, "a node of the last complete cluster")
 
     def _take(self, assignment: ClusterAssignment) -> None:
         self.assignment = assignment

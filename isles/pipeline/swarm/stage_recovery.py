@@ -106,7 +106,7 @@ def hint(swarm: Swarm, step: int, patience: float, *, comers: bool) -> list[Stag
 def refuse(stage: int, lost: Sequence[int], stages: int) -> None:
     """StageLost where `stage` cannot be made of others than those that are lost."""
     if stage in (0, stages - 1):
-        raise StageLost(stage, f"nobody else has its {'head' if stage else 'embedding'}")
+        raise StageLost(stage, f"no other stage has its {'head' if stage else 'embedding'}")
     gone = [other for other in sources("checkfree", stage, stages) if other in lost]
     if gone:
         raise StageLost(stage, f"it would be made of stage {gone[0]}, which is lost too")

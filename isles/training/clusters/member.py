@@ -198,7 +198,7 @@ def _held(state: State) -> dict[str, list[Tensor]]:
     """By name, a parameter and its moments. ValueError for a state that is none of clusters."""
     held = state.get("parameters")
     if not isinstance(held, dict) or not all(isinstance(one, list) for one in held.values()):
-        raise ValueError("the lighthouse's state is none of clusters: it is damaged")
+        raise ValueError("the lighthouse's state is not one of clusters: it is damaged")
     return held
 
 
@@ -268,10 +268,10 @@ class ClusterParticipant(SwarmParticipant):
 
     def _measured(self) -> ClusterNode:
         """Its line is that to the lighthouse, which lies between any two."""
-        self.notify("measuring this machine's memory and speed, and its line")
+        self.notify("measuring this machine's memory and speed, and its link")
         client, rate, latency = measure_lighthouse_link(self._session), self.config.world.slowest_link, 0.0
         if client is None:
-            self.notify(f"its line could not be measured: it counts as world.slowest_link, {rate / 1e6:g} Mbit/s")
+            self.notify(f"its link could not be measured: it counts as world.slowest_link, {rate / 1e6:g} Mbit/s")
         else:
             rate, latency = 8 * min(client.out, client.back), client.round_trip / 2
         device = choose_device(self.config.model, int(os.environ.get("LOCAL_RANK", 0)))

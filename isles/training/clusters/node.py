@@ -280,7 +280,7 @@ class ClusterWorker(TrainingLoop):
         facts |= {"since": self.reading.since, "before": self.reading.before}
         for comer in let_in(self.agreement, facts):
             if self.world.rank == self.agreement.assignment.living[0]:  # who says what all know
-                self._cluster_state.note(f"worker {comer} has come, and stands by from step {self.steps} on")
+                self._cluster_state.note(f"worker {comer} has joined, and is on standby from step {self.steps} on")
 
     def _repair(self) -> None:
         """Where somebody stands by for who was lost or leaves, their clusters go on from the others' weights; so do new

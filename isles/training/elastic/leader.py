@@ -98,7 +98,7 @@ class Bootstrap:
                 "does not help look at RUN/states there"
             )
         whose = "that the lighthouse keeps" if donor < 0 else f"of worker {donor}"
-        self.notice(f"the state {whose} did not come ({why}): asking again")
+        self.notice(f"the state {whose} could not be fetched ({why}): asking again")
         self.client.reload()
 
     def _first(self, ahead: int = 0) -> Decisions[int | None]:
@@ -120,11 +120,11 @@ class Bootstrap:
         try:
             self._has, _ = yield Decision(kind="load", donor=load.donor, seconds=slow, round=round - 2, wait=wait)
         except StateRejected as why:
-            self.notice(f"a newer state of worker {load.donor} is none ({why}): another state is asked for")
+            self.notice(f"a newer state of worker {load.donor} is invalid ({why}): another state is asked for")
             self.client.reload()
             return False
         except StateUnavailable as why:
-            self.notice(f"a newer state of worker {load.donor} did not come ({why}): on with that of before")
+            self.notice(f"a newer state of worker {load.donor} could not be fetched ({why}): the previous one is used")
         return True
 
     def _catches_up(self, load: Load, round: int) -> Decisions[bool]:
@@ -135,7 +135,7 @@ class Bootstrap:
         try:
             left_out = yield Decision(kind="catch up", donor=donor, round=self._has + 1, until=round, seconds=patience)
         except StateUnavailable as why:
-            self.notice(f"worker {donor}'s landings did not come ({why}): another state is asked for")
+            self.notice(f"worker {donor}'s landings could not be fetched ({why}): another state is asked for")
             self.client.reload()
             return False
         self.client.leaves_out(left_out)
@@ -373,8 +373,8 @@ class Participant:
         waited = self.transport.now() - self._landed_at
         if self._put_off > _MOST_PUT_OFF and waited > _LONGEST_OUTAGE and not self.client.is_called:
             raise RendezvousFailed(
-                f"no round could land for {waited:.0f} s: the lighthouse does not answer; isles resume RUN lights it "
-                "again there, and isles join brings this worker back"
+                f"no round could land for {waited:.0f} s: the lighthouse does not answer; isles resume RUN restarts "
+                "it there, and isles join brings this worker back"
             )
         return True
 
@@ -433,7 +433,7 @@ class Participant:
         try:
             self.transfers.fetch(FetchRequest(source=LIGHTHOUSE, what=MODEL, most=1 << 62, seconds=SLOW), path)
         except StateUnavailable as why:
-            self.notice(f"the one model did not come ({why}): it is not judged")
+            self.notice(f"the one model could not be fetched ({why}): it is not evaluated")
             return
         self.client.report({"evaluated": self.worker.evaluate(path)})
 

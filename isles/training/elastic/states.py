@@ -297,7 +297,7 @@ def _taken(
             raise StateUnavailable("it holds numbers that are none")
         participants, whole, digest = facts["participants"], facts["whole"], facts["digest"]
     except (SafetensorError, KeyError, ValueError) as error:
-        raise StateUnavailable(f"the mean of round {round} is none: {str(error).splitlines()[0][:120]}") from error
+        raise StateUnavailable(f"the mean of round {round} is invalid: {str(error).splitlines()[0][:120]}") from error
     finally:
         path.unlink(missing_ok=True)
     return MissedMean(mean, participants, whole, digest, facts.get("left_out", {}))

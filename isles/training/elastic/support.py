@@ -34,7 +34,7 @@ def elastic(tables: Tables) -> Config:
     provided = tables.get("replicas", {})
     if provided.get("on_peer_failure") == "raise":  # as `isles config` prints it
         warnings.warn(
-            'replicas.on_peer_failure = "raise": whoever is lost ends nobody here, so it is "solo"', stacklevel=2
+            'replicas.on_peer_failure = "raise": a lost worker ends no other one here, so it is "solo"', stacklevel=2
         )
         provided = {key: value for key, value in provided.items() if key != "on_peer_failure"}
     return in_rounds(_as_ours(config, {key: value for key, value in _OURS.items() if key not in provided}))

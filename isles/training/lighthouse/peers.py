@@ -79,7 +79,7 @@ class SwarmLighthouseServer(LighthouseServer):
             if self.coordinator.epoch > epoch:
                 epoch, step = (
                     self.coordinator.epoch,
-                    self.coordinator.saved or "0, for no state is kept (run.checkpoint_every)",
+                    self.coordinator.saved or "0, because no state is saved (run.checkpoint_every)",
                 )
                 self.on_notice(f"all peers were lost: the run begins again at step {step}")
             if self.stopping.is_set():
@@ -121,7 +121,7 @@ class SwarmLighthouseServer(LighthouseServer):
             self.fetch(str(member), MODEL, partial, _SLOW)
             safe_open(str(partial), framework="np").keys()
         except (StateUnavailable, SafetensorError) as why:
-            self.on_notice(f"worker {member}'s model did not come ({why}): the others put it together again")
+            self.on_notice(f"worker {member}'s model could not be fetched ({why}): the others assemble it again")
             self.lighthouse.finished.discard(member)
             return None
         settle(partial, self.out / MODEL_FILE)
@@ -186,7 +186,7 @@ class SwarmLighthouseServer(LighthouseServer):
         try:
             self._states.take_in(stages, lambda stage, path: self._fetch_state(offers[stage], step, stage, path))
         except StateUnavailable:
-            self.on_notice(f"a state after step {step} did not come: those of before are kept")
+            self.on_notice(f"a state after step {step} could not be fetched: the previous ones remain")
             return
         self._offer_states(step)
         self.lighthouse.act(lambda now: self.coordinator.keep(step))
@@ -202,7 +202,7 @@ class SwarmLighthouseServer(LighthouseServer):
                 self.fetch(str(member), state_of(stage, step), path, _SLOW)
                 if is_whole(path):
                     return step
-        raise StateUnavailable(f"nobody gives the state of stage {stage}")
+        raise StateUnavailable(f"no peer serves the state of stage {stage}")
 
     def _offer_states(self, step: int) -> None:
         """To those who begin with them. ValueError where they are missing, or damaged."""

@@ -29,10 +29,10 @@ class Stand:
 
 def read_stand(out: Path) -> Stand:
     """Read the stand of the run in `out`. ValueError, in one line, where its file is missing or damaged."""
-    hint = f"light it with: isles lighthouse {out} --host HOST --port PORT"
+    hint = f"start it with: isles lighthouse {out} --host HOST --port PORT"
     try:
         return read(Stand, parse_json((out / NAME).read_bytes()))
     except OSError:
-        raise ValueError(f"{out / NAME}: is missing, so nobody knows where the lighthouse stood; {hint}") from None
+        raise ValueError(f"{out / NAME}: is missing, so the lighthouse's address is not known; {hint}") from None
     except ValueError:
         raise ValueError(f"{out / NAME}: is damaged; {hint}") from None

@@ -66,7 +66,7 @@ class RoundsLighthouseServer(LighthouseServer):
         members = self.members()
         taken = self._collect(members)
         if not taken:
-            raise PeerLost(members[0], "no worker of the last view could be asked for what it came to")
+            raise PeerLost(members[0], "no worker of the last view could be asked for its results")
         self._evaluate(sorted(taken))
         if self.stopping.is_set():
             return None
@@ -116,7 +116,7 @@ class RoundsLighthouseServer(LighthouseServer):
             except OSError as error:
                 if not no_room(error):
                     raise
-                self.on_notice(f"no state is kept now ({error.strerror}): make room in {self.out}; the run goes on")
+                self.on_notice(f"no state is saved now ({error.strerror}): make room in {self.out}; the run goes on")
                 return True
         return False
 

@@ -133,7 +133,7 @@ class LighthouseServer(ABC):
                 STATUS, lambda query: query.reply(encode(replace(self.now(), paths=self.paths()[:_SHOWN])))
             )
             if is_new and journal.entries:
-                self.on_notice("its credentials were not there: whoever took part must join anew, with the new token")
+                self.on_notice("its credentials were missing: all workers must join again, with the new token")
             self.on_ready(str(mine.token))
             summary = None
             with contextlib.suppress(InterruptedError):

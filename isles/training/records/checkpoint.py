@@ -137,7 +137,7 @@ class Checkpoints:
         while steps and (bad := [path for path in self.shards(steps[-1]) if not is_whole(path)]):
             damaged, steps = [*damaged, bad[0]], steps[:-1]
         if damaged and not steps:
-            raise ValueError(f"{self.folder}: no state there is whole: restore one, or start a new run")
+            raise ValueError(f"{self.folder}: no state there is intact: restore one, or start a new run")
         for path in damaged:
             notify(f"{path}: is damaged, so the run goes on from round {steps[-1]}")
         return steps[-1] if steps else None
@@ -194,7 +194,7 @@ def rank_to_load(checkpoints: Checkpoints, step: int, rank: int) -> int:
     alike = [other for other in ranks if stages[other] == stages[rank]]
     if not alike:
         raise ValueError(
-            f"after step {step} nobody of stage {stages[rank]} has saved: name an earlier step with --step"
+            f"after step {step} no worker of stage {stages[rank]} has saved: name an earlier step with --step"
         )
     return alike[0]
 

@@ -161,7 +161,7 @@ def with_boundary(saved: Config, config: Config) -> Config:
         )
     if saved.pipeline.boundary.form != "coordinates":
         raise ValueError(
-            f'{prefix} with form = "{saved.pipeline.boundary.form}": what its optimizers see of gradients hangs on '
+            f'{prefix} with form = "{saved.pipeline.boundary.form}": what its optimizers see of gradients depends on '
             "where the stages begin; leave out --stages"
         )
     inside = saved.pipeline.boundary.blocks or before[-1]
@@ -475,7 +475,7 @@ def reshard_clusters(run: Path, step: int, config: Config, workers: int | None) 
     saved_then = ClusterAssignment.of_plain(plain, int(manifest[POSITIONS]))
     assignment = saved_then.without(set(saved_then.living) - set(saved))
     if not assignment.whole:
-        raise ValueError(f"{run}: after step {step} no cluster was whole; name an earlier step with --step")
+        raise ValueError(f"{run}: after step {step} no cluster was complete; name an earlier step with --step")
     nodes = [position for number in assignment.whole for position in assignment.clusters[number]]
     aside = [position for position in assignment.living if position not in nodes]
     dropped = aside if len(assignment.whole) == 1 else []  # one cluster alone has nobody to load from
@@ -493,11 +493,11 @@ def reshard_clusters(run: Path, step: int, config: Config, workers: int | None) 
     clusters = f"{len(now.clusters)} cluster{'s' * (len(now.clusters) > 1)}"
     notes = [
         f"going on with the {len(remaining)} workers that were left after step {step}, in {clusters}; from here on "
-        "nobody comes or leaves",
+        "no worker joins or leaves",
         f"workers {', '.join(map(str, remaining))} are 0 to {len(remaining) - 1} now",
     ]
     if dropped:
-        notes.append(f"workers {', '.join(map(str, dropped))} stood by: there is no second cluster to load from")
+        notes.append(f"workers {', '.join(map(str, dropped))} were on standby: there is no second cluster to load from")
     return after, step, notes
 
 
@@ -627,8 +627,10 @@ def _chosen(checkpoints: Checkpoints, run: Path, step: int | None) -> int:
     if not run.exists():
         raise ValueError(f"{run}: there is nothing of that name; give the directory of a run")
     if not steps:
-        raise ValueError(f"{run}: no whole checkpoint there; set run.checkpoint_every, or start again")
+        raise ValueError(f"{run}: no complete checkpoint there; set run.checkpoint_every, or start again")
     chosen = steps[-1] if step is None else step
     if chosen not in steps:
-        raise ValueError(f"--step {chosen}: there is no whole checkpoint of it; there are {', '.join(map(str, steps))}")
+        raise ValueError(
+            f"--step {chosen}: there is no complete checkpoint of it; there are {', '.join(map(str, steps))}"
+        )
     return chosen

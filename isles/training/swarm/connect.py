@@ -233,7 +233,7 @@ class SwarmParticipant:
             asked = FetchRequest(source=LIGHTHOUSE, what=state_of(stage, step), most=_MOST, seconds=_SLOW)
             return path, self._transfers.fetch(asked, path)
         except StateUnavailable as why:
-            raise CommError(f"the state of stage {stage} after step {step} did not come ({why})") from None
+            raise CommError(f"the state of stage {stage} after step {step} could not be fetched ({why})") from None
 
     def _conclude(self, trainer: PeerWork, result: dict[str, Any]) -> None:
         """Hand in the model, or wait while the first peer does; where that one is lost, put it together again."""

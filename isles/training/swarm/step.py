@@ -202,7 +202,7 @@ class Swarmed:
         self._has_declined = True
         stage = self.swarm.stages[self.swarm.me]
         notice = (
-            f"worker {self.swarm.me} is asked to leave, and is the last of stage {stage}, with nobody to take its place"
+            f"worker {self.swarm.me}, the last of stage {stage}, was asked to leave, and no other peer can replace it"
         )
         self.world.report({"notice": notice})
         self.world.leaving.decline()

@@ -282,7 +282,7 @@ def _read(received: Tensor, last: int) -> Any:
         value_of(state, "norm", Nonnegative)
         return state
     except (LookupError, TypeError, ValueError, AttributeError) as error:
-        raise Malformed(-1, f"a stage's state that is none: {str(error).splitlines()[0][:120]}") from error
+        raise Malformed(-1, f"an invalid state of a stage: {str(error).splitlines()[0][:120]}") from error
 
 
 FetchPart = Callable[[int], tuple[Path, dict[str, Any]]]

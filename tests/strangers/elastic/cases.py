@@ -199,7 +199,7 @@ def a_call_in_the_name_of_another(one: Attacker) -> None:
     assert one.call(said, proof) == one.call(one.called(77)[0], proof) == one.call(said, bytes(16)) == NEVER
 
 
-@case("victim", "a message of nobody who is there")
+@case("victim", "a message of an unknown member")
 def a_call_of_no_seat(one: Attacker) -> None:
     for member in (-1, 1 << 20, -(1 << 63), (1 << 63) - 1):
         assert one.call(*one.called(member)) == (None, b"later")
@@ -243,7 +243,7 @@ def the_work_of_nobody(one: Attacker) -> None:
     assert one.ask(REQUESTS, encode(Beat(seen=((1 << 40, 1),))), one.word) == NEVER
 
 
-@case("lighthouse", "an answer of a round that nobody is in", OWN)
+@case("lighthouse", "an answer of a round without members", OWN)
 def answers_of_rounds_that_nobody_is_in(one: Attacker) -> None:
     for said in (Done(1 << 40, 0, 5), Done(0, 0, 5), Done(1, 1 << 40, 5), PeerReport(-1, 0, one.victim, "refused")):
         assert one.ask(REQUESTS, encode(said), one.word) == NEVER
@@ -260,7 +260,7 @@ def words_that_are_none(one: Attacker) -> None:
     assert all(one.ask(REQUESTS, said, one.word) == NEVER for said in junk)
 
 
-@case("lighthouse", "an address that is none", OWN)
+@case("lighthouse", "an invalid address", OWN)
 def addresses_that_are_none(one: Attacker) -> None:
     for port in (0, -1, 1 << 40):
         said = AnnounceAddress("127.0.0.1", port, "", one.own.token.fingerprint)

@@ -37,18 +37,18 @@ def told(lines: list[str]) -> list[list[str]]:
     """Of the peers: stage, member, step, counted."""
     rows = [line.split() for line in lines[1:]]
     paths = next((place for place, row in enumerate(rows) if row[:1] == ["path"]), len(rows))
-    return [row[:4] for row in rows[:paths] if row and (row[0] == "waits" or row[0].isdigit())]
+    return [row[:4] for row in rows[:paths] if row and (row[0] == "waiting" or row[0].isdigit())]
 
 
 @pytest.mark.long
 def test_it_shows_stages_peers_and_loads(tmp_path: Path, show: Show) -> None:
     """Of a swarm that waits, of one at work, and what was refused."""
     run = SwarmRun(elastic_config(*settings("[1,2,1]", 400)), tmp_path / "run")
-    assert show(run)[0] == "step 0 of 400; states are kept of: none yet; swarms begun: 0; " + (
+    assert show(run)[0] == "step 0 of 400; states saved: none yet; swarms begun: 0; " + (
         "waiting: stage 0 for 1 peer, stage 1 for 2 peers, stage 2 for 1 peer"
     )
     run.join(1)
-    run.until(lambda: told(show(run)) == [["waits", "0", "0", "0"]])
+    run.until(lambda: told(show(run)) == [["waiting", "0", "0", "0"]])
     for stage in (0, 1, 2):
         run.join(stage)
     run.until(lambda: run.step(0) > 3)
@@ -91,7 +91,7 @@ def test_one_that_goes_amid_the_question(tmp_path: Path, show: Show, monkeypatch
         return ask(*of)  # type: ignore[arg-type]
 
     monkeypatch.setattr(query, "ask", asked)
-    with pytest.raises(OSError, match="the lighthouse has gone: ask again once it is lit"):
+    with pytest.raises(OSError, match="the lighthouse has stopped: ask again once it is restarted"):
         show(run)
 
 
