@@ -84,7 +84,8 @@ def check_options(options: Mapping[str, Any] | None, values: Mapping[str, object
     """
     for axis in options or {}:
         if axis not in values:
-            raise ValueError(unknown_name("key", f"options.{axis}", [f"options.{one}" for one in values]))
+            known = ", ".join(f"options.{one}" for one in values)
+            raise ValueError(f"options.{axis} belongs to no part: choose one of {known}, or take it out")
         if not names_code(axis, values[axis]):
             key = CODE[axis].key
             raise ValueError(
