@@ -53,26 +53,21 @@ class Router(ABC):
 
 def own_routes(router: Router, grid: PipelineGrid, name: str) -> StepRoutes:
     """Those of a router of one's own. ValueError, from the step on that breaks the rules of `Router.routes`."""
-    workers = range(grid.replicas * grid.stages)
+    stages, replicas, each = list(range(grid.stages)), grid.replicas, grid.microbatches
 
     def routes_of(step: int) -> Sequence[Route]:
         routes = tuple(router.routes(step, grid))
         try:
-            check_routes(routes, len(workers))
+            check_routes(routes, replicas * len(stages))
             for route in routes:
-                if [one % grid.stages for one in route.visits] != list(range(grid.stages)) or route.home != grid.home:
-                    raise ValueError(
-                        f"the route of microbatch {route.microbatch} visits {route.visits} with home = {route.home}: "
-                        f"visit a worker of stage 0 to {grid.stages - 1} each, in order, with home = {grid.home}"
-                    )
+                if [one % len(stages) for one in route.visits] != stages or route.home != grid.home:
+                    what = f"visits {route.visits} with home = {route.home}: visit one worker of each stage"
+                    raise ValueError(f"microbatch {route.microbatch} {what}, in order, with home = {grid.home}")
             count = visited(routes)
-            odd = [worker for worker in workers if count[worker] != grid.microbatches]
-            if odd:
-                raise ValueError(
-                    f"worker {odd[0]} is visited by {count[odd[0]]} microbatches: lead {grid.microbatches} to each"
-                )
-            if sorted(route.microbatch for route in routes) != list(range(len(routes))):
-                raise ValueError(f"number the {len(routes)} microbatches from 0")
+            if set(count.values()) != {each} or len(count) != replicas * len(stages):
+                raise ValueError(f"workers are visited {dict(count)} times: lead {each} microbatches to each")
+            if {route.microbatch for route in routes} != set(range(replicas * each)):
+                raise ValueError(f"number the microbatches from 0 to {replicas * each - 1}")
         except ValueError as error:
             raise ValueError(f'pipeline.routing = "{name}", step {step}: {error}') from None
         return routes

@@ -30,11 +30,8 @@ PLAIN = {axis: members[0] for axis, members in AXES.items()}
 """The first member of each: parameters averaged by all at once."""
 OWN, OWN_ALL, OWN_GROUPS = "own", "own (agrees)", "own (groups)"
 OWN_CODECS = {
-    "own (lossless)": CodecKind("", lossless=True, biased=False, shared_mask=False),
-    "own (lossy)": CodecKind("", lossless=False, biased=False, shared_mask=False),
-    "own (biased)": CodecKind("", lossless=False, biased=True, shared_mask=False),
-    "own (shared mask)": CodecKind("", lossless=False, biased=False, shared_mask=True),
-    "own (biased, shared mask)": CodecKind("", lossless=False, biased=True, shared_mask=True),
+    f"own ({what})": CodecKind("", what == "lossless", "biased" in what, "shared mask" in what)
+    for what in ("lossless", "lossy", "biased", "shared mask", "biased, shared mask")
 }
 """What a codec of one's own says of itself."""
 _CODECS = KINDS | OWN_CODECS

@@ -56,6 +56,13 @@ def names_in(tables: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
+def names_of(config: Config) -> dict[str, Any]:
+    """`names_in` of a run's configuration."""
+    pipeline = {**vars(config.pipeline), "boundary": vars(config.pipeline.boundary)}
+    replicas = {"method": config.method, **vars(config.replicas)}
+    return names_in({"replicas": replicas, "model": vars(config.model), "pipeline": pipeline})
+
+
 def check_code(config: Config) -> None:
     """Import the parts of a run that are somebody's own, and make each once; but for a boundary, which wants to know
     the stream's width first. Loads torch where there are any.
@@ -64,25 +71,21 @@ def check_code(config: Config) -> None:
         ValueError: in one line, where one is absent, is no such part, or takes other options; or where they do not go
             together by what they say of themselves.
     """
-    pipeline = {**vars(config.pipeline), "boundary": vars(config.pipeline.boundary)}
-    tables = {"replicas": vars(config.replicas), "pipeline": pipeline}
-    choice = dict(getattr(config.replicas, "choice", {}))
-    for axis, setting in CODE.items():
-        table, name = table_of(tables, f"{setting.section}.{setting.key}")
-        value = str(table.get(name))
-        if not setting.interface or not names_code(axis, value):
+    named, choice = names_of(config), dict(getattr(config.replicas, "choice", {}))
+    for axis, (section, key, options, interface, *_) in CODE.items():
+        name, own = named.get(f"{section}.{key}"), named.get(f"{section}.{options}", {})
+        if name is None or not interface:
             continue
-        options = (tables[setting.section].get("options") or {}).get(axis, {})
         try:
             if axis == "boundary":
-                part_class(axis, value, options, 1)
+                part_class(axis, name, own, 1)
                 continue
-            made = make(axis, value, options)
+            made = make(axis, name, own)
             if axis in choice:
                 choice[axis] = member(axis, made)
                 refuse(choice)
         except ValueError as error:
-            raise ValueError(f"{setting.section}.{error}") from error
+            raise ValueError(f"{section}.{error}") from error
 
 
 def check(path: Path, tables: Mapping[str, Any], *, trust: bool) -> None:

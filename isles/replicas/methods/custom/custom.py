@@ -7,6 +7,8 @@ is the default one; reading eager with outer_delay = 1 is `eager`; mixing groups
 
 from __future__ import annotations
 
+from typing import Any
+
 from typing_extensions import override
 
 from isles.base.part_maker import make
@@ -24,7 +26,7 @@ from isles.replicas.methods.noloco import DeltaPhi
 from isles.replicas.methods.slowmo import HeavyBall
 from isles.replicas.methods.sparta import AveragePart
 from isles.replicas.parts.choices import Blend, Carry, Eager, EveryH, Everyone, Nobody, RandomGroups, Received, Replace
-from isles.replicas.parts.interfaces import Cadence, Composition, Landing, Mixing, OuterRule, feedback
+from isles.replicas.parts.interfaces import Cadence, Composition, Mixing, OuterRule, feedback
 from isles.replicas.parts.stability import warn_unless_stable
 
 
@@ -37,27 +39,27 @@ class Custom(OuterSync):
     @override
     def compose(self) -> Composition:
         config, filled = self.config, self.config.filled
-        named = {axis: getattr(config, axis) for axis in config.own_axes}
-        own = {axis: make(axis, it, config.options_of(axis)) for axis, it in named.items() if names_code(axis, it)}
         fragments = cut(self.model, config.fragments, config.layers_per_fragment)
-        cadence: Cadence = own["cadence"] if "cadence" in own else self._cadence(len(fragments))
-        mixing: Mixing = own["mixing"] if "mixing" in own else self._mixing()
-        _fit(config, cadence, len(fragments))
-        _refuse_one_sided(config, mixing, self.group.size)
-        sent = own["codec"] if "codec" in own else form(config.codec)
-        rule: OuterRule = own["rule"] if "rule" in own else self._rule(sent)
-        landings: dict[str, Landing] = {"blend": Blend(filled("merge_alpha")), "carry": Carry(), "replace": Replace()}
+        sent = form(config.codec, config.options_of("codec"))
+        late = config.overlap_steps, config.outer_delay, config.first_sync, config.every_step_until
+        landings = {"blend": Blend(filled("merge_alpha")), "carry": Carry(), "replace": Replace()}
+        parts: dict[str, Any] = {
+            "cadence": EveryH(config.sync_every, len(fragments), *late),
+            "mixing": self._mixing(),
+            "reading": Eager() if config.reading == "eager" else Received(),
+            "rule": self._rule(sent),
+            "landing": landings.get(config.landing),
+        }
+        own = {axis: name for axis in parts if names_code(axis, name := getattr(config, axis))}
+        parts |= {axis: make(axis, name, config.options_of(axis)) for axis, name in own.items()}
+        self._refuse_misfit(parts["cadence"], parts["mixing"], len(fragments))
         return Composition(
-            cadence=cadence,
-            mixing=mixing,
+            **parts,
             codec=sent,
-            reading=own.get("reading") or (Eager() if config.reading == "eager" else Received()),
-            rule=rule,
-            landing=own.get("landing") or landings[config.landing],
             fragments=fragments,
             feedback=feedback(config.error_feedback, config.feedback_decay),
-            anchor_codec=codec(filled("anchor_codec")) if rule.shares_anchors else None,
-            prefetch_anchors=rule.shares_anchors,
+            anchor_codec=codec(filled("anchor_codec")) if parts["rule"].shares_anchors else None,
+            prefetch_anchors=parts["rule"].shares_anchors,
         )
 
     @override
@@ -69,16 +71,24 @@ class Custom(OuterSync):
         rate, momentum = self.config.filled("outer_lr"), self.config.filled("outer_momentum")
         return super().advise(steps) + eager_rate(rate, momentum, self.group.size)
 
-    def _cadence(self, fragments: int) -> Cadence:
-        config = self.config
-        return EveryH(
-            config.sync_every,
-            fragments,
-            config.overlap_steps,
-            config.outer_delay,
-            config.first_sync,
-            config.every_step_until,
-        )
+    def _refuse_misfit(self, cadence: Cadence, mixing: Mixing, fragments: int) -> None:
+        """ValueError where a cadence of one's own is of other fragments, or workers would wait for ever, for a mixing
+        of one's own puts them into groups that they do not agree on.
+        """
+        config, size = self.config, self.group.size
+        if cadence.fragments != fragments:
+            raise ValueError(
+                f'cadence = "{config.cadence}" is of {cadence.fragments} fragments; fragments = {config.fragments!r} cuts '
+                f"this model into {fragments}: change fragments, layers_per_fragment or options.cadence"
+            )
+        for position in range(size) if names_code("mixing", config.mixing) else ():
+            group = mixing.members(1, size, position)
+            is_group = isinstance(group, tuple) and position in group and group == tuple(sorted(group))
+            if not is_group or any(mixing.members(1, size, other) != group for other in group):
+                raise ValueError(
+                    f'mixing = "{config.mixing}": members(1, {size}, {position}) is {group!r}; give all members of a '
+                    "group the same ascending tuple of positions, themselves included"
+                )
 
     def _mixing(self) -> Mixing:
         config, filled = self.config, self.config.filled
@@ -101,24 +111,3 @@ class Custom(OuterSync):
             case "heavy_ball":
                 return HeavyBall(lr=lr, momentum=momentum)
         return DeltaPhi(beta=lr, momentum=momentum, gamma=self.config.filled("gamma"))
-
-
-def _fit(config: CustomConfig, cadence: Cadence, fragments: int) -> None:
-    """ValueError where the model is cut into another number of fragments than a cadence of one's own sends."""
-    if cadence.fragments != fragments:
-        raise ValueError(
-            f'cadence = "{config.cadence}" is of {cadence.fragments} fragments, and fragments = {config.fragments!r} '
-            f"cuts this model into {fragments}: change fragments, layers_per_fragment or options.cadence"
-        )
-
-
-def _refuse_one_sided(config: CustomConfig, mixing: Mixing, size: int) -> None:
-    """ValueError where workers of a mixing of one's own do not agree on their groups, and would wait for ever."""
-    for position in range(size) if names_code("mixing", config.mixing) else ():
-        group = mixing.members(1, size, position)
-        alike = isinstance(group, tuple) and position in group and group == tuple(sorted(group))
-        if not alike or any(mixing.members(1, size, other) != group for other in group):
-            raise ValueError(
-                f'mixing = "{config.mixing}": members(1, {size}, {position}) is {group!r}; give all members of a group '
-                "the same ascending tuple of positions, themselves included"
-            )
