@@ -32,17 +32,18 @@ def on_first_use(
 ) -> tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]:
     """`__all__`, `__getattr__` and `__dir__` of `package`, whose names are imported when they are first asked for.
 
-    homes: by module, such as ".config", the names that it has, in one string.
+    homes: by module, such as ".config", the names that it has, in one string; "MemoryProfile=Profile" for one that
+    says too little outside of its module.
     """
-    modules = {name: home for home, names in homes.items() for name in names.split()}
+    named = [(name.partition("="), home) for home, names in homes.items() for name in names.split()]
+    modules = {public: (home, own or public) for (public, _, own), home in named}
     here = vars(sys.modules[package])
 
     def load(name: str) -> Any:
         if name not in modules:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        here[name] = getattr(
-            import_module(modules[name], package), name
-        )  # the next access no longer comes through here
+        home, own = modules[name]
+        here[name] = getattr(import_module(home, package), own)  # the next access no longer comes through here
         return here[name]
 
     return sorted(modules), load, lambda: sorted({*here, *modules})

@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from isles.network.routing.routes import Route, check_routes, fixed_routes, random_routes, visited
+from isles.network.routing.routes import Route, check_routes, fixed_routes, position, random_routes, visited
 
 StepRoutes = Callable[[int], Sequence[Route]]
 
@@ -33,6 +33,10 @@ class PipelineGrid(NamedTuple):
     home: bool
     seed: int
 
+    def worker(self, replica: int, stage: int) -> int:
+        """The position, as routes name it, of the worker that serves `stage` in `replica`."""
+        return position(replica, stage, self.stages)
+
 
 class Router(ABC):
     """Which way each microbatch goes: a router of your own, `pipeline.routing = "package.module:Class"`."""
@@ -47,7 +51,7 @@ class Router(ABC):
 
         Returns:
             One route a microbatch, numbered from 0. Each visits one worker of stage 0, 1, ..., in this order, and each
-            worker gets as many as `grid.microbatches`; `isles.network.routing.routes.position` numbers workers.
+            worker gets as many as `grid.microbatches`; see `PipelineGrid.worker`.
         """
 
 

@@ -47,7 +47,7 @@ def replan(
     from isles.cli.terminal import print_table
     from isles.network.routing.plan import as_json, read_plan
     from isles.network.routing.routes import visited
-    from isles.network.routing.search import Effort, with_collisions, without_collisions
+    from isles.network.routing.search import SearchEffort, with_collisions, without_collisions
     from isles.network.routing.speeds import planned_computing, speed_factors
     from isles.report import settled
     from isles.report.panels import Table
@@ -59,7 +59,7 @@ def replan(
     factors = speed_factors(plan, measured)
     forward = tuple(own * factor for own, factor in zip(plan.problem.forward, factors, strict=True))
     problem = replace(plan.problem, forward=forward)
-    effort = Effort(seconds=seconds / 2)
+    effort = SearchEffort(seconds=seconds / 2)
     found = with_collisions(problem, effort, without_collisions(problem, effort, seed), seed)
     slowed, fresh = replace(plan, problem=problem), replace(plan, problem=problem, paths=found)
     now, made = slowed.step_seconds, min(fresh, slowed, key=lambda one: one.step_seconds)

@@ -14,7 +14,7 @@ from isles.cli.terminal import AsJson, show
 
 if TYPE_CHECKING:
     from isles.network.routing.assignment import Stages
-    from isles.network.routing.problem import Costs
+    from isles.network.routing.problem import RoutingCosts
     from isles.network.routing.replay import Sizes
     from isles.report.sheet import Sheet
 
@@ -51,8 +51,8 @@ def plan_paths(
     from isles.network.networks import links as named
     from isles.network.routing.assignment import assign
     from isles.network.routing.plan import PipelinePlan, as_json, plan_network
-    from isles.network.routing.problem import Problem
-    from isles.network.routing.search import Effort, strategies
+    from isles.network.routing.problem import RoutingProblem
+    from isles.network.routing.search import SearchEffort, routing_strategies
     from isles.network.routing.speeds import delays_of, fingerprint, forward_seconds
     from isles.report.sheets.paths import pipeline_sheet
 
@@ -65,7 +65,7 @@ def plan_paths(
     times = forward_seconds(sum(sizes), task)
     delays = delays_of(network, len(times), messages.forward, overhead)
     nodes_by_stage = listed or assign(sizes, delays, times, seed=seed, seconds=0.3 * seconds)
-    problem = Problem(
+    problem = RoutingProblem(
         stages=nodes_by_stage,
         delays=delays,
         forward=times,
@@ -76,7 +76,7 @@ def plan_paths(
     )
     cuts = None if cut is None else _cuts(cut, len(problem.stages))
     lines = plan_network(network, problem.nodes, messages, overhead)
-    found = strategies(problem, Effort(seconds=0.6 * seconds), seed, lines)
+    found = routing_strategies(problem, SearchEffort(seconds=0.6 * seconds), seed, lines)
     paths = found[-1].paths
     assert paths is not None
     made = PipelinePlan(
@@ -136,12 +136,12 @@ def message_sizes(text: str, boundary: str | None, codec: str | None) -> tuple[S
     return sizes_of(round(parse_count("--message", tokens.strip())), int(width), settings), overhead
 
 
-def _costs(text: str) -> Costs:
+def _costs(text: str) -> RoutingCosts:
     from dataclasses import replace
 
-    from isles.network.routing.problem import Costs
+    from isles.network.routing.problem import RoutingCosts
 
-    made = Costs()
+    made = RoutingCosts()
     for part in text.split(","):
         name, _, value = part.strip().partition("=")
         try:

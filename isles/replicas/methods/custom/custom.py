@@ -78,8 +78,8 @@ class Custom(OuterSync):
         config, size = self.config, self.group.size
         if cadence.fragments != fragments:
             raise ValueError(
-                f'cadence = "{config.cadence}" is of {cadence.fragments} fragments; fragments = {config.fragments!r} cuts '
-                f"this model into {fragments}: change fragments, layers_per_fragment or options.cadence"
+                f'cadence = "{config.cadence}" is of {cadence.fragments} fragments; fragments = {config.fragments!r} '
+                f"cuts this model into {fragments}: change fragments, layers_per_fragment or options.cadence"
             )
         for position in range(size) if names_code("mixing", config.mixing) else ():
             group = mixing.members(1, size, position)
