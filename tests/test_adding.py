@@ -172,7 +172,7 @@ import sys
 from pathlib import Path
 
 import isles
-from isles.replicas.methods.config import CustomConfig
+from isles.replicas.methods.custom.config import CustomConfig
 from isles.replicas.parts.legal import AXES, warnings
 from isles.report.rundir import read_run
 from isles.training.config.reading import read_config

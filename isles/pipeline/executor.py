@@ -30,7 +30,7 @@ from isles.network.routing.events import Span, orders
 from isles.network.routing.replay import TaskSeconds, seconds_of
 from isles.network.routing.routes import Route, Task
 from isles.pipeline.compute import Context, Goes, OpenPass, StageCompute, give_up_numbers
-from isles.pipeline.routers import Router
+from isles.pipeline.routers import StepRoutes
 from isles.pipeline.wire import ARRIVALS, StageForm, StageInbox, arrived, phase, planned, receives_ahead, sender
 
 Announce = Callable[[Sequence[Task]], None]
@@ -72,7 +72,7 @@ class Executor:
         self,
         stage: Stage,
         group: Group,
-        router: Router,
+        router: StepRoutes,
         form: StageForm,
         microbatches: int,
         ways: Ways,

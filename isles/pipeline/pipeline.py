@@ -29,6 +29,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from isles.base.part_maker import make
+from isles.base.parts import names_code
 from isles.comm.codecs import codec
 from isles.comm.group import same_text
 from isles.comm.mesh import Mesh
@@ -37,6 +39,7 @@ from isles.models.stages import Stage, costs_of, is_tied, width_of
 from isles.network.routing.events import in_flight
 from isles.network.routing.plan import PipelinePlan
 from isles.network.routing.routes import fixed_routes
+from isles.pipeline.boundaries.base import Boundary
 from isles.pipeline.boundaries.names import boundary_name
 from isles.pipeline.boundaries.scheme import Crossings, Inside, Scheme, scheme_of, turned
 from isles.pipeline.compute import Context
@@ -44,7 +47,7 @@ from isles.pipeline.config import PipelineConfig
 from isles.pipeline.evaluation import assembled, mean_loss
 from isles.pipeline.executor import Announce, Executor, Ways
 from isles.pipeline.partial import planned_routes
-from isles.pipeline.routers import Router, always, exchanged_routes, random_router
+from isles.pipeline.routers import PipelineGrid, StepRoutes, always, exchanged_routes, own_routes, random_router
 from isles.pipeline.shares import task_shares
 from isles.pipeline.wire import StageForm
 
@@ -117,7 +120,11 @@ class Cut:
                 f"write into the subspace; choose {cuts[-1]} to {layers}, or 0"
             )
         turns = bool(config.boundary.update_every)
-        return scheme_of(name, crossings, form=config.boundary.form, seed=seed, blocks=bound, turns=turns)
+        own = None
+        if name.kind == "own":
+            own = make("boundary", config.boundary.kind, config.options_of("boundary"), self.width)
+            refuse_misfit(config.boundary.kind, own, self.width)
+        return scheme_of(name, crossings, form=config.boundary.form, seed=seed, blocks=bound, turns=turns, own=own)
 
 
 def cut_of(
@@ -252,6 +259,23 @@ class Pipeline:
         return None if filled is None else self.scheme.unsplit(filled)
 
 
+def refuse_misfit(name: str, boundary: Boundary, width: int) -> None:
+    """ValueError where what a boundary of one's own makes of a small stream is not what it says it is."""
+    x_BTD, tokens = (
+        torch.zeros(1, 2, width, dtype=torch.float32, device="cpu"),
+        torch.zeros(1, 3, dtype=torch.int64, device="cpu"),
+    )
+    payload, side = boundary.encode(x_BTD, tokens)
+    made = tuple(payload.shape), 0 if side is None else side.numel()
+    if made != boundary.sizes(1, 2):
+        raise ValueError(
+            f'pipeline.boundary.kind = "{name}": encode makes {made}, and sizes says {boundary.sizes(1, 2)}'
+        )
+    back = tuple(boundary.decode(payload, side, tokens).shape)
+    if back != tuple(x_BTD.shape):
+        raise ValueError(f'pipeline.boundary.kind = "{name}": decode makes {back} of a stream {tuple(x_BTD.shape)}')
+
+
 def form_of(
     stage: Stage, scheme: Scheme, config: PipelineConfig, *, batch_size: int, context: int, vocab: int | None
 ) -> StageForm:
@@ -277,8 +301,11 @@ def ways_of(config: PipelineConfig, cut: Cut, replicas: int) -> Ways:
     )
 
 
-def router_of(config: PipelineConfig, replicas: int, *, home: bool, seed: int) -> Router:
-    """Which way the microbatches go. seed: of random routes."""
+def router_of(config: PipelineConfig, replicas: int, *, home: bool, seed: int) -> StepRoutes:
+    """Which way the microbatches go. seed: of random routes. ValueError as `isles.base.part_maker.make`."""
+    if names_code("router", config.routing):
+        grid = PipelineGrid(replicas, config.stages, config.microbatches, home, seed)
+        return own_routes(make("router", config.routing, config.options_of("router")), grid, config.routing)
     if config.recovery.stage_loss and config.recovery.kind == "checkfree+":
         return always(exchanged_routes(replicas, config.stages, config.microbatches))
     if config.routing == "random":

@@ -10,12 +10,13 @@ method. `isles.replicas.METHODS` names the settings of each.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from inspect import Parameter, Signature, signature
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, ClassVar, Literal, TypeVar, get_args
 
 from isles.base.errors import unknown_name
+from isles.base.parts import check_options
 from isles.replicas.search_space import Dimension, usual_space
 
 _C = TypeVar("_C")  # a dataclass
@@ -159,6 +160,24 @@ class MethodConfig:
     def space(self, steps: int, *, timed: bool) -> list[Dimension]:
         """What `isles tune` tries of a method beside the inner optimizer's; arguments as of `usual_space`."""
         return usual_space(self, steps, timed=timed)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartsConfig(MethodConfig):
+    """What a method takes some of whose parts may be code of your own."""
+
+    own_axes: ClassVar[tuple[str, ...]] = ("codec",)
+    """The settings that may name it."""
+    options: dict[str, dict[str, Any]] | None = None
+    """What parts of your own are called with, a table each: [replicas.options.codec]."""
+
+    def check_own(self) -> None:
+        """ValueError for options without code. Imports nothing."""
+        check_options(self.options, {axis: getattr(self, axis) for axis in self.own_axes})
+
+    def options_of(self, axis: str) -> Mapping[str, Any]:
+        """What the code that an axis names is called with."""
+        return (self.options or {}).get(axis, {})
 
 
 def check_feedback(form: str, decay: float) -> None:

@@ -16,7 +16,7 @@ from isles.cli.terminal import AsJson, show
 
 if TYPE_CHECKING:
     from isles.network.routing.assignment import Stages
-    from isles.network.routing.problem import Costs
+    from isles.network.routing.problem import RoutingCosts
     from isles.network.routing.replay import Sizes
     from isles.report.sheet import Sheet
 
@@ -53,8 +53,8 @@ def plan_paths(
     from isles.network.links import links as named
     from isles.network.routing.assignment import assign
     from isles.network.routing.plan import PipelinePlan, as_json, plan_network
-    from isles.network.routing.problem import Problem
-    from isles.network.routing.search import Effort, strategies
+    from isles.network.routing.problem import RoutingProblem
+    from isles.network.routing.search import SearchEffort, routing_strategies
     from isles.network.routing.speeds import delays_of, fingerprint, forward_seconds
     from isles.report.sheet import pipeline_sheet
 
@@ -67,7 +67,7 @@ def plan_paths(
     times = forward_seconds(sum(sizes), task)
     delays = delays_of(network, len(times), messages.forward, overhead)
     nodes_by_stage = listed or assign(sizes, delays, times, seed=seed, seconds=0.3 * seconds)
-    problem = Problem(
+    problem = RoutingProblem(
         stages=nodes_by_stage,
         delays=delays,
         forward=times,
@@ -78,7 +78,7 @@ def plan_paths(
     )
     cuts = None if cut is None else _cuts(cut, len(problem.stages))
     lines = plan_network(network, problem.nodes, messages, overhead)
-    found = strategies(problem, Effort(seconds=0.6 * seconds), seed, lines)
+    found = routing_strategies(problem, SearchEffort(seconds=0.6 * seconds), seed, lines)
     paths = found[-1].paths
     assert paths is not None
     made = PipelinePlan(
@@ -138,12 +138,12 @@ def message_sizes(text: str, boundary: str | None, codec: str | None) -> tuple[S
     return sizes_of(round(parse_count("--message", tokens.strip())), int(width), settings), overhead
 
 
-def _costs(text: str) -> Costs:
+def _costs(text: str) -> RoutingCosts:
     from dataclasses import replace
 
-    from isles.network.routing.problem import Costs
+    from isles.network.routing.problem import RoutingCosts
 
-    made = Costs()
+    made = RoutingCosts()
     for part in text.split(","):
         name, _, value = part.strip().partition("=")
         try:
@@ -253,7 +253,7 @@ def replan(
     from isles.cli.terminal import print_table
     from isles.network.routing.plan import as_json, read_plan
     from isles.network.routing.routes import visited
-    from isles.network.routing.search import Effort, with_collisions, without_collisions
+    from isles.network.routing.search import SearchEffort, with_collisions, without_collisions
     from isles.network.routing.speeds import planned_computing, speed_factors
     from isles.report import settled
     from isles.report.panels import Table
@@ -265,7 +265,7 @@ def replan(
     factors = speed_factors(plan, measured)
     forward = tuple(own * factor for own, factor in zip(plan.problem.forward, factors, strict=True))
     problem = replace(plan.problem, forward=forward)
-    effort = Effort(seconds=seconds / 2)
+    effort = SearchEffort(seconds=seconds / 2)
     found = with_collisions(problem, effort, without_collisions(problem, effort, seed), seed)
     slowed, fresh = replace(plan, problem=problem), replace(plan, problem=problem, paths=found)
     now, made = slowed.step_seconds, min(fresh, slowed, key=lambda one: one.step_seconds)

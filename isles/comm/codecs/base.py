@@ -12,11 +12,20 @@ from isles.comm.errors import Malformed
 
 
 class Codec(ABC):
-    """A pure function from a flat tensor to packed bytes and back. What it does to the entries says its row in `KINDS`,
-    by the name of its kind.
+    """A pure function from a flat tensor to packed bytes and back: the form of a vector on the wire.
+
+    A codec of your own, `replicas.codec = "package.module:Class"`, derives from this class, has a `name`, and says as
+    attributes of its class what it does to the entries:
+
+        lossless      what is decoded is what was encoded, to the bit
+        biased        it shrinks, or leaves out, a part of what it encodes
+        shared_mask   it leaves out the same entries on all members of an exchange, and sends the others exactly
+
+    Isles' own say so in their row of `KINDS`.
     """
 
     name: str
+    """In messages to the user."""
     block = 1
     """Elements that share a scale: a buffer is cut only at multiples of it, so that cutting changes no bits."""
 
@@ -35,7 +44,10 @@ class Codec(ABC):
 
     @property
     def _kind(self) -> CodecKind:
-        return KINDS[self.name.partition(":")[0]]
+        kind = KINDS.get(self.name.partition(":")[0])
+        if kind is None:  # of one's own, which must say it itself: `isles.base.parts.make` asks
+            raise AttributeError(f"codec {self.name}: its class does not say lossless, biased and shared_mask")
+        return kind
 
     @property
     def back(self) -> Codec:

@@ -29,7 +29,7 @@ _EXCHANGES = 200
 
 
 class Scores:
-    """The score of an assignment. delays and forward: as in `Problem`; pairings are remembered."""
+    """The score of an assignment. delays and forward: as in `RoutingProblem`; pairings are remembered."""
 
     def __init__(self, delays: CostMatrix, forward: Sequence[float]) -> None:
         self._delays, self._forward = delays, forward

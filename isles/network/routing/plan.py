@@ -16,10 +16,10 @@ from isles.base.parsing import parse_json
 from isles.base.tables import typed
 from isles.network.links import Links, Topology
 from isles.network.routing.problem import (
-    Costs,
     PathRules,
     Paths,
-    Problem,
+    RoutingCosts,
+    RoutingProblem,
     faults,
     replay_paths,
     replay_shared,
@@ -44,7 +44,7 @@ class PlanNetwork:
     sizes: Sizes
     overhead: float = 0.0
 
-    def replays(self, problem: Problem, routes: Sequence[Route]) -> list[Replay]:
+    def replays(self, problem: RoutingProblem, routes: Sequence[Route]) -> list[Replay]:
         """A step of `routes`; some of them where latencies vary."""
         draws = self.DRAWS if self.links.jitter else 1
         topology = Topology(problem.nodes, self.links)
@@ -83,7 +83,7 @@ class PipelinePlan:
     takes the problem's delay, as if it were alone.
     """
 
-    problem: Problem
+    problem: RoutingProblem
     paths: Paths
     links: str
     cuts: tuple[int, ...] | None = None
@@ -183,7 +183,7 @@ class _Written:
     expected: _Expected
     forward_seconds: tuple[float, ...]
     delay_seconds: tuple[tuple[float, ...], ...]
-    costs: Costs = field(default_factory=Costs)
+    costs: RoutingCosts = field(default_factory=RoutingCosts)
     rules: PathRules = field(default_factory=PathRules)
     cuts: tuple[int, ...] | None = None
     network: _Network | None = None
@@ -234,7 +234,7 @@ def _table(path: File) -> Mapping[str, Any]:
 
 def _plan(table: Mapping[str, Any]) -> tuple[PipelinePlan, float]:
     written: _Written = typed("plan", _Written, table)
-    problem = Problem(
+    problem = RoutingProblem(
         stages=written.stages,
         delays=written.delay_seconds,
         forward=written.forward_seconds,
@@ -268,7 +268,7 @@ def _listed(numbers: Sequence[int]) -> str:
     return ", ".join(map(str, numbers)) or "none"
 
 
-def broken_rules(problem: Problem, paths: Paths) -> list[str]:
+def broken_rules(problem: RoutingProblem, paths: Paths) -> list[str]:
     """One line for each rule that `paths` break; nothing for a legal plan.
 
     Each slot of each origin has one path, which begins there, runs `path_length` stages in a legal order, and no node
@@ -277,7 +277,7 @@ def broken_rules(problem: Problem, paths: Paths) -> list[str]:
     return [*_slots(problem, paths), *_orders(problem, paths), *_loads(problem, paths)]
 
 
-def _slots(problem: Problem, paths: Paths) -> Iterator[str]:
+def _slots(problem: RoutingProblem, paths: Paths) -> Iterator[str]:
     for slot in problem.slots:
         if slot not in paths:
             yield f"origin {slot[0]}, slot {slot[1]} has no path"
@@ -288,7 +288,7 @@ def _slots(problem: Problem, paths: Paths) -> Iterator[str]:
             yield f"origin {origin}, slot {number}: slots are numbered 0 to {problem.memory - 1}"
 
 
-def _orders(problem: Problem, paths: Paths) -> Iterator[str]:
+def _orders(problem: RoutingProblem, paths: Paths) -> Iterator[str]:
     for (origin, number), path in paths.items():
         name = f"origin {origin}, slot {number}"
         strange = [node for node in path if not 0 <= node < problem.nodes]
@@ -303,7 +303,7 @@ def _orders(problem: Problem, paths: Paths) -> Iterator[str]:
             yield f"{name} {fault}"
 
 
-def _loads(problem: Problem, paths: Paths) -> Iterator[str]:
+def _loads(problem: RoutingProblem, paths: Paths) -> Iterator[str]:
     loads = Counter(node for path in paths.values() for node in path if 0 <= node < problem.nodes)
     for number, stage in enumerate(problem.stages):
         slots, room = sum(loads[node] for node in stage), len(stage) * problem.memory

@@ -98,7 +98,7 @@ Paths = Mapping[Slot, Path]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Costs:
+class RoutingCosts:
     """A node's seconds of loss and head, and of a backward, as shares of its forward; seconds that it rests after a
     task, and after the forward of a microbatch of its own.
     """
@@ -113,7 +113,7 @@ class Costs:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Problem:
+class RoutingProblem:
     """stages: the nodes of each stage, numbered from 0 without gaps, each in one. delays: seconds of a microbatch from
     node to node, [source][target]. forward: seconds of a forward, by node. path_length: stages that a microbatch runs,
     stage 0 included. memory: forwards that a node holds. waves: microbatches of a slot in a step.
@@ -127,7 +127,7 @@ class Problem:
     path_length: int
     memory: int = 3
     waves: int = 2
-    costs: Costs = field(default_factory=Costs)
+    costs: RoutingCosts = field(default_factory=RoutingCosts)
     rules: PathRules = field(default_factory=PathRules)
 
     def __post_init__(self) -> None:
@@ -204,12 +204,12 @@ def routes_of(paths: Paths, waves: int) -> list[Route]:
     ]
 
 
-def replay_paths(problem: Problem, paths: Paths) -> Replay:
+def replay_paths(problem: RoutingProblem, paths: Paths) -> Replay:
     """A step of `paths`, first come, first served."""
     return replay_routes(problem, routes_of(paths, problem.waves))
 
 
-def replay_shared(problem: Problem, routes: Sequence[Route], wires: Sequence[TaskWire]) -> list[Replay]:
+def replay_shared(problem: RoutingProblem, routes: Sequence[Route], wires: Sequence[TaskWire]) -> list[Replay]:
     """A step of `routes` over each of the `wires`, whose links messages share. Every node does its tasks in the order
     that they have where each message is alone on its way, as a run with `pipeline.order = "plan"` does.
     """
@@ -217,13 +217,13 @@ def replay_shared(problem: Problem, routes: Sequence[Route], wires: Sequence[Tas
     return [replay(routes, problem.seconds, wire, in_order(tasks), pause=problem.rest) for wire in wires]
 
 
-def replay_routes(problem: Problem, routes: Sequence[Route]) -> Replay:
+def replay_routes(problem: RoutingProblem, routes: Sequence[Route]) -> Replay:
     """A step of `routes`, otherwise as `replay_paths`."""
     room = dict.fromkeys(range(problem.nodes), problem.memory)
     return replay(routes, problem.seconds, Delays(problem.delays), first_come, room=room, pause=problem.rest)
 
 
-def lower_bounds(problem: Problem) -> dict[str, float]:
+def lower_bounds(problem: RoutingProblem) -> dict[str, float]:
     """Seconds of a step by bound; the largest counts. ValueError where an origin has no legal path."""
     best, costs = BestPaths(problem), problem.costs
     trips, works = [], []
@@ -249,7 +249,7 @@ class BestPaths:
     once it is known for the order without it (Viterbi); orders that begin alike share what they have in common.
     """
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: RoutingProblem) -> None:
         self._problem = problem
         self._orders = legal_orders(len(problem.stages), problem.path_length, problem.rules)
 

@@ -32,7 +32,7 @@ from statistics import fmean
 
 from isles.network.routing.assignment import aligned
 from isles.network.routing.plan import PlanNetwork
-from isles.network.routing.problem import Path, Paths, Problem, legal_orders, replay_routes, routes_of
+from isles.network.routing.problem import Path, Paths, RoutingProblem, legal_orders, replay_routes, routes_of
 from isles.network.routing.replay import Replay, Sizes, bytes_sent
 from isles.network.routing.routes import Route
 
@@ -43,7 +43,7 @@ class Stopwatch:
     Equal to `replay_paths` to the bit for legal plans.
     """
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: RoutingProblem) -> None:
         self._problem = problem
         self._seconds = problem.seconds
         self._chains: dict[Path, list[tuple[int, float, float, float]]] = {}
@@ -95,7 +95,7 @@ _HOT, _COLD = 0.03, 0.0005
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Effort:
+class SearchEffort:
     """How long to search. moves: tried in each of the three searches. seconds: after which what has been found counts;
     None: no limit, and the same plan on every machine.
     """
@@ -110,12 +110,12 @@ class Effort:
             raise ValueError(f"time_budget_s = {self.seconds}: choose more than 0 s")
 
 
-def blind(problem: Problem, seed: int = 0) -> Paths:
+def blind(problem: RoutingProblem, seed: int = 0) -> Paths:
     """Legal paths that are chosen without a look at the network. ValueError where there are none."""
     return dict(zip(problem.slots, _Moves(problem, random.Random(seed)).start(), strict=True))
 
 
-def without_collisions(problem: Problem, effort: Effort, seed: int = 0) -> Paths:
+def without_collisions(problem: RoutingProblem, effort: SearchEffort, seed: int = 0) -> Paths:
     """Legal paths with the least slowest round trip alone that was found, with one path an origin or with one a slot:
     of the two those whose step is shorter. ValueError where there are none.
     """
@@ -141,7 +141,7 @@ def without_collisions(problem: Problem, effort: Effort, seed: int = 0) -> Paths
     return dict(zip(problem.slots, found, strict=True))
 
 
-def with_collisions(problem: Problem, effort: Effort, begin: Paths, seed: int = 0) -> Paths:
+def with_collisions(problem: RoutingProblem, effort: SearchEffort, begin: Paths, seed: int = 0) -> Paths:
     """Legal paths with the least seconds of a step that were found; never more than those of `begin`."""
     rng = random.Random(seed + 1)
     stopwatch = Stopwatch(problem)
@@ -160,7 +160,9 @@ def with_collisions(problem: Problem, effort: Effort, begin: Paths, seed: int = 
     return dict(zip(problem.slots, min(best, fine, key=stopwatch), strict=True))
 
 
-def _coarse(problem: Problem, score: Score, count: int, deadline: float, rng: random.Random) -> list[Path] | None:
+def _coarse(
+    problem: RoutingProblem, score: Score, count: int, deadline: float, rng: random.Random
+) -> list[Path] | None:
     """One path for all slots of each origin; None where the nodes are too few for that."""
     moves = _Moves(replace(problem, memory=1), rng)
     try:
@@ -174,7 +176,7 @@ def _coarse(problem: Problem, score: Score, count: int, deadline: float, rng: ra
     return spread(_anneal(moves, begun, lambda paths: score(spread(paths)), count, deadline, rng))
 
 
-def _deadline(effort: Effort, share: float) -> float:
+def _deadline(effort: SearchEffort, share: float) -> float:
     return math.inf if effort.seconds is None else time.monotonic() + share * effort.seconds
 
 
@@ -207,7 +209,7 @@ def _anneal(
 class _Moves:
     """Changes of a legal set of paths, one path for each slot."""
 
-    def __init__(self, problem: Problem, rng: random.Random) -> None:
+    def __init__(self, problem: RoutingProblem, rng: random.Random) -> None:
         self._problem, self._rng = problem, rng
         self._orders: dict[frozenset[int], list[tuple[int, ...]]] = {}
         """Legal orders of the later stages, by their set."""
@@ -310,7 +312,7 @@ class _Moves:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Strategy:
+class RoutingStrategy:
     """One way. played: a step on links that messages share. seconds: that it takes; the mean where latencies vary.
     planning: seconds that it took to find. paths: of the slots, where it has such.
     """
@@ -326,7 +328,9 @@ class Strategy:
         return bytes_sent(self.routes, sizes)
 
 
-def strategies(problem: Problem, effort: Effort, seed: int = 0, network: PlanNetwork | None = None) -> list[Strategy]:
+def routing_strategies(
+    problem: RoutingProblem, effort: SearchEffort, seed: int = 0, network: PlanNetwork | None = None
+) -> list[RoutingStrategy]:
     """All four, the plan last, replayed on `network`, whose links messages share; None: each message is alone.
 
     The search counts each message as if it were alone. Of the paths that are fast alone and those whose collisions are
@@ -346,7 +350,7 @@ def strategies(problem: Problem, effort: Effort, seed: int = 0, network: PlanNet
     return [full(problem, network), _replayed("random", problem, network, by_chance, drawn - began), without, plan]
 
 
-def full(problem: Problem, network: PlanNetwork | None = None) -> Strategy:
+def full(problem: RoutingProblem, network: PlanNetwork | None = None) -> RoutingStrategy:
     """Fixed pipelines; microbatches are dealt out to their slots in turn."""
     pipelines = aligned(problem.stages, problem.delays, problem.forward)
     latest: dict[int, int] = {}
@@ -359,11 +363,15 @@ def full(problem: Problem, network: PlanNetwork | None = None) -> Strategy:
 
 
 def _replayed(
-    name: str, problem: Problem, network: PlanNetwork | None, found: Paths | Sequence[Route], planning: float = 0.0
-) -> Strategy:
+    name: str,
+    problem: RoutingProblem,
+    network: PlanNetwork | None,
+    found: Paths | Sequence[Route],
+    planning: float = 0.0,
+) -> RoutingStrategy:
     """found: paths of the slots, or the routes of a step."""
     paths = found if isinstance(found, Mapping) else None
     routes = found if isinstance(found, Sequence) else routes_of(found, problem.waves)
     played = [replay_routes(problem, routes)] if network is None else network.replays(problem, routes)
     seconds = fmean(step.makespan for step in played)
-    return Strategy(name=name, routes=routes, played=played[0], seconds=seconds, planning=planning, paths=paths)
+    return RoutingStrategy(name=name, routes=routes, played=played[0], seconds=seconds, planning=planning, paths=paths)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from isles.comm.codecs.kinds import read_form
-from isles.replicas.config import Feedback, MethodConfig, OnBroken, at_least, check_feedback, one_of
+from isles.replicas.config import Feedback, MethodConfig, OnBroken, PartsConfig, at_least, check_feedback, one_of
 
 Weights = Literal["equal", "samples"]
 Fragments = str | tuple[tuple[str, ...], ...]
@@ -48,11 +48,12 @@ class WeightedConfig(OuterConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompressedConfig(WeightedConfig):
+class CompressedConfig(PartsConfig, WeightedConfig):
     """What a method takes of which a mean of outer gradients travels, in any form."""
 
     codec: str = "none"
-    """Form of the outer gradient on the wire (none, fp16, bf16, int8, int4, fp4, sign, topk:64, powersgd:16, ...)."""
+    """Form of the outer gradient on the wire (none, fp16, bf16, int8, int4, fp4, sign, topk:64, powersgd:16, ...), or
+    package.module:Class."""
     error_feedback: Feedback = "none"
     """What the codec loses is added to the next round's: "none", "local" (this worker's own loss) or "global" (what
     differs from the mean that came back).
@@ -63,6 +64,7 @@ class CompressedConfig(WeightedConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         read_form(self.codec)  # refuses an unknown one
+        self.check_own()
         check_feedback(self.error_feedback, self.feedback_decay)
 
 

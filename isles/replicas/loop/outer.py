@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache
@@ -493,7 +493,8 @@ class OuterSync(ReplicaSync):
 
     @override
     def advise(self, steps: int) -> list[str]:
-        rounds = _rounds(self.parts.cadence, steps)
+        cadence = self.parts.cadence
+        rounds = (_rounds if isinstance(cadence, Hashable) else _rounds.__wrapped__)(cadence, steps)
         if not rounds:
             raise ValueError(f"sync_every: no exchange falls into a run of {steps} steps; choose sync_every <= {steps}")
         if self.parts.on_peer_failure == "solo":

@@ -54,7 +54,7 @@ class DCTDP(BucketedSync):
             interval=config.threshold_interval,
             feedback=config.error_feedback == "local",
             guard=config.density_guard,
-            codec=codec(config.codec),
+            codec=codec(config.codec, config.options_of("codec")),
             indices=config.indices,
             exclude_below=config.exclude_below,
             exact=config.warmup_dense_steps,

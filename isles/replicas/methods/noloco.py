@@ -115,7 +115,7 @@ class NoLoCo(OuterSync):
         return Composition(
             cadence=EveryH(config.sync_every),
             mixing=RandomGroups(config.group_size, config.seed),
-            codec=form(config.codec),
+            codec=form(config.codec, config.options_of("codec")),
             anchor_codec=codec(config.anchor_codec),
             rule=RULES[config.exchange](beta=config.outer_lr, momentum=config.outer_momentum, gamma=config.pull),
             landing=Replace(),

@@ -49,6 +49,7 @@ from isles.membership.views import identity_of, spoken
 from isles.network.clusters.nodes import ClusterNode
 from isles.training.config.reading import Tables, over, resolve
 from isles.training.config.sections import Config
+from isles.training.config.trust import names_in
 from isles.training.deadlines import deadlines
 from isles.training.elastic.leader import Participant
 from isles.training.elastic.states import server_name
@@ -324,12 +325,12 @@ def _configuration(text: bytes, here: LocalSettings, fit: Callable[[Config], Con
             raise ValueError("a key outside of all sections")
     except ValueError as error:
         raise ValueError(f"the lighthouse's configuration is damaged: {printable(str(error), 100)}") from None
-    name = str(tables.get("replicas", {}).get("method"))
-    if ":" in name:
-        raise ValueError(
-            f"the run's method is code of its own, {printable(name, 100)}, and a worker that joins imports nothing of "
-            "that kind: use isles train --nodes"
-        )
+    for key, value in names_in(tables).items():
+        if not key.startswith("model."):  # which `with_own` takes from this machine alone
+            raise ValueError(
+                f"the run's {key.rpartition('.')[2]} is code of its own, {printable(str(value), 100)}, and a worker "
+                "that joins imports nothing of that kind: use isles train --nodes"
+            )
     return fit(resolve(with_own(tables, here.own)))
 
 
