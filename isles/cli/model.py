@@ -34,7 +34,7 @@ def generate(
     trust: Trust = False,
 ) -> None:
     """Continue a prompt with the run's consolidated model."""
-    from isles.models.generate import generate as sample
+    from isles.models.factory import generate as sample
     from isles.training.records.saved_run import load_run
 
     saved = load_run(run, device=device, trust=trust)

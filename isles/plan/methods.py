@@ -33,11 +33,10 @@ from isles.network.exchange_plan import PlannedExchange, Rhythm, WorkerMemory, s
 from isles.network.links import Links, Topology, links
 from isles.pipeline.config import PipelineConfig
 from isles.plan.memory_fit import memory_fit
-from isles.plan.pipelines import staged_steps
 from isles.plan.question import KINDS, Candidate, InSite, PlanQuestion, candidates
 from isles.plan.record import MemoryFit, stage_fillings
 from isles.plan.replay import ExchangeRecords, RunReplay, TimeAccount
-from isles.plan.replicas import replayed, worker_memory
+from isles.plan.replicas import replayed, staged_steps, worker_memory
 from isles.plan.sketch import RunSketch, sketch_run
 from isles.plan.worker_classes import LEVELS, Representatives, links_of_all, links_of_partners, wanted_rate
 from isles.replicas import method

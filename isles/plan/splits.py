@@ -20,11 +20,10 @@ from isles.network.links import Topology, links
 from isles.pipeline.boundaries.names import boundary_name
 from isles.plan.memory_fit import memory_fit
 from isles.plan.pipeline_steps import StagedSteps
-from isles.plan.pipelines import staged_steps, subspace_updates
 from isles.plan.question import PlanQuestion
 from isles.plan.record import stage_fillings
 from isles.plan.replay import ExchangeRecords, RunReplay, TimeAccount
-from isles.plan.replicas import worker_memory
+from isles.plan.replicas import staged_steps, subspace_updates, worker_memory
 from isles.plan.sketch import RunSketch, sketch_run
 from isles.plan.worker_classes import LEVELS, Representatives, fewer
 from isles.replicas import method

@@ -95,7 +95,7 @@ METHODS: dict[str, MethodRow] = {
         "the largest coefficients of every worker's momentum, every step",
     ),
     "ist": _row(
-        "ist.ist:IST", "methods.ist.config:ISTConfig", "a narrow part of the model each, divided anew every H steps"
+        "ist.ist:IST", "methods.config:ISTConfig", "a narrow part of the model each, divided anew every H steps"
     ),
     "custom": _row(
         "custom.custom:Custom",

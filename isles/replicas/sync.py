@@ -48,8 +48,7 @@ from isles.replicas.flat import (
 )
 from isles.replicas.replica import PeerQuestion, Replica, as_replica, largest
 from isles.replicas.start import T
-from isles.replicas.step_guards import Guarded, Scaled, TakesScalers, asked_by_torch
-from isles.replicas.watch import ModelWatch, copies_of, refuse_unfit
+from isles.replicas.watch import Guarded, ModelWatch, Scaled, TakesScalers, asked_by_torch, copies_of, refuse_unfit
 
 _OWN = "isles"  # in a group, as bytes, which torch leaves as they are: what its tools would leave behind
 

@@ -29,7 +29,7 @@ from isles.base.durable import write_text
 from isles.comm.errors import WorkerFailed
 from isles.launch.nodes import SINGLE_NODE, NodeGroup, NodeSpec
 from isles.launch.workers import raise_first
-from isles.plan.prices import priced
+from isles.plan.run_plan import priced
 from isles.running.agree import met
 from isles.training.config.conflicts import refuse_conflicts
 from isles.training.config.sections import Config

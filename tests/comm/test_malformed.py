@@ -15,8 +15,7 @@ from isles.comm.mesh import Mesh
 from isles.comm.transport import Deadlines
 from isles.replicas.flat import FlatParameters
 from isles.replicas.gradient.reduction import Rule, Thresholds
-from isles.replicas.methods.demo.momentum import HEADER_BYTES, Bits, Packing
-from isles.replicas.methods.demo.transform import Blocks
+from isles.replicas.methods.demo.momentum import HEADER_BYTES, Bits, Blocks, Packing
 from isles.replicas.methods.dilocox.dilocox import Adaptive
 from tests.replicas.workers import sgd
 

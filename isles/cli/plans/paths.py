@@ -133,7 +133,7 @@ def message_sizes(text: str, boundary: str | None, codec: str | None) -> tuple[S
             f"--boundary {boundary}: with a plan the loss is computed at the origin, and what leaves the last visit "
             "does not fit through; choose dct:0.75"
         )
-    from isles.plan.pipelines import message_sizes as sizes_of  # which loads torch
+    from isles.plan.replicas import message_sizes as sizes_of  # which loads torch
 
     return sizes_of(round(parse_count("--message", tokens.strip())), int(width), settings), overhead
 

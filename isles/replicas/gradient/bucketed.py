@@ -43,8 +43,8 @@ from isles.replicas.gradient.reduction import Reduction, together
 from isles.replicas.island.island import Copies, SpreadRows, planned_spreads, spread_fragment
 from isles.replicas.replica import PeerQuestion, Replica
 from isles.replicas.start import among_even
-from isles.replicas.step_guards import Scaled
 from isles.replicas.sync import ReplicaSync
+from isles.replicas.watch import Scaled
 
 _NOBODYS = -0.0
 """First entry of what has no gradient here. -0.0 is the sum of nothing but such ones, and a gradient's own is made 0.0:

@@ -10,8 +10,7 @@ from typing_extensions import override
 from isles.base.errors import demand
 from isles.base.parts import one_of_or_code
 from isles.comm.codecs.kinds import read_form
-from isles.replicas.config import Feedback, MethodConfig, PartsConfig, at_least, check_feedback, one_of
-from isles.replicas.search_space import Dimension
+from isles.replicas.config import Dimension, Feedback, MethodConfig, PartsConfig, at_least, check_feedback, one_of
 
 VALUES = ("none", "bf16", "fp16", "int8", "int4")
 IndexForm = Literal["auto", "blocks", "indices", "bitmap"]

@@ -36,7 +36,7 @@ from isles.replicas.loop.outer import OuterSync
 from isles.replicas.methods.config import NoLoCoConfig
 from isles.replicas.parts.choices import EveryH, RandomGroups, Replace
 from isles.replicas.parts.interfaces import Answer, Composition, OuterRule, RuleState
-from isles.replicas.parts.stability import warn_unless_stable
+from isles.replicas.parts.quadratic import warn_unless_stable
 
 
 @dataclass(frozen=True, kw_only=True)

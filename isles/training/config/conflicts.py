@@ -21,7 +21,7 @@ from isles.network.routing.plan import PipelinePlan, read_plan
 from isles.network.routing.speeds import fingerprint
 from isles.pipeline.config import PipelineConfig
 from isles.replicas import METHODS, method
-from isles.replicas.loop.config import OuterConfig
+from isles.replicas.config import OuterConfig
 from isles.training.config.sections import Config
 from isles.training.kinds import kind_of
 

@@ -12,7 +12,7 @@ from isles.membership import data_ledger
 from isles.membership.effects import Rules
 from isles.membership.views import View
 from isles.models.model_limits import state_bytes
-from isles.replicas.loop.config import WeightedConfig
+from isles.replicas.config import WeightedConfig
 from isles.training.config.conflicts import refuse_conflicts
 from isles.training.config.reading import Tables, ending, resolve, tokens_a_step
 from isles.training.config.sections import Config

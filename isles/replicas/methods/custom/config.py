@@ -8,10 +8,18 @@ from typing import Any, ClassVar
 from typing_extensions import override
 
 from isles.base.parts import names_code, one_of_or_code
-from isles.replicas.config import at_least, momentum_in_range, one_of, positive_rate
-from isles.replicas.loop.config import CompressedConfig, FirstSync, FragmentedConfig, check_fragments
+from isles.replicas.config import (
+    CompressedConfig,
+    Dimension,
+    FirstSync,
+    FragmentedConfig,
+    at_least,
+    check_fragments,
+    momentum_in_range,
+    one_of,
+    positive_rate,
+)
 from isles.replicas.parts.legal import AXES, OWN, refuse
-from isles.replicas.search_space import Dimension
 
 WITH_RATE = ("sgd", "nesterov", "heavy_ball", "noloco")
 ACTS_ON: dict[str, tuple[str, tuple[str, ...]]] = {

@@ -27,7 +27,7 @@ from isles.replicas.methods.slowmo import HeavyBall
 from isles.replicas.methods.sparta import AveragePart
 from isles.replicas.parts.choices import Blend, Carry, Eager, EveryH, Everyone, Nobody, RandomGroups, Received, Replace
 from isles.replicas.parts.interfaces import Cadence, Composition, Mixing, OuterRule, feedback
-from isles.replicas.parts.stability import warn_unless_stable
+from isles.replicas.parts.quadratic import warn_unless_stable
 
 
 class Custom(OuterSync):

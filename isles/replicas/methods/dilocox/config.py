@@ -9,13 +9,13 @@ from isles.comm.codecs.kinds import CODECS, read_codec
 from isles.replicas.config import (
     Feedback,
     PartsConfig,
+    WeightedConfig,
     at_least,
     check_feedback,
     momentum_in_range,
     one_of,
     positive_rate,
 )
-from isles.replicas.loop.config import WeightedConfig
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -48,12 +48,11 @@ from isles.models.subnet import fit, put, reads, split_axes, take
 from isles.network.exchange_plan import PINNED, Cross, MemoryItem, PlannedExchange, Rhythm, by_size
 from isles.replicas.exchange_schedule import everyone
 from isles.replicas.flat import FlatParameters, all_finite
-from isles.replicas.methods.ist.config import ISTConfig
-from isles.replicas.methods.ist.partition import Division
-from isles.replicas.methods.ist.store import WEIGHT, Key, Store
+from isles.replicas.methods.config import ISTConfig
+from isles.replicas.methods.ist.store import WEIGHT, Division, Key, Store
 from isles.replicas.start import OTHER_STATE, among_even
-from isles.replicas.step_guards import Scaled
 from isles.replicas.sync import ReplicaSync
+from isles.replicas.watch import Scaled
 
 
 class Subnet:
