@@ -12,7 +12,7 @@ from torch import nn
 
 from isles.base.imports import describe
 from isles.base.modes import torch_threads
-from isles.models import autocast, build, choose_device, flops_per_token
+from isles.models import autocast, build, flops_per_token
 from isles.models import parameters as count_parameters
 from isles.models.config import ModelConfig
 from isles.replicas import method
@@ -21,11 +21,6 @@ from isles.training.optimizer import inner_optimizer
 
 _PROBES = 3
 _SMALL = 256e6  # bytes of weights that are made for counting
-
-
-def device_of(config: Config) -> str:
-    """Where workers compute; for "auto", what this machine has."""
-    return choose_device(config.model).type if config.model.device == "auto" else config.model.device
 
 
 def counted_flops(config: ModelConfig, model: nn.Module, context: int) -> int | None:

@@ -19,8 +19,7 @@ from isles.memory.costs import Placement, Profile, least_peak
 from isles.memory.costs import host_bytes as planned_host_bytes
 from isles.memory.plan import MemoryPlan
 from isles.network.machines import Machine, machine
-from isles.plan.computing import device_of
-from isles.plan.record import MemoryFit, WorkerPlan
+from isles.plan.record import MemoryFit, WorkerPlan, device_of
 from isles.training.config.sections import Config
 from isles.training.kinds import kind_of
 from isles.training.memory.plans import machine_of, profile_of

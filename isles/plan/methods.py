@@ -21,7 +21,6 @@ is last; what does not fit into memory comes behind all others.
 from __future__ import annotations
 
 import math
-import warnings
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -37,7 +36,7 @@ from isles.plan.question import KINDS, Candidate, InSite, PlanQuestion, candidat
 from isles.plan.record import MemoryFit, stage_fillings
 from isles.plan.replay import ExchangeRecords, RunReplay, TimeAccount
 from isles.plan.replicas import replayed, staged_steps, worker_memory
-from isles.plan.sketch import RunSketch, sketch_run
+from isles.plan.sketch import RunSketch, sketch_quietly
 from isles.plan.worker_classes import LEVELS, Representatives, links_of_all, links_of_partners, wanted_rate
 from isles.replicas import method
 from isles.replicas.sync import ReplicaSync
@@ -100,7 +99,7 @@ class PlannedMethod:
             )
         else:
             made = config
-        self._sketch = _sketched(made)
+        self._sketch = sketch_quietly(made)
         (self.optimizer,) = self._sketch.optimizers
         alike = [self.optimizer] if question.devices == 1 else _in_site(config, question)
         self.memory = [worker_memory(config, one) for one in alike]
@@ -229,7 +228,7 @@ class PlannedMethod:
 
     @cached_property
     def _whole(self) -> RunSketch:
-        return self._sketch if self.question.devices == 1 else _sketched(self.config)
+        return self._sketch if self.question.devices == 1 else sketch_quietly(self.config)
 
     @property
     def _spread(self) -> float:
@@ -321,7 +320,7 @@ def inside_share(question: PlanQuestion) -> float:
         if question.batches * question.stages > _MOST_MICROBATCHES:
             raise ValueError(f"{question.batches * question.stages} microbatches in a site: too many to be played")
         config = _config(question, Candidate(method="none", kind=0, why=""), _STEPS)
-        site = _sketched(_in_world(config, workers=question.devices, shares_uplink=False))
+        site = sketch_quietly(_in_world(config, workers=question.devices, shares_uplink=False))
         account = replayed(site, site.config.network, staged_steps(site))
         assert account is not None, "so few are played"
         return account.share
@@ -333,13 +332,7 @@ def inside_share(question: PlanQuestion) -> float:
 
 def _in_site(config: Config, question: PlanQuestion) -> Sequence[ReplicaSync]:
     """The optimizers of a device, or of each stage, among those of two sites."""
-    return _sketched(_in_world(config, workers=2 * question.devices, links=_ANY), size=question.stages).optimizers
-
-
-def _sketched(config: Config, size: int | None = None) -> RunSketch:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a run says it
-        return sketch_run(config, size=size)
+    return sketch_quietly(_in_world(config, workers=2 * question.devices, links=_ANY), size=question.stages).optimizers
 
 
 def _config(question: PlanQuestion, candidate: Candidate, steps: int) -> Config:

@@ -8,12 +8,17 @@ from typing import Any
 
 from isles.base.parsing import parse_json
 from isles.memory.plan import MemoryPlan
+from isles.models import choose_device
 from isles.network.exchange_plan import PlannedExchange, WorkerMemory
-from isles.plan.computing import device_of
 from isles.plan.replay import TimeAccount
 from isles.replicas.exchange_schedule import Outline
 from isles.training.config.sections import Config
 from isles.training.config.trust import names_of
+
+def device_of(config: Config) -> str:
+    """Where workers compute; for "auto", what this machine has."""
+    return choose_device(config.model).type if config.model.device == "auto" else config.model.device
+
 
 _SHOWN = ("sent", "lands", "fragment", "what", "groups", "bytes_sent")  # of an exchange, for machines
 

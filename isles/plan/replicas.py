@@ -33,9 +33,9 @@ from isles.pipeline.boundaries.names import boundary_name
 from isles.pipeline.partial import planned_routes
 from isles.pipeline.pipeline import form_of, router_of, ways_of
 from isles.pipeline.wire import StageForm
-from isles.plan.computing import counted_flops, device_of, measured_step
+from isles.plan.computing import counted_flops, measured_step
 from isles.plan.pipeline_steps import StagedSteps
-from isles.plan.record import RunPlan, RunTime, WorkerPlan
+from isles.plan.record import RunPlan, RunTime, WorkerPlan, device_of
 from isles.plan.replay import MESSAGES, RunReplay, TimeAccount
 from isles.plan.sketch import HASH_BYTES, RunSketch, clips_model, reduces_first, sketch_run
 from isles.plan.worker_classes import wanted_rate

@@ -60,26 +60,6 @@ MISSES = 8  # deadlines in succession after which a partner counts as lost
 _SLOWER = 2.0  # how many times as long as here a step may take elsewhere, beyond the deadline
 
 
-@dataclass(frozen=True, slots=True)
-class OutgoingRound:
-    """What this worker brings to the exchange of a fragment's `round`.
-
-    buffer: of the fragment's entries, live until its mean lies there. means: how it is formed. stamp: what must be the
-    same at all. own: what the others decode of it, kept with the exchange; fill: where that is still to be written.
-    residual: where what they do not get of it is saved. part: which of the round's buffers it is.
-    """
-
-    fragment: Fragment
-    round: int
-    buffer: Tensor
-    means: Averaging
-    stamp: Stamp
-    own: Tensor | None = None
-    fill: Tensor | None = None
-    residual: Tensor | None = None
-    part: int = _PAYLOAD
-
-
 class RoundExchange:
     """roster: who is in which round, and who is lost; rounds with lost ones are done alone.
 
@@ -146,8 +126,9 @@ class RoundExchange:
             fragment.averaging.share(payload, fragment.rounds, fragment.index, self.transport.rank, own)
         left = fragment.residual if parts.feedback is None or parts.feedback.form == "local" else None
         stamp = fragment.stamp(step, broken=not usable)
-        sending = OutgoingRound(fragment, fragment.rounds, payload, fragment.averaging, stamp, own=own, residual=left)
-        fragment.latest = sent = self._start(self._present(sending.round), sending)
+        group, means = self._present(fragment.rounds), fragment.averaging
+        sent = self._start(group, fragment, fragment.rounds, payload, means, stamp, own=own, residual=left)
+        fragment.latest = sent
         sent.spares, sent.is_own_broken = parts.on_broken == "leave out", not usable
         return sent
 
@@ -157,8 +138,8 @@ class RoundExchange:
         anchor = fragment.staging().copy_(fragment.anchor)
         own = fragment.staging() if not form.lossless or self.parts.cadence.rounds_late else None
         stamp = fragment.stamp(step)
-        sending = OutgoingRound(fragment, round, anchor, means, stamp, part=_ANCHORS, own=own, fill=own)
-        return self._start(self._present(round), sending)
+        group = self._present(round)
+        return self._start(group, fragment, round, anchor, means, stamp, part=_ANCHORS, own=own, fill=own)
 
     def nothing(self, fragment: Fragment, step: int) -> InFlight:
         """What lands before the first answer is due."""
@@ -270,15 +251,32 @@ class RoundExchange:
         residual.mul_(feedback.decay)
         fragment.left_ratio = float(residual.norm()) / fragment.progress if fragment.progress else 0.0
 
-    def _start(self, group: Group, sending: OutgoingRound, attempt: int = 0) -> Exchange:
-        """Begin it in `group`. attempt: how often it was begun before."""
-        fragment, means, own = sending.fragment, sending.means, sending.own
-        call = group.call(round=sending.round, fragment=fragment.index, leeway=self.leeway, attempt=attempt)
-        nbytes = means.sent_bytes(sending.round, group.size, group.rank)
-        steps = means.mean(call, sending.buffer, sending.stamp, sending.fill, sending.residual, sending.part)
-        deadline = group.deadlines.of(group.channel, nbytes) + self._meanwhile(sending.stamp.step)
-        transfer = group.start(steps, deadline=deadline)
-        return Exchange(sending.buffer, transfer, own, group.size, members=group.ranks, round=sending.round)
+    def _start(
+        self,
+        group: Group,
+        fragment: Fragment,
+        round: int,
+        buffer: Tensor,
+        means: Averaging,
+        stamp: Stamp,
+        *,
+        own: Tensor | None = None,
+        fill: Tensor | None = None,
+        residual: Tensor | None = None,
+        part: int = _PAYLOAD,
+        attempt: int = 0,
+    ) -> Exchange:
+        """Begin the exchange of a fragment's `round` in `group`.
+
+        buffer: live until its mean lies there. own: what the others decode of it, kept with the exchange; fill: where
+        that is still to be written. residual: where what they do not get of it is saved. part: which of the round's
+        buffers it is. attempt: how often it was begun before.
+        """
+        call = group.call(round=round, fragment=fragment.index, leeway=self.leeway, attempt=attempt)
+        nbytes = means.sent_bytes(round, group.size, group.rank)
+        deadline = group.deadlines.of(group.channel, nbytes) + self._meanwhile(stamp.step)
+        transfer = group.start(means.mean(call, buffer, stamp, fill, residual, part), deadline=deadline)
+        return Exchange(buffer, transfer, own, group.size, members=group.ranks, round=round)
 
     def _meanwhile(self, step: int) -> float:
         """Seconds that slower workers may take to what is computed between a sending after `step` and its landing."""
@@ -319,8 +317,8 @@ class AttemptExchange(RoundExchange):
             buffer.zero_()
         left = fragment.residual if parts.feedback is not None and parts.feedback.form == "local" else None
         stamp = fragment.stamp(step, broken=not usable)
-        sending = OutgoingRound(fragment, round, buffer, fragment.averaging, stamp, residual=left)
-        answer = self._start(group, sending, attempt)
+        means = fragment.averaging
+        answer = self._start(group, fragment, round, buffer, means, stamp, residual=left, attempt=attempt)
         answer.spares, answer.is_own_broken = parts.on_broken == "leave out", not usable
         return answer
 
