@@ -5,16 +5,27 @@ Each is written as a contributor would, and then used; nothing else of the copy 
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
+from typer.testing import CliRunner
 
 from isles.base.schema import BACKENDS
+from isles.cli import _run, app
+from isles.models import build
+from isles.plan.record import RunPlan
+from isles.plan.run_plan import plan_run
 from isles.running.run import STARTERS
+from isles.training.config.reading import read_config
+from isles.training.config.trust import names_of
 from tests import forked
+from tests.training.runs import write_text
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -272,3 +283,308 @@ def use(root: str, out: str) -> None:
 
 def test_every_backend_can_be_started() -> None:
     assert set(STARTERS) == set(BACKENDS)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Parts in a folder outside the package, by name
+
+PARTS = {
+    "sign_momentum": '''"""An outer rule: the sign of the outer gradients' running mean, a fixed step an entry."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+import isles
+
+
+@dataclass(frozen=True, kw_only=True)
+class SignMomentum(isles.OuterRule):
+    """m <- momentum m + (1 - momentum) g;  anchor <- anchor - lr sign(m)."""
+
+    lr: float
+    vectors = ("mean",)
+
+    def apply(self, anchor: Tensor, answer: isles.Answer, vectors: Mapping[str, Tensor], round: int) -> None:
+        mean = vectors["mean"].mul_(self.momentum).add_(answer.mean, alpha=1 - self.momentum)
+        anchor.sub_(mean.sign(), alpha=self.lr)
+''',
+    "float8": '''"""A codec: eight-bit floats E4M3 of entries over a power of two."""
+
+import torch
+from torch import Tensor
+
+import isles
+
+
+class Float8(isles.Codec):
+    """1 byte an entry."""
+
+    name = "float8"
+    lossless = biased = shared_mask = False
+
+    def __init__(self, shift: int = 0) -> None:
+        self.scale = 2.0**shift
+
+    def wire_bytes(self, elements: int, dtype: torch.dtype) -> int:
+        return elements
+
+    def encode(self, x: Tensor) -> Tensor:
+        return isles.as_bytes((x * self.scale).to(torch.float8_e4m3fn))
+
+    def decode(self, wire: Tensor, elements: int, dtype: torch.dtype) -> Tensor:
+        self.refuse_other_length(wire, elements, dtype)
+        return wire.view(torch.float8_e4m3fn).to(dtype) / self.scale
+''',
+    "doubling": '''"""A cadence: rounds that grow, after inner steps first, 2 first, 4 first, ..."""
+
+
+class Doubling:
+    """The whole model, landing at once."""
+
+    fragments, rounds_late = 1, 0
+
+    def __init__(self, first: int = 1) -> None:
+        self.first = first
+
+    def sends(self, step: int) -> tuple[int, ...]:
+        times, rest = divmod(step, self.first)
+        return (0,) if rest == 0 and times & (times - 1) == 0 else ()
+
+    def lands(self, sent: int) -> int:
+        return sent
+''',
+    "neighbours": '''"""A mixing: pairs on a ring, to the left in odd rounds and to the right in even ones."""
+
+
+class Neighbours:
+    """An odd worker too many is alone."""
+
+    agrees = False
+
+    def members(self, round: int, size: int, position: int) -> tuple[int, ...]:
+        shift = round % 2 if size % 2 == 0 else 0
+        other = (((position + shift) ^ 1) - shift) % size
+        return (position,) if position + 1 == size and size % 2 else tuple(sorted((position, other)))
+''',
+    "shifted": '''"""A router: every boundary leads to the next replica, by as many as the step says."""
+
+from collections.abc import Sequence
+
+import isles
+
+
+class Shifted(isles.Router):
+    """by: replicas that a microbatch moves on, times the step."""
+
+    def __init__(self, by: int = 1) -> None:
+        self.by = by
+
+    def routes(self, step: int, grid: isles.PipelineGrid) -> Sequence[isles.Route]:
+        def visits(replica: int) -> tuple[int, ...]:
+            moved = (replica + self.by * step * stage for stage in range(grid.stages))
+            return tuple(grid.worker(one % grid.replicas, stage) for stage, one in enumerate(moved))
+
+        numbers = range(grid.replicas * grid.microbatches)
+        return [isles.Route(number, visits(number % grid.replicas), grid.home) for number in numbers]
+''',
+    "halves": '''"""A boundary: the means of neighbouring numbers of the stream."""
+
+from torch import Tensor
+
+import isles
+
+
+class Means(isles.Boundary):
+    """of: how many neighbours make a mean."""
+
+    def __init__(self, width: int, of: int = 2) -> None:
+        super().__init__(width)
+        self.of = of
+
+    def encode(self, x_BTD: Tensor, tokens: Tensor) -> tuple[Tensor, None]:
+        return x_BTD.unflatten(-1, (-1, self.of)).mean(-1), None
+
+    def decode(self, payload: Tensor, side: None, tokens: Tensor) -> Tensor:
+        return payload.repeat_interleave(self.of, -1)
+
+    def sizes(self, sequences: int, length: int) -> tuple[tuple[int, ...], int]:
+        return (sequences, length, self.width // self.of), 0
+''',
+}
+ROWS = {
+    "rule": 'method = "custom"\nsync_every = 2\nrule = "sign_momentum:SignMomentum"\n'
+    "options.rule = {lr = 0.0078125, momentum = 0.25}",
+    "codec": 'method = "diloco"\nsync_every = 3\ncodec = "float8:Float8"\noptions.codec.shift = 6',
+    "cadence": 'method = "custom"\ncadence = "doubling:Doubling"\noptions.cadence.first = 2',
+    "mixing": 'method = "custom"\nsync_every = 2\nmixing = "neighbours:Neighbours"\nrule = "sgd"',
+    "router": 'method = "none"\npipeline.stages = 2\npipeline.routing = "shifted:Shifted"\npipeline.microbatches = 2',
+    "boundary": 'method = "diloco"\nsync_every = 3\npipeline.stages = 2\npipeline.microbatches = 2\n'
+    'pipeline.boundary.kind = "halves:Means"\npipeline.options.boundary.of = 4',
+}
+"""A method table of CONFIG.toml for each part."""
+MODEL_KEYS = "d_model = 16\nlayers = 2\nheads = 2\nffn = 24\nvocab = 256\ncontext = 16\ntie_embeddings = false"
+STEPS, WORKERS = 6, 4
+
+
+@pytest.fixture(scope="module")
+def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder with the parts and a CONFIG.toml that names each in a row."""
+    folder = tmp_path_factory.mktemp("elsewhere")
+    for name, text in PARTS.items():
+        (folder / f"{name}.py").write_text(text)
+    sections = {
+        "model": MODEL_KEYS,
+        "data": f"path = '{write_text(folder / 'text.txt')}'\nbatch_size = 2\nvalidation_fraction = 0",
+        "inner": "warmup_steps = 1",
+        "world": f'workers = {WORKERS}\nbackend = "virtual"',
+        "run": f"steps = {STEPS}",
+        **{f"methods.{row}": text for row, text in ROWS.items()},
+    }
+    (folder / "rows.toml").write_text("".join(f"[{head}]\n{text}\n\n" for head, text in sections.items()))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(folder)
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def runs(elsewhere: Path) -> dict[str, dict[str, Path]]:
+    """By command, the run of each row."""
+    config, rows = str(elsewhere / "rows.toml"), ",".join(ROWS)
+    for row in ROWS:
+        command("train", config, "--method", row, "--out", str(elsewhere / "train" / row))
+    command("compare", config, "--methods", rows, "--seeds", "0", "--out", str(elsewhere / "compare"))
+    command("simulate", config, "--methods", rows, "--out", str(elsewhere / "simulate"))
+    found: dict[str, dict[str, Path]] = {}
+    for summary in elsewhere.glob("**/summary.json"):
+        run = summary.parent
+        made, named = run.relative_to(elsewhere).parts[0], (run / "config.toml").read_text()
+        for row in ROWS:
+            if re.search(r'"(\w+:\w+)"', ROWS[row])[1] in named:  # type: ignore[index]
+                found.setdefault(made, {})[row] = run
+    return found
+
+
+def command(*arguments: str) -> str:
+    done = CliRunner().invoke(app, list(arguments), catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_a_part_from_outside_is_named_in_every_command(
+    row: str, elsewhere: Path, runs: dict[str, dict[str, Path]]
+) -> None:
+    """The dry run knows what it sends, and names it; the three commands train the same bits."""
+    config = read_config(str(elsewhere / "rows.toml"), {"replicas.method": row}, [])
+    planned = plan_run(config).bytes_sent
+    models = []
+    for made in ("train", "compare", "simulate"):
+        summary = json.loads((runs[made][row] / "summary.json").read_text())
+        assert summary["bytes_sent_per_worker"] == sum(planned) / WORKERS
+        models.append((runs[made][row] / "model.safetensors").read_bytes())
+    assert models[0] == models[1] == models[2]
+    shown = command("train", str(elsewhere / "rows.toml"), "--method", row, "--dry-run")
+    for key, value in names_of(config).items():
+        assert f"{key} = {json.dumps(value)}" in shown
+    assert (runs["train"][row] / "report.html").read_text().count(re.search(r"\w+:\w+", ROWS[row])[0]) >= 1  # type: ignore[index]
+
+
+def test_parts_are_at_most_60_lines() -> None:
+    assert all(len(text.splitlines()) <= 60 for text in PARTS.values())
+
+
+def test_the_parts_do_what_they_say(elsewhere: Path, runs: dict[str, dict[str, Path]]) -> None:
+    """Numbers that follow from each part's own docstring."""
+
+    def planned(row: str) -> RunPlan:
+        return plan_run(read_config(str(elsewhere / "rows.toml"), {"replicas.method": row}, []))
+
+    config = read_config(str(elsewhere / "rows.toml"), {"replicas.method": "rule"}, [])
+    before, after = build(config.model, config.run.seed), load_file(runs["train"]["rule"] / "model.safetensors")
+    for name, start in before.named_parameters():  # three rounds of one step of 1/128 an entry; none where g is 0
+        steps = (start.detach() - after[name]).double() * 128
+        assert (steps - steps.round()).abs().max() < 1e-4 and steps.abs().max() < 3.001
+
+    parameters = planned("codec").parameters
+    rounds = planned("codec").outline.sent[0] - planned("codec").outline.opening[0] * 0
+    each = 2 * 3 * -(-parameters // 4)  # two shots: three of four quarters, twice, a byte an entry
+    assert 0 <= rounds - 2 * each < 2 * 6 * 64, "and headers of two rounds"
+
+    outline = planned("cadence").outline
+    assert outline is not None and [one.sent for one in outline.first if one.what == "payload"] == [2, 4, 6]
+    pairs = [one.groups for one in planned("mixing").outline.first]
+    assert pairs == [((0, 3), (1, 2)), ((0, 1), (2, 3)), ((0, 3), (1, 2))]
+    assert planned("boundary").between_stages < planned("router").between_stages
+    seconds = json.loads((runs["train"]["router"] / "summary.json").read_text())["virtual_seconds"]
+    assert seconds > 0
+
+
+WRONG = {
+    "a module that is not there": (
+        "rule",
+        "replicas.rule=nowhere.at.all:Rule",
+        "replicas.rule.*No module named 'nowhere'.*PYTHONPATH",
+    ),
+    "a class that is not there": ("rule", "replicas.rule=sign_momentum:Sine", "replicas.rule.*no attribute 'Sine'"),
+    "no class": ("rule", "replicas.rule=sign_momentum:dataclass", "replicas.rule.*is a function: name a class"),
+    "another part": (
+        "codec",
+        "replicas.codec=sign_momentum:SignMomentum",
+        "replicas.codec.*derive the class from isles.Codec",
+    ),
+    "a missing method": (
+        "mixing",
+        "replicas.mixing=doubling:Doubling",
+        "replicas.mixing.*lacks agrees, members: isles.Mixing",
+    ),
+    "a missing option": ("rule", "replicas.options.rule={momentum=0.5}", "replicas.options.rule.lr is missing"),
+    "an unknown option": (
+        "cadence",
+        "replicas.options.cadence.last=3",
+        "replicas.options.cadence.last = 3: .* choose one of first",
+    ),
+    "a refused option": (
+        "codec",
+        "replicas.options.codec.shift='x'",
+        "replicas.codec.*cannot be made; correct it, or options.codec: TypeError",
+    ),
+    "options without code": (
+        "codec",
+        "replicas.codec=int8",
+        "replicas.options.codec is for code.*replicas?.codec? = .int8|options.codec is for code",
+    ),
+    "options of no part": ("codec", "replicas.options.rule.lr=1", "replicas.options.rule belongs to no part"),
+    "two that say when": (
+        "cadence",
+        "replicas.sync_every=5",
+        "replicas.sync_every = 5 and cadence = .*leave one of them out",
+    ),
+    "other fragments": ("cadence", "replicas.fragments=sequential", "cadence = .*is of 1 fragments.*options.cadence"),
+    "what does not go together": (
+        "codec",
+        "replicas.method=custom replicas.rule=average",
+        "replicas.rule average x codec own .lossy.",
+    ),
+    "a boundary that is too wide": ("boundary", "pipeline.options.boundary.of=3", "fails|boundary.kind"),
+    "a router's unknown option": (
+        "router",
+        "pipeline.options.router.to=3",
+        "pipeline.options.router.to = 3.*choose one of by",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_a_wrong_part_is_one_line(what: str, elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Exit code 2, before anything is started or written; no traceback."""
+    row, settings, line = WRONG[what]
+    sets = [word for setting in settings.split() for word in ("--set", setting)]
+    arguments = ["isles", "train", str(elsewhere / "rows.toml"), "--method", row, *sets, "--out", str(elsewhere / "no")]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", arguments)
+        assert _run() == 2
+    said = capsys.readouterr().err.strip().splitlines()
+    assert re.search(line, said[-1]) and "Traceback" not in " ".join(said)
+    assert not (elsewhere / "no").exists()
