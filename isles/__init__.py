@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from isles.pipeline.swarm.swarm import Swarm
     from isles.replicas import *  # every method by its class
     from isles.replicas import method
+    from isles.replicas.config import MethodConfig
     from isles.replicas.island.fsdp import shard
     from isles.replicas.loop.outer import OuterSync
     from isles.replicas.methods.diloco import Nesterov

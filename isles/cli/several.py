@@ -144,7 +144,7 @@ def swept(shared: SharedSettings, rows: Sequence[ComparisonRow], sweep: str) -> 
     key, equals, text = sweep.partition("=")
     if not equals or "." not in key:
         raise ValueError(f"--sweep {sweep}: write --sweep section.key=A,B,C")
-    values, found, name = names(text, f"--sweep {key}"), list[ComparisonRow](), key.partition(".")[2]
+    values, found, name = names(text, f"--sweep {key}"), list[ComparisonRow](), key.split(".")[1]
     read = read_all(shared, rows, [0])
     for row in rows:
         one = read[row.label, 0]

@@ -29,6 +29,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from isles.base.imports import describe
 from isles.base.part_maker import make
 from isles.base.parts import names_code
 from isles.comm.codecs import codec
@@ -260,20 +261,20 @@ class Pipeline:
 
 
 def refuse_misfit(name: str, boundary: Boundary, width: int) -> None:
-    """ValueError where what a boundary of one's own makes of a small stream is not what it says it is."""
+    """ValueError where a boundary of one's own fails on a small stream, or makes what it does not say."""
     x_BTD, tokens = (
         torch.zeros(1, 2, width, dtype=torch.float32, device="cpu"),
         torch.zeros(1, 3, dtype=torch.int64, device="cpu"),
     )
-    payload, side = boundary.encode(x_BTD, tokens)
-    made = tuple(payload.shape), 0 if side is None else side.numel()
-    if made != boundary.sizes(1, 2):
-        raise ValueError(
-            f'pipeline.boundary.kind = "{name}": encode makes {made}, and sizes says {boundary.sizes(1, 2)}'
-        )
-    back = tuple(boundary.decode(payload, side, tokens).shape)
-    if back != tuple(x_BTD.shape):
-        raise ValueError(f'pipeline.boundary.kind = "{name}": decode makes {back} of a stream {tuple(x_BTD.shape)}')
+    try:
+        payload, side = boundary.encode(x_BTD, tokens)
+        made = tuple(payload.shape), 0 if side is None else side.numel()
+        stated, back = boundary.sizes(1, 2), tuple(boundary.decode(payload, side, tokens).shape)
+    except Exception as error:  # the class is the user's: whatever it raises
+        raise ValueError(f'pipeline.boundary.kind = "{name}" fails at a width of {width}: {describe(error)}') from error
+    if (made, back) != (stated, tuple(x_BTD.shape)):
+        what = f"encode makes {made} and sizes says {stated}, decode makes {back} of {tuple(x_BTD.shape)}"
+        raise ValueError(f'pipeline.boundary.kind = "{name}": {what}')
 
 
 def form_of(

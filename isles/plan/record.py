@@ -15,12 +15,12 @@ from isles.replicas.exchange_schedule import Outline
 from isles.training.config.sections import Config
 from isles.training.config.trust import names_of
 
+_SHOWN = ("sent", "lands", "fragment", "what", "groups", "bytes_sent")  # of an exchange, for machines
+
+
 def device_of(config: Config) -> str:
     """Where workers compute; for "auto", what this machine has."""
     return choose_device(config.model).type if config.model.device == "auto" else config.model.device
-
-
-_SHOWN = ("sent", "lands", "fragment", "what", "groups", "bytes_sent")  # of an exchange, for machines
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -45,7 +45,7 @@ class Codec(ABC):
     @property
     def _kind(self) -> CodecKind:
         kind = KINDS.get(self.name.partition(":")[0])
-        if kind is None:  # of one's own, which must say it itself: `isles.base.parts.make` asks
+        if kind is None:  # of one's own, which must say it itself: `isles.base.part_maker` asks
             raise AttributeError(f"codec {self.name}: its class does not say lossless, biased and shared_mask")
         return kind
 
@@ -66,11 +66,30 @@ class Codec(ABC):
 
     @abstractmethod
     def encode(self, x: Tensor) -> Tensor:
-        """Flat x (n,) -> uint8 (wire_bytes(n),). May be a view of x: do not write to x before the wire is gone."""
+        """The bytes of a vector.
+
+        Args:
+            x: (n,), floating point, on the CPU.
+
+        Returns:
+            uint8 (wire_bytes(n),), perhaps a view of x: do not write to x before it is gone.
+        """
 
     @abstractmethod
     def decode(self, wire: Tensor, elements: int, dtype: torch.dtype) -> Tensor:
-        """uint8 wire -> flat tensor (elements,) of `dtype`, perhaps a view. Malformed for a wire of another length."""
+        """The vector of such bytes.
+
+        Args:
+            wire: uint8 (wire_bytes(elements),), from another worker.
+            elements: n.
+            dtype: of the vector.
+
+        Returns:
+            (n,), perhaps a view of wire.
+
+        Raises:
+            Malformed: for a wire of another length; see `refuse_other_length`.
+        """
 
     def refuse_other_length(self, wire: Tensor, elements: int, dtype: torch.dtype) -> None:
         """Malformed unless `wire` is as long as `elements` entries of `dtype` make it: what `decode` begins with."""

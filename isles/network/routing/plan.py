@@ -33,8 +33,12 @@ FORM = "isles plan paths 1"
 
 @dataclass(frozen=True, kw_only=True)
 class PlanNetwork:
-    """Lines that messages share. links: with rates and latencies as numbers. sizes: of the messages. overhead: seconds
-    of each beside its link.
+    """Lines that messages share.
+
+    Args:
+        links: with rates and latencies as numbers, see `plan_network`.
+        sizes: bytes of the messages.
+        overhead: seconds of each beside its link.
     """
 
     DRAWS: ClassVar[int] = 16
@@ -53,7 +57,14 @@ class PlanNetwork:
 
 
 def plan_network(links: Links, nodes: int, sizes: Sizes, overhead: float = 0.0) -> PlanNetwork:
-    """`links` as they are written to a plan: every rate and latency a number."""
+    """`links` as they are written to a plan: every rate and latency a number.
+
+    Args:
+        links: between the nodes.
+        nodes: how many.
+        sizes: bytes of the messages.
+        overhead: seconds of each message beside its link.
+    """
 
     def rates(of: Callable[[int], float]) -> tuple[float, ...]:
         return tuple(min(of(uplink), _ENDLESS) for uplink in range(links.uplink_count(nodes)))
@@ -78,9 +89,14 @@ _ENDLESS = 1e300
 
 @dataclass(frozen=True, kw_only=True)
 class PipelinePlan:
-    """Paths for the slots of a problem. links: the `fingerprint` of the network that they are made for. cuts: the first
-    block of every stage but the first; None: as the run cuts by itself. network: the links of it; None: each message
-    takes the problem's delay, as if it were alone.
+    """Paths for the slots of a problem, which a run takes as `pipeline.skippipe.plan`.
+
+    Args:
+        problem: the nodes.
+        paths: by slot, nodes in the order of execution.
+        links: the `fingerprint` of the network that they are made for.
+        cuts: the first block of every stage but the first; None: as the run cuts by itself.
+        network: the lines; None: each message takes the problem's delay, as if it were alone.
     """
 
     problem: RoutingProblem
@@ -190,8 +206,14 @@ class _Written:
 
 
 def read_plan(path: str | File) -> PipelinePlan:
-    """The plan in a file. ValueError, one line that begins with the file's name, for whatever is wrong, and for a plan
-    that breaks a rule or does not take the time that it says.
+    """The plan in a file.
+
+    Args:
+        path: of a file that `isles plan paths` wrote.
+
+    Raises:
+        ValueError: in one line that begins with the file's name, for whatever is wrong, and for a plan that breaks a
+            rule or does not take the time that it says.
     """
     plan, expected_seconds = read_unchecked(path)
     wrong = complaints(plan, expected_seconds)

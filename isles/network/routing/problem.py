@@ -35,8 +35,13 @@ from isles.network.routing.routes import MOST_VISITS, Route, Task
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PathRules:
-    """swaps: in one path. distance: of one swap. total: of all of them together. jump: to how far above the highest
-    stage so far the next one may lie.
+    """Which orders of stages are legal.
+
+    Args:
+        swaps: in one path, at most.
+        distance: of one swap, in stages.
+        total: of all of them together.
+        jump: to how far above the highest stage so far the next one may lie.
     """
 
     swaps: int = 2
@@ -99,8 +104,13 @@ Paths = Mapping[Slot, Path]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoutingCosts:
-    """A node's seconds of loss and head, and of a backward, as shares of its forward; seconds that it rests after a
-    task, and after the forward of a microbatch of its own.
+    """What a node's tasks cost.
+
+    Args:
+        loss: of loss and head, as a share of its forward.
+        backward: the same of a backward.
+        rest: seconds that it rests after a task.
+        rest_at_origin: the same after the forward of a microbatch of its own.
     """
 
     loss: float = 0.25
@@ -114,11 +124,18 @@ class RoutingCosts:
 
 @dataclass(frozen=True, kw_only=True)
 class RoutingProblem:
-    """stages: the nodes of each stage, numbered from 0 without gaps, each in one. delays: seconds of a microbatch from
-    node to node, [source][target]. forward: seconds of a forward, by node. path_length: stages that a microbatch runs,
-    stage 0 included. memory: forwards that a node holds. waves: microbatches of a slot in a step.
+    """Nodes in stages, and microbatches that want paths through some of them.
 
-    ValueError, one line, for what cannot be planned.
+    Args:
+        stages: the nodes of each stage, numbered from 0 without gaps, each in one.
+        delays: seconds of a microbatch from node to node, [source][target].
+        forward: seconds of a forward, by node.
+        path_length: stages that a microbatch runs, stage 0 included.
+        memory: forwards that a node holds.
+        waves: microbatches of a slot in a step.
+
+    Raises:
+        ValueError: in one line, for what cannot be planned.
     """
 
     stages: tuple[tuple[int, ...], ...]

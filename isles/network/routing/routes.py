@@ -115,7 +115,13 @@ def position(replica: int, stage: int, stages: int) -> int:
 
 
 def fixed_routes(replicas: int, stages: int, microbatches: int, *, home: bool) -> list[Route]:
-    """Every replica's microbatches (`microbatches` each) go through its stages; u-th of replica a: u * replicas + a."""
+    """Every replica's microbatches go through its own stages.
+
+    Args:
+        replicas, stages: of the pipeline.
+        microbatches: of each replica; number u of replica a is u * replicas + a.
+        home: the loss is computed at the origin.
+    """
     return [
         Route(u * replicas + a, tuple(position(a, stage, stages) for stage in range(stages)), home)
         for u in range(microbatches)
@@ -125,7 +131,12 @@ def fixed_routes(replicas: int, stages: int, microbatches: int, *, home: bool) -
 
 def random_routes(replicas: int, stages: int, microbatches: int, *, home: bool, seed: int, step: int) -> list[Route]:
     """At every boundary s of every u, stage s of replica a sends to stage s + 1 of replica `permutation(...)[a]`, so
-    each worker gets each u exactly once. Numbers as in `fixed_routes`; the same at every worker that calls it.
+    each worker gets each u exactly once. The same at every worker that calls it.
+
+    Args:
+        replicas, stages, microbatches, home: as in `fixed_routes`.
+        seed: of the permutations.
+        step: counted from 1.
     """
     routes = []
     for u in range(microbatches):

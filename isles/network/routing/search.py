@@ -96,8 +96,11 @@ _HOT, _COLD = 0.03, 0.0005
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchEffort:
-    """How long to search. moves: tried in each of the three searches. seconds: after which what has been found counts;
-    None: no limit, and the same plan on every machine.
+    """How long to search.
+
+    Args:
+        moves: tried in each of the three searches.
+        seconds: after which what has been found counts; None: no limit, and the same plan on every machine.
     """
 
     moves: int = 20_000
@@ -331,10 +334,22 @@ class RoutingStrategy:
 def routing_strategies(
     problem: RoutingProblem, effort: SearchEffort, seed: int = 0, network: PlanNetwork | None = None
 ) -> list[RoutingStrategy]:
-    """All four, the plan last, replayed on `network`, whose links messages share; None: each message is alone.
+    """Four ways of the microbatches, each with the seconds of its step.
 
     The search counts each message as if it were alone. Of the paths that are fast alone and those whose collisions are
-    counted the plan takes those with the shorter step on `network`. ValueError where no legal paths fit.
+    counted the plan takes those with the shorter step on `network`.
+
+    Args:
+        problem: the nodes.
+        effort: how long to search.
+        seed: of the search.
+        network: lines that messages share; None: each message takes the problem's delay.
+
+    Returns:
+        Fixed pipelines, random paths, paths that are fast alone, and the plan.
+
+    Raises:
+        ValueError: where no legal paths fit.
     """
     began = time.monotonic()
     by_chance = blind(problem, seed)
