@@ -233,7 +233,7 @@ def of_runs(folders: Sequence[Path], out: Path, as_: str | None, over: Sequence[
 def estimate(configs: Configs) -> Table:
     """What is to be run, a line a row, and about how long it takes here. Measures a step."""
     from isles.models.model_limits import limits
-    from isles.plan.computing import measured_step
+    from isles.plan.memory_fit import measured_step
     from isles.report.panels import Table
     from isles.report.units import format_seconds
     from isles.training.config.reading import tokens_a_step

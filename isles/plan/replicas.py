@@ -33,7 +33,7 @@ from isles.pipeline.boundaries.names import boundary_name
 from isles.pipeline.partial import planned_routes
 from isles.pipeline.pipeline import form_of, router_of, ways_of
 from isles.pipeline.wire import StageForm
-from isles.plan.computing import counted_flops, measured_step
+from isles.plan.memory_fit import counted_flops, measured_step
 from isles.plan.pipeline_steps import StagedSteps
 from isles.plan.record import RunPlan, RunTime, WorkerPlan, device_of
 from isles.plan.replay import MESSAGES, RunReplay, TimeAccount

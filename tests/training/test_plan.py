@@ -19,7 +19,7 @@ from isles.comm.mesh import Mesh
 from isles.comm.virtual.cluster import run_virtual
 from isles.models import SIZES, Decoder, ModelConfig, build, flops_per_token, sketch
 from isles.network.exchange_plan import fed
-from isles.plan.computing import counted_flops
+from isles.plan.memory_fit import counted_flops
 from isles.plan.record import MemoryFit, RunPlan
 from isles.plan.run_plan import plan_run
 from isles.replicas.sync import ReplicaSync
