@@ -17,14 +17,18 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from isles.base.schema import BACKENDS
+from isles.base.tables import changed
 from isles.cli import _run, app
+from isles.data import load_corpus
 from isles.models import build
 from isles.plan.run_plan import plan_run
 from isles.running.run import STARTERS
+from isles.running.virtual import VirtualWorkers
 from isles.training.config.reading import read_config
 from isles.training.config.trust import names_of
+from isles.training.worker import train_worker
 from tests import forked
-from tests.training.runs import write_text
+from tests.training.runs import CLOCKS, tiny, write_text
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -185,6 +189,7 @@ import isles
 from isles.replicas.methods.custom.config import CustomConfig
 from isles.replicas.parts.legal import AXES, warnings
 from isles.report.rundir import read_run
+from isles.running.virtual import VirtualWorkers
 from isles.training.config.reading import read_config
 from isles.training.config.reading import template
 from isles.plan.question import candidates
@@ -411,6 +416,29 @@ class Means(isles.Boundary):
     def sizes(self, sequences: int, length: int) -> tuple[tuple[int, ...], int]:
         return (sequences, length, self.width // self.of), 0
 ''',
+    "plain": '''"""A reading and a landing that do what the usual ones do."""
+
+from torch import Tensor
+
+
+class Mean:
+    """All of it."""
+
+    needs_own = False
+
+    def read(self, mean: Tensor, fresh: Tensor | None, own: Tensor | None, participants: int) -> Tensor:
+        return mean
+
+
+class Anchor:
+    """live = anchor."""
+
+    moves_reference, local_share = False, None
+
+    def land(self, live: list[Tensor], anchor: list[Tensor], reference: list[Tensor]) -> None:
+        for own, moved in zip(live, anchor, strict=True):
+            own.copy_(moved)
+''',
 }
 ROWS = {
     "rule": 'method = "custom"\nsync_every = 2\nrule = "sign_momentum:SignMomentum"\n'
@@ -488,6 +516,26 @@ def test_a_part_from_outside_is_named_in_every_command(
     for key, value in names_of(config).items():
         assert f"{key} = {json.dumps(value)}" in shown
     assert (runs["train"][row] / "report.html").read_text().count(re.search(r"\w+:\w+", ROWS[row])[0]) >= 1  # type: ignore[index]
+
+
+@pytest.mark.parametrize("method", ["ddp", "dct-dp", "dilocox", "noloco", "sparseloco", "streaming-diloco"])
+def test_every_codec_may_be_ones_own(method: str, elsewhere: Path) -> None:
+    """Of gradients, of their largest entries, of factors, of one of two vectors, of fragments."""
+    own = ["replicas.codec=float8:Float8", "replicas.options.codec.shift=4", "data.validation_fraction=0"]
+    config = tiny(elsewhere / "text.txt", *own, method=method)
+    results = VirtualWorkers(train_worker, 2, config, (config, None, None, load_corpus(config.data))).join()
+    assert plan_run(config).bytes_sent == tuple(result["bytes_sent"] for result in results)
+    plain = changed(config, {"replicas.codec": "int8", "replicas.options": None})
+    assert plan_run(config).bytes_sent < plan_run(plain).bytes_sent
+
+
+def test_a_reading_and_a_landing_of_ones_own(elsewhere: Path) -> None:
+    own = ["replicas.reading=plain:Mean", "replicas.landing=plain:Anchor"]
+    configs = [tiny(elsewhere / "text.txt", *more, method="custom") for more in ([], own)]
+    plain, named = (
+        VirtualWorkers(train_worker, 2, one, (one, None, None, load_corpus(one.data))).join() for one in configs
+    )
+    assert [{**one, **dict.fromkeys(CLOCKS)} for one in plain] == [{**one, **dict.fromkeys(CLOCKS)} for one in named]
 
 
 def test_parts_are_at_most_60_lines() -> None:
