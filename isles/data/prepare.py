@@ -386,7 +386,7 @@ def load_corpus(config: DataConfig) -> Corpus:
 
     The files are looked at on every call (names, sizes, times of change), and a change makes a new corpus. With
     `config.cache` the arrays are saved in that folder and memory-mapped, so that later processes read nothing else. A
-    `config.path` that is itself such a folder (`store.save_corpus`) is opened as it is, with the split that it has.
+    `config.path` that is itself such a folder (`save_corpus`) is opened as it is, with the split that it has.
     ValueError, one line with key and what to do, where something cannot be read or holds no text.
     """
     tokenizer = load_tokenizer(config.tokenizer)

@@ -151,7 +151,7 @@ def build(config: ModelConfig, seed: int, rank: int = 0, home: torch.device | No
 
     The weights depend on the configuration and `seed` alone: every rank and every device starts from the same model,
     and the global random generators stay as they were. A compiled model is compiled in place: its parameter names and
-    its class are those of the plain one. ValueError as in `choose_device`, `autocast`, `load_hf` and `own.make`.
+    its class are those of the plain one. ValueError as in `choose_device`, `autocast`, `load_hf` and `make`.
     """
     device = choose_device(config, rank)
     _refuse_fp16_on_cpu(config, device)

@@ -25,7 +25,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache, partial
+from functools import cache, cached_property, lru_cache, partial
 from typing import Any, Literal
 
 from isles.network.exchange_plan import PlannedExchange, Rhythm, WorkerMemory, sent_by_all
@@ -111,8 +111,9 @@ class PlannedMethod:
         self.config = _in_world(config, step_seconds=self.computing * question.stages)
         self.has_rounds = hasattr(config.replicas, "sync_every")
         self.every: int = getattr(config.replicas, "sync_every", 1)
-        self._schedules: dict[tuple[int, int], list[PlannedExchange]] = {}
-        self._few: dict[tuple[int, int, float, int | None], tuple[TimeAccount, bool]] = {}
+        # Also by H, with which `retime` changes them.
+        self._schedule_of = lru_cache(maxsize=8)(lambda every, steps: self.optimizer.schedule(steps))
+        self._of_few = cache(self._of_representatives)
 
     def signature(self, every: int | None) -> object:
         """Equal for methods that send the same at the same moments."""
@@ -178,16 +179,8 @@ class PlannedMethod:
         sent = [sum(one.sent_by_all for one in self._schedule(rhythm.start + n * rhythm.every)) for n in (1, 3)]
         return (sent[1] - sent[0]) / (2 * rhythm.every) / self.optimizer.group.size / self.question.devices
 
-    def _of_few(
-        self, every: int, messages: int, rate: float = 1.0, steps: int | None = None
-    ) -> tuple[TimeAccount, bool]:
-        key = every, messages, rate, steps
-        if key not in self._few:
-            self._few[key] = self._of_representatives(*key)
-        return self._few[key]
-
     def _of_representatives(
-        self, every: int, messages: int, rate: float, steps: int | None
+        self, every: int, messages: int, rate: float = 1.0, steps: int | None = None
     ) -> tuple[TimeAccount, bool]:
         self._at(every)
         between = self._few_links
@@ -260,13 +253,9 @@ class PlannedMethod:
         if every != self.every:
             self.optimizer.retime(every)
             self.every = every
-            self._schedules.clear()
 
     def _schedule(self, steps: int) -> list[PlannedExchange]:
-        key = self.every, steps
-        if key not in self._schedules:
-            self._schedules[key] = self.optimizer.schedule(steps)
-        return self._schedules[key]
+        return self._schedule_of(self.every, steps)
 
     @property
     def _rhythm(self) -> Rhythm:

@@ -54,12 +54,12 @@ TasksByRank = dict[int, list[PlannedTask]]
 class StagedSteps:
     """Steps of replicas cut into stages.
 
-    routes: of each step, from 1. most_held: forwards that each position holds, as in `orders`. shares: of an inner
+    routes: of each step, from 1. most_in_flight: forwards that each position holds, as in `orders`. shares: of an inner
     step's computing, by position. sizes: of the messages. columns: the rank at each position, of each of the workers
-    that share a stage; position = replica x stages + stage. asks_norm: the stages of a replica tell each other their
-    gradient's norm after their tasks. listed: the tasks of each position, in their order; None: `orders` makes them of
-    the routes. rest: a share that is computed beside, after a task has sent what it made. With a plan all nodes are
-    together one replica, and count as its `stages`.
+    that share a stage; position = replica x stages + stage. exchanges_norm: the stages of a replica tell each other
+    their gradient's norm after their tasks. listed: the tasks of each position, in their order; None: `orders` makes
+    them of the routes. rest: a share that is computed beside, after a task has sent what it made. With a plan all nodes
+    are together one replica, and count as its `stages`.
     """
 
     routes: Callable[[int], Sequence[Route]]

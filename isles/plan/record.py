@@ -108,7 +108,7 @@ class MemoryFit:
 class RunPlan:
     """A run before it is run. Bytes are exact, headers included, those before the first step too.
 
-    arrangement: of the workers, in words. flops: of a token, forward and backward, at a worker or where there are
+    placement: of the workers, in words. flops: of a token, forward and backward, at a worker or where there are
     stages in the whole model. workers: without stages one entry, of who holds most; standby: spare ones beside
     them. placed: the plan of a worker's memory, where there is one. outline: of the worker that sends
     most. bytes_sent: by worker, of the whole run; between_stages: what of that goes to other stages, on average;

@@ -112,10 +112,7 @@ class Native(Reduction):
 
 class Averaged(Reduction):
     """The mean through a codec or as low-rank factors (`isles.comm.collectives.averaging`), with error feedback where
-    it is given: a = g + E is sent, and then
-
-        local    E <- decay (a - what the others decoded of it)
-        global   E <- decay (a - the mean that came back)
+    it is given.
     """
 
     def __init__(self, layout: FlatParameters, averaging: Averaging, feedback: ErrorFeedback | None = None) -> None:

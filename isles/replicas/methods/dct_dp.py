@@ -84,12 +84,7 @@ class _Tensor:
 
 
 class Thresholds(Reduction):
-    """Per tensor, h = g + E: the entries |h| >= tau are sent, what they lose and all others stay in E.
-
-    tau is the K-th largest |h| when it is renewed: in the first step, every `interval` steps after it, and whenever it
-    lets through more than guard K entries, or fewer than K / guard though there are more. Tensors of fewer than
-    `exclude_below` entries are sent whole.
-    """
+    """Per tensor, the entries of at least tau; those of small tensors, and in the first steps, all of them."""
 
     careful = True
 
