@@ -12,10 +12,9 @@ from dataclasses import replace
 from functools import cache
 
 from benchmarks._reference import instance
-from isles.network.routing.events import StepPlay
+from isles.network.routing.events import StepPlay, Task
 from isles.network.routing.problem import PathRules, RoutingProblem, Slot, faults, legal_orders, replay_paths, routes_of
 from isles.network.routing.replay import Delays, first_come, seconds_of
-from isles.network.routing.routes import Task
 from isles.network.routing.search import SearchEffort, full, with_collisions, without_collisions
 
 Order = tuple[int, ...]

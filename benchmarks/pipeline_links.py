@@ -35,12 +35,11 @@ from benchmarks._stage import play
 from isles.comm.mesh import Mesh
 from isles.models.stages import Stage
 from isles.network.links import Links, Topology
-from isles.network.routing.events import orders, orders_of
+from isles.network.routing.events import Route, Task, fixed_routes, orders, orders_of, random_routes
+from isles.network.routing.plan import delays_of
 from isles.network.routing.problem import RoutingCosts, RoutingProblem
 from isles.network.routing.replay import LinkWire, Sizes, TaskSeconds, in_order, replay
-from isles.network.routing.routes import Route, Task, fixed_routes, random_routes
 from isles.network.routing.search import SearchEffort, routing_strategies
-from isles.network.routing.speeds import delays_of
 from isles.pipeline.boundaries.base import FullStream
 from isles.pipeline.executor import Executor, Ways
 from isles.pipeline.wire import StageForm

@@ -18,11 +18,9 @@ import time
 from benchmarks._measure import Row, report
 from benchmarks._reference import instance, paths_of
 from isles.network.links import links
-from isles.network.routing.assignment import Scores, assign
-from isles.network.routing.plan import broken_rules
+from isles.network.routing.plan import broken_rules, delays_of
 from isles.network.routing.problem import RoutingProblem, lower_bounds, replay_paths
-from isles.network.routing.search import SearchEffort, Stopwatch, blind, routing_strategies
-from isles.network.routing.speeds import delays_of
+from isles.network.routing.search import Scores, SearchEffort, Stopwatch, assign, blind, routing_strategies
 
 Delays = tuple[tuple[float, ...], ...]
 

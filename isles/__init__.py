@@ -36,9 +36,9 @@ if TYPE_CHECKING:
     from isles.network.links import Links
     from isles.network.machines import Machine, machine
     from isles.network.pauses import Pauses
+    from isles.network.routing.events import Route, fixed_routes, random_routes
     from isles.network.routing.plan import PipelinePlan, PlanNetwork, plan_network, read_plan
     from isles.network.routing.problem import PathRules, RoutingCosts, RoutingProblem
-    from isles.network.routing.routes import Route, fixed_routes, random_routes
     from isles.network.routing.search import RoutingStrategy, SearchEffort, routing_strategies
     from isles.pipeline.boundaries.base import Boundary, FullStream
     from isles.pipeline.config import PipelineConfig

@@ -23,7 +23,7 @@ from isles.comm.errors import WorkerFailed
 from isles.comm.group import Group
 from isles.comm.trust import JUMPS, mean_square
 from isles.models.stages import Stage
-from isles.network.routing.routes import Task
+from isles.network.routing.events import Task
 from isles.pipeline.wire import StageForm, phase
 
 Context = Callable[[], AbstractContextManager[object]]

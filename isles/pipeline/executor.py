@@ -26,9 +26,8 @@ from isles.comm.collectives.basic import all_done
 from isles.comm.group import Group
 from isles.comm.transport import Work
 from isles.models.stages import Stage
-from isles.network.routing.events import Span, orders
+from isles.network.routing.events import Route, Span, Task, orders
 from isles.network.routing.replay import TaskSeconds, seconds_of
-from isles.network.routing.routes import Route, Task
 from isles.pipeline.compute import Context, Goes, OpenPass, StageCompute, give_up_numbers
 from isles.pipeline.routers import StepRoutes
 from isles.pipeline.wire import ARRIVALS, StageForm, StageInbox, arrived, phase, planned, receives_ahead, sender

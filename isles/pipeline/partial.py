@@ -10,11 +10,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
 
-from isles.network.routing.events import orders_of
+from isles.network.routing.events import Route, orders_of, visited
 from isles.network.routing.plan import PipelinePlan
 from isles.network.routing.problem import replay_paths
 from isles.network.routing.replay import TaskSeconds
-from isles.network.routing.routes import Route, visited
 from isles.pipeline.config import PipelineConfig
 from isles.pipeline.executor import Ways
 from isles.pipeline.routers import StepRoutes, always

@@ -37,9 +37,8 @@ from isles.comm.group import same_text
 from isles.comm.mesh import Mesh
 from isles.models.cuts import Piece, PieceCosts, cut_points, pieces
 from isles.models.stages import Stage, costs_of, is_tied, width_of
-from isles.network.routing.events import in_flight
+from isles.network.routing.events import fixed_routes, in_flight
 from isles.network.routing.plan import PipelinePlan
-from isles.network.routing.routes import fixed_routes
 from isles.pipeline.boundaries.base import Boundary
 from isles.pipeline.boundaries.names import boundary_name
 from isles.pipeline.boundaries.scheme import Crossings, Inside, Scheme, scheme_of, turned

@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from isles.network.routing.routes import Route, check_routes, fixed_routes, position, random_routes, visited
+from isles.network.routing.events import Route, check_routes, fixed_routes, position, random_routes, visited
 
 StepRoutes = Callable[[int], Sequence[Route]]
 
@@ -80,7 +80,7 @@ def own_routes(router: Router, grid: PipelineGrid, name: str) -> StepRoutes:
 
 
 def always(routes: Iterable[Route]) -> StepRoutes:
-    """These in every step, such as those of `isles.network.routing.routes.fixed_routes`."""
+    """These in every step, such as those of `isles.network.routing.events.fixed_routes`."""
     made = tuple(routes)
     return lambda step: made
 

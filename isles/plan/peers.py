@@ -18,7 +18,7 @@ from isles.models.stages import Stage
 from isles.network.clusters.cuts import ModelLoad
 from isles.network.exchange_plan import MemoryItem, WorkerMemory
 from isles.network.links import Topology, links
-from isles.network.routing.routes import Task
+from isles.network.routing.events import Task
 from isles.pipeline.peers.agreement import agreed_bytes
 from isles.pipeline.peers.inbox import COMERS
 from isles.pipeline.pipeline import Cut, form_of

@@ -11,9 +11,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from isles.network.exchange_plan import MessagePattern, gathered
-from isles.network.routing.events import orders
+from isles.network.routing.events import Kind, Route, Task, orders
 from isles.network.routing.replay import Sizes, TaskSeconds, bytes_sent, seconds_of
-from isles.network.routing.routes import Kind, Route, Task
 
 ANSWER = 8
 """Bytes of a stage's part of the gradient's norm."""

@@ -23,11 +23,10 @@ from isles.models.stages import Stage, width_of
 from isles.models.subspace import Subspace
 from isles.network.exchange_plan import MessagePattern, PlannedExchange, Tree, WorkerMemory, by_size, gathered
 from isles.network.links import Links, Topology, links
-from isles.network.routing.events import orders_of
+from isles.network.routing.events import Task, orders_of
 from isles.network.routing.plan import PipelinePlan
 from isles.network.routing.problem import replay_paths
 from isles.network.routing.replay import LinkWire, Sizes, TaskSeconds, in_order, replay
-from isles.network.routing.routes import Task
 from isles.pipeline.boundaries.base import FullStream
 from isles.pipeline.boundaries.names import boundary_name
 from isles.pipeline.partial import planned_routes

@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from isles.base.schema import TASK_KINDS
+from isles.network.routing.plan import slips
 from isles.network.routing.problem import Paths, RoutingProblem, lower_bounds, replay_paths
 from isles.network.routing.replay import Replay, Sizes
 from isles.network.routing.search import RoutingStrategy
-from isles.network.routing.speeds import slips
 from isles.report import settled
 from isles.report.charts import TASK_KEYS, TASK_LOOKS
 from isles.report.page import document, section, wide_table

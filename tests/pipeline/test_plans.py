@@ -12,9 +12,9 @@ import torch
 import isles
 from benchmarks._reference import paths_of
 from isles.comm.layout import Layout
+from isles.network.routing.events import visited
 from isles.network.routing.plan import PipelinePlan
 from isles.network.routing.problem import RoutingCosts, RoutingProblem
-from isles.network.routing.routes import visited
 from isles.pipeline.partial import gains_of
 from tests.network.routing.instances import drawn, reference
 from tests.pipeline import planned

@@ -14,9 +14,8 @@ from isles.comm.mesh import Mesh
 from isles.models import Decoder, Shape
 from isles.models.cuts import cut_points, pieces
 from isles.models.stages import Stage
-from isles.network.routing.events import in_flight
+from isles.network.routing.events import fixed_routes, in_flight
 from isles.network.routing.replay import TaskSeconds
-from isles.network.routing.routes import fixed_routes
 from isles.pipeline.boundaries.base import Boundary, FullStream
 from isles.pipeline.executor import Executor, Ways
 from isles.pipeline.routers import StepRoutes, always, random_router

@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 
 from isles.network.links import read_links
-from isles.network.routing.plan import as_json
+from isles.network.routing.plan import as_json, fingerprint
 from isles.network.routing.problem import RoutingCosts, RoutingProblem, replay_paths
 from isles.network.routing.search import blind
-from isles.network.routing.speeds import fingerprint
 from isles.plan.record import RunPlan
 from isles.plan.run_plan import plan_run
 from isles.plan.sketch import clips_model

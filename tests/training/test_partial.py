@@ -17,10 +17,9 @@ from safetensors.torch import load_file
 from benchmarks._reference import paths_of
 from isles import cli
 from isles.network.links import read_links
-from isles.network.routing.plan import PipelinePlan, as_json, read_plan
+from isles.network.routing.plan import PipelinePlan, as_json, delays_of, fingerprint, read_plan
 from isles.network.routing.problem import RoutingProblem, replay_paths
 from isles.network.routing.search import blind
-from isles.network.routing.speeds import delays_of, fingerprint
 from isles.running.run import launch
 from isles.training.config.conflicts import plan_of
 from isles.training.config.reading import read_config, run_name

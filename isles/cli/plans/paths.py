@@ -15,9 +15,9 @@ import typer
 from isles.cli.terminal import AsJson, show
 
 if TYPE_CHECKING:
-    from isles.network.routing.assignment import Stages
     from isles.network.routing.problem import RoutingCosts
     from isles.network.routing.replay import Sizes
+    from isles.network.routing.search import Stages
     from isles.report.sheet import Sheet
 
 
@@ -51,11 +51,9 @@ def plan_paths(
 ) -> None:
     """Find paths for microbatches that leave out stages and exchange them (SkipPipe): seconds of a step by strategy."""
     from isles.network.links import links as named
-    from isles.network.routing.assignment import assign
-    from isles.network.routing.plan import PipelinePlan, as_json, plan_network
+    from isles.network.routing.plan import PipelinePlan, as_json, delays_of, fingerprint, forward_seconds, plan_network
     from isles.network.routing.problem import RoutingProblem
-    from isles.network.routing.search import SearchEffort, routing_strategies
-    from isles.network.routing.speeds import delays_of, fingerprint, forward_seconds
+    from isles.network.routing.search import SearchEffort, assign, routing_strategies
     from isles.report.sheet import pipeline_sheet
 
     check_out(out)
@@ -223,9 +221,8 @@ def check(
 ) -> None:
     """Check a plan of paths: print every rule that it breaks; exit code 2 if there is one."""
     from isles.network.links import links as named
-    from isles.network.routing.plan import complaints, read_unchecked
+    from isles.network.routing.plan import complaints, fingerprint, read_unchecked
     from isles.network.routing.problem import lower_bounds
-    from isles.network.routing.speeds import fingerprint
 
     read, stated = read_unchecked(plan)
     wrong = complaints(read, stated)
@@ -251,10 +248,9 @@ def replan(
     from dataclasses import replace
 
     from isles.cli.terminal import print_table
-    from isles.network.routing.plan import as_json, read_plan
-    from isles.network.routing.routes import visited
+    from isles.network.routing.events import visited
+    from isles.network.routing.plan import as_json, planned_computing, read_plan, speed_factors
     from isles.network.routing.search import SearchEffort, with_collisions, without_collisions
-    from isles.network.routing.speeds import planned_computing, speed_factors
     from isles.report import settled
     from isles.report.panels import Table
 

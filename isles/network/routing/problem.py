@@ -28,9 +28,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from isles.base.errors import demand
-from isles.network.routing.events import TaskWire, orders_of
+from isles.network.routing.events import MOST_VISITS, Route, Task, TaskWire, orders_of
 from isles.network.routing.replay import Delays, Replay, TaskSeconds, first_come, in_order, replay
-from isles.network.routing.routes import MOST_VISITS, Route, Task
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ from torch import Tensor
 from isles.comm.collectives.message_queue import MessageQueue, QueuedMessage
 from isles.comm.errors import DeadlinePassed
 from isles.comm.tags import Channel
-from isles.network.routing.routes import Task
+from isles.network.routing.events import Task
 from isles.pipeline.swarm.ledger import words_for
 from isles.pipeline.wire import StageForm
 

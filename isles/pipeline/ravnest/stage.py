@@ -45,8 +45,7 @@ from isles.comm.errors import CommError, Malformed, PeerLost
 from isles.comm.group import Group
 from isles.comm.transport import Work
 from isles.models.stages import Stage
-from isles.network.routing.events import Span
-from isles.network.routing.routes import Task
+from isles.network.routing.events import Span, Task
 from isles.pipeline.compute import Context, OpenPass, StageCompute
 from isles.pipeline.shares import StageShares
 from isles.pipeline.wire import StageForm, phase

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from isles.comm.group import Group
 from isles.models.stages import Stage
-from isles.network.routing.routes import Task
+from isles.network.routing.events import Task
 from isles.pipeline.compute import Context, OpenPass, StageCompute
 from isles.pipeline.shares import StageShares
 from isles.pipeline.wire import StageForm

@@ -19,7 +19,7 @@ from isles.memory.engines.threads import ThreadEngine
 from isles.memory.meter import MemoryMeter
 from isles.memory.optimizer import Managed
 from isles.memory.passes import PassKind
-from isles.network.routing.routes import Task
+from isles.network.routing.events import Task
 from isles.training.config.sections import Config
 from isles.training.memory.plans import prepared, sharded_over
 from isles.training.memory.trial import try_out

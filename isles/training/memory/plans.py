@@ -31,7 +31,7 @@ from isles.models.cuts import Piece
 from isles.models.stages import Stage
 from isles.network.links import links
 from isles.network.machines import Machine, known_gpu, machine
-from isles.network.routing.routes import position
+from isles.network.routing.events import position
 from isles.network.units import parse_bytes
 from isles.pipeline.pipeline import ways_of
 from isles.replicas import method

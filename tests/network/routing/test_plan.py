@@ -6,11 +6,10 @@ import math
 import pytest
 
 from isles.network.links import Links, links
-from isles.network.routing.plan import PipelinePlan, as_json, plan_network, read_plan
+from isles.network.routing.plan import PipelinePlan, as_json, delays_of, fingerprint, plan_network, read_plan, slips
 from isles.network.routing.problem import RoutingProblem, replay_paths
 from isles.network.routing.replay import Sizes
 from isles.network.routing.search import blind
-from isles.network.routing.speeds import delays_of, fingerprint, slips
 from tests.network.routing.instances import drawn
 
 

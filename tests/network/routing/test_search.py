@@ -9,8 +9,7 @@ import pytest
 
 from benchmarks._reference import paths_of
 from isles.network.links import Links, Topology, links
-from isles.network.routing.assignment import assign
-from isles.network.routing.plan import broken_rules
+from isles.network.routing.plan import broken_rules, delays_of
 from isles.network.routing.problem import (
     BestPaths,
     PathRules,
@@ -26,12 +25,12 @@ from isles.network.routing.replay import LinkWire, Sizes
 from isles.network.routing.search import (
     SearchEffort,
     Stopwatch,
+    assign,
     blind,
     routing_strategies,
     with_collisions,
     without_collisions,
 )
-from isles.network.routing.speeds import delays_of
 from tests.network.routing.instances import drawn, reference
 
 QUICK = SearchEffort(moves=1500)
