@@ -167,7 +167,6 @@ def test_every_method_that_is_taken_gives_the_same_bits(tmp_path: Path, size: in
             assert real[rank][name] == virtual[rank][name], (rank, name)
 
 
-@pytest.mark.long  # one run in twenty under load: the eighth answer comes only with the next message (open)
 def test_what_nobody_asked_for_waits_and_is_delivered_when_it_is(tmp_path: Path) -> None:
     with workers(tmp_path, 2) as (one, two):
         sent = [random_bytes(2 * CHUNK, seed) for seed in range(12)]

@@ -171,10 +171,10 @@ class Outgoing:
                 if number is not None:
                     self._send(stream, number)
                 elif time.monotonic() - probed_at > stream.lease / 4:
-                    self._handle(stream.probe())
+                    stream.probe(self._handle)
                     probed_at = time.monotonic()
                 else:
-                    self._handle(stream.wait(stream.lease / 4))
+                    stream.wait(stream.lease / 4, self._handle)
                 is_over = self._over is not None
         finally:
             with self._changed:
@@ -203,21 +203,20 @@ class Outgoing:
             piece = data[offset : offset + CHUNK]
             if number not in self._messages:
                 break
-            replies = stream.send(Head(message.kind, number, offset, total, message.tag), piece)
+            stream.send(Head(message.kind, number, offset, total, message.tag), piece, self._handle)
             self._carrier.sent(self._peer, stream.way, len(piece))
-            self._handle(replies)
         self._sending = -1
 
-    def _handle(self, replies: list[tuple[int, int]]) -> None:
-        for kind, number in replies:
-            with self._changed:
-                message = self._messages.pop(number, None)
-            if message is None:
-                continue
-            if kind == ROUND_CLOSED:
-                message.work.finished(RoundClosed(self._peer))
-                self._carrier.passed(self._peer, message.tag)
-            elif kind == REFUSED:
-                message.work.finished(PeerLost(self._peer, "it refused what was sent to it"))
-            elif kind == TAKEN:
-                message.work.finished()
+    def _handle(self, kind: int, number: int) -> None:
+        """What `peer` says of a message: perhaps while a piece is on its way, of which it wants no more then."""
+        with self._changed:
+            message = self._messages.pop(number, None)
+        if message is None:
+            return
+        if kind == ROUND_CLOSED:
+            message.work.finished(RoundClosed(self._peer))
+            self._carrier.passed(self._peer, message.tag)
+        elif kind == REFUSED:
+            message.work.finished(PeerLost(self._peer, "it refused what was sent to it"))
+        elif kind == TAKEN:
+            message.work.finished()
