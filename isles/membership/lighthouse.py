@@ -53,7 +53,7 @@ from isles.membership.messages import (
 )
 from isles.membership.p2p.address_book import AddressBook
 from isles.membership.p2p.relay import RelayCount
-from isles.membership.session import ControlSession, Query, Timer
+from isles.membership.session import ControlSession, Query
 
 _ADDRESSES = 4096  # the oldest is forgotten beyond that: it has a full bucket again
 
@@ -141,7 +141,7 @@ class Lighthouse:
         for there in PRESENT_AS_MEMBERS:
             session.watch(there, self._presence)
         session.present(UP)
-        self._ticks: Timer | None = session.later(self._tick_on, _TICK) if session.beats else None
+        self._end_ticks: Callable[[], None] | None = session.later(self._tick_on, _TICK) if session.beats else None
 
     def act(self, call: Callable[[float], list[Effect]]) -> None:
         """Call something of the assembly, in a callback, and carry out its orders. Returns at once."""
@@ -179,8 +179,8 @@ class Lighthouse:
     def close(self) -> None:
         """Do no more by itself. The session is whoever's who opened it."""
         with self._lock:
-            if self._ticks is not None:
-                self._ticks.cancel()
+            if self._end_ticks is not None:
+                self._end_ticks()
 
     # In callbacks
 
@@ -392,7 +392,7 @@ class Lighthouse:
 
     def _tick_on(self) -> None:
         with self._lock:
-            self._ticks = self._session.later(self._tick_on, _TICK)
+            self._end_ticks = self._session.later(self._tick_on, _TICK)
         self.tick()
 
 

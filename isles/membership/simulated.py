@@ -49,7 +49,7 @@ from isles.membership.requests import BEAT
 from isles.membership.session import Answered, Query, Rejections
 from isles.membership.state_transfer import StateServer
 from isles.network.churn import ChurnEvent
-from isles.network.engine import ARRIVED, LAST, Event, EventQueue
+from isles.network.engine import ARRIVED, LAST, Event
 
 WAY = 0.02
 """Seconds that a word takes."""
@@ -113,32 +113,6 @@ class _Aside:
 
     def join(self, timeout: float | None = None) -> None:
         """It is done."""
-
-
-class SimulatedQuery:
-    """A `Query` in virtual time."""
-
-    def __init__(self, payload: bytes, attachment: bytes, answer: Answered) -> None:
-        self.payload, self.attachment, self._answer = payload, attachment, answer
-
-    def reply(self, data: bytes | Callable[[], bytes] = b"") -> None:
-        self._answer(data if isinstance(data, bytes) else data(), None)
-
-    def refuse(self, why: bytes) -> None:
-        self._answer(None, why)
-
-
-class SimulatedTimer:
-    """A `Timer` in virtual time."""
-
-    def __init__(self, timeline: EventQueue, event: Event) -> None:
-        self._timeline = timeline
-        self._event: Event | None = event
-
-    def cancel(self) -> None:
-        event, self._event = self._event, None
-        if event is not None:
-            self._timeline.cancel(event)
 
 
 class _Sleep:
@@ -222,9 +196,9 @@ class SimulatedSession:
     def condition(self) -> SimulatedCondition:
         return SimulatedCondition(self._network.scheduler, self._worker)
 
-    def later(self, call: Callable[[], None], seconds: float = 0.0) -> SimulatedTimer:
+    def later(self, call: Callable[[], None], seconds: float = 0.0) -> Callable[[], None]:
         with self.condition():
-            return SimulatedTimer(self._timeline, self._at(self._timeline.now + seconds, self._rank, call))
+            return partial(self._timeline.cancel, self._at(self._timeline.now + seconds, self._rank, call))
 
     def aside(self, work: Callable[[], None]) -> _Aside:
         return _Aside(work)
@@ -263,7 +237,7 @@ class SimulatedSession:
                 answers.append(reply)
 
             answers: list[bytes | None] = []
-            answer(SimulatedQuery(payload, attachment or b"", answer_with))
+            answer(Query(payload, attachment or b"", answer_with))
             if not answers or len(answers[0] or b"") > _LONG:
                 self._at(timeline.now + seconds, self._rank, partial(settle, None, None))
             network.asked()

@@ -72,8 +72,8 @@ def test_timers_ring_in_their_order_and_cancelled_ones_never(run: Callable[[Prog
         gone = [here.later(partial(heard, "cancelled"), seconds) for seconds in (0.05, 0.2)]
         here.later(partial(heard, "first"))
         here.later(partial(heard, "second"), 0.1)
-        for timer in (*gone, *gone):
-            timer.cancel()
+        for cancel in (*gone, *gone):
+            cancel()
         assert heard.wait(3) and here.now() - began >= 0.3
         assert heard == ["first", "second", "third"]
 
