@@ -20,7 +20,7 @@ from isles.comm.sockets.addresses import parse_address
 from isles.membership.messages import Refusal
 from isles.training.config.reading import to_toml
 from isles.training.elastic import connect
-from isles.training.lighthouse.resume_info import read_stand
+from isles.training.lighthouse.server import read_stand
 from tests.membership.sessions import free_port
 from tests.training.elastic.runs import Run
 from tests.training.elastic.test_runs import small

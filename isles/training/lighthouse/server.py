@@ -3,6 +3,7 @@
 RUN/config.toml         at once
 RUN/members.jsonl       the assembly's journal: the lighthouse's memory
 RUN/metrics.jsonl       what the workers report, by member
+RUN/lighthouse.json     where it stands and how many workers it has started, for `isles resume`
 RUN/summary.json        at the end: its presence means that the run is complete
 
 Started again on its directory it goes on: workers come back by themselves. No torch: models and states are files here.
@@ -16,12 +17,14 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
-from isles.base.durable import no_room
-from isles.base.parsing import Unfit, integer, table
+from pydantic import Field
+
+from isles.base.durable import no_room, write_text
+from isles.base.parsing import Int, Port, Str, Unfit, integer, parse_json, read, table
 from isles.base.version import __version__
 from isles.comm.tcp import room_for
 from isles.membership.effects import Coordinator
@@ -49,6 +52,30 @@ LOOK = 1.0
 _PAIR = ("by", "to", "way", "round_trip", "sent", "taken")  # of a path in the summary
 _SHOWN = 1000  # paths
 _MOST = 1 << 40  # bytes of a file where the model's are not known
+_STAND = "lighthouse.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stand:
+    """host, port: as workers reach it. workers: started on this machine too."""
+
+    host: Str
+    port: Port
+    workers: Annotated[Int, Field(ge=0)]
+
+    def write(self, out: Path) -> None:
+        write_text(out / _STAND, as_json(asdict(self)) + "\n")
+
+
+def read_stand(out: Path) -> Stand:
+    """Read the stand of the run in `out`. ValueError, in one line, where its file is missing or damaged."""
+    hint = f"light it with: isles lighthouse {out} --host HOST --port PORT"
+    try:
+        return read(Stand, parse_json((out / _STAND).read_bytes()))
+    except OSError:
+        raise ValueError(f"{out / _STAND}: is missing, so nobody knows where the lighthouse stood; {hint}") from None
+    except ValueError:
+        raise ValueError(f"{out / _STAND}: is damaged; {hint}") from None
 
 
 class LighthouseServer(ABC):
