@@ -13,7 +13,7 @@ from isles.comm.errors import PeerLost
 from isles.comm.tags import Channel, Tag
 from isles.comm.traffic import Traffic
 from isles.comm.transport import Steps
-from isles.comm.virtual.scheduler import Scheduler, Stepped, VirtualWorker
+from isles.comm.virtual.scheduler import Scheduler, VirtualWorker
 from isles.comm.virtual.wire import VirtualEvent, VirtualTransfer, VirtualWire, VirtualWork
 from isles.network.noise import lognormal
 
@@ -64,7 +64,7 @@ class VirtualTransport:
         """Done when the last bit has left the uplink; PeerLost if the peer has ended before."""
         self._check(peer, data)
         with self._worker:
-            work = VirtualWork(self._worker, peer, None, self._transfer(tag))
+            work = VirtualWork(self._worker, peer, None, self._scheduler.stepping)
             self._wire.send(self.rank, peer, data, tag, work)
         return work
 
@@ -76,16 +76,14 @@ class VirtualTransport:
         """
         self._check(peer, out)
         with self._worker:
-            work = VirtualWork(self._worker, peer, out, self._transfer(tag))
+            work = VirtualWork(self._worker, peer, out, self._scheduler.stepping)
             self._wire.recv(self.rank, peer, tag, work)
         return work
 
     def run(self, protocol: Steps[Any], channel: Channel, deadline: float) -> VirtualTransfer:
         """Messages a failed transfer has asked for are dropped when they come."""
         with self._worker:
-            transfer = VirtualTransfer(
-                self._scheduler, self._worker, protocol, channel, deadline, self._traffic, self._wire.accounting
-            )
+            transfer = VirtualTransfer(self._scheduler, self._worker, protocol, channel, deadline, self._traffic)
             transfer.suspect = self.suspect
             transfer.start()
             self._transfers = [other for other in (*self._transfers, transfer) if not other.finished]
@@ -188,13 +186,6 @@ class VirtualTransport:
             away = [] if worker.absences is None else worker.absences.between(at, worker.clock)
             self.compute_seconds -= worker.clock - at - sum(back - leaves for leaves, back in away)
         self.abandon(error)
-
-    def _transfer(self, tag: Tag) -> Stepped | None:
-        """In whose protocol a message is made: its part in the exchange of `tag`."""
-        transfer = self._scheduler.stepping
-        if transfer is not None:
-            transfer.tag = tag
-        return transfer
 
     def _check(self, peer: int | None, buffer: Tensor) -> None:
         assert peer is None or (0 <= peer < self.size and peer != self.rank), f"worker {self.rank} has no peer {peer}"
