@@ -32,7 +32,7 @@ from isles.comm.sockets.listener import opened
 from isles.comm.sockets.proof import dial
 from isles.comm.sockets.reachability import EchoServer, echo_failure
 from isles.comm.tcp import interface_of
-from isles.launch import rendezvous
+from isles.launch import admission, rendezvous
 from isles.launch import workers as local
 from isles.launch.link import Link, connect
 from isles.launch.nodes import NodeGroup, NodeSpec, split
@@ -374,7 +374,7 @@ def test_one_that_goes_away_is_waited_for_again(gathering: Callable[..., Meeting
     gone = connect("127.0.0.1", group.port, group.mine.token, 5.0)
     gone.send(
         {
-            "isles": rendezvous.__version__,
+            "isles": admission.__version__,
             "node": 1,
             "nodes": 3,
             "echo_port": 1,
