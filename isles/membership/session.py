@@ -104,16 +104,6 @@ class Condition(Protocol):
     def wait_for(self, predicate: Callable[[], bool], timeout: float | None = None) -> bool: ...
 
 
-class SideWork(Protocol):
-    """What `aside` has made."""
-
-    def start(self) -> None:
-        """Begin it. Once."""
-
-    def join(self, timeout: float | None = None) -> None:
-        """Wait for its end, so many seconds at most."""
-
-
 class ControlSession(Protocol):
     """Of one member, or of the lighthouse. refused: counts what is not taken. taken: bytes that were said to it.
 
@@ -143,8 +133,10 @@ class ControlSession(Protocol):
         called, if it was not yet, and is safe to call twice.
         """
 
-    def aside(self, work: Callable[[], None]) -> SideWork:
-        """What does `work`, which may take a while, beside all callbacks, once it is started."""
+    def aside(self, work: Callable[[], None]) -> Callable[[float], None]:
+        """Have `work`, which may take a while, done beside all callbacks. What is returned waits for its end, so many
+        seconds at most.
+        """
 
     def serve(self, key: str, answer: Callable[[Query], None]) -> None:
         """Have `answer` called with every `Query` to `key`."""

@@ -82,7 +82,7 @@ class SimulatedNetwork:
         workers, tag = self.scheduler.workers, Tag("control", next(self._carried))
         out = torch.empty(len(data), dtype=torch.uint8, device="cpu")
         receive = VirtualWork(workers[target], source, out, None)
-        receive.waiter = _Carried(come)
+        receive.waiter = lambda work: come(work.error is None)
         self._wire.recv(target, source, tag, receive)
         sent = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         self._wire.send(source, target, sent, tag, VirtualWork(workers[source], target, None, None))
@@ -92,27 +92,6 @@ class SimulatedNetwork:
         for session, keys, changed in [*self.watching]:
             if session.is_open and fnmatchcase(key, keys):
                 changed(key, there)
-
-
-class _Carried:
-    """Waits for a message."""
-
-    def __init__(self, come: Callable[[bool], None]) -> None:
-        self._come = come
-
-    def one_done(self, work: VirtualWork) -> None:
-        """It has come, or never will."""
-        self._come(work.error is None)
-
-
-class _Aside:
-    """See `isles.membership.session.SideWork`; it takes no time."""
-
-    def __init__(self, work: Callable[[], None]) -> None:
-        self.start = work
-
-    def join(self, timeout: float | None = None) -> None:
-        """It is done."""
 
 
 class _Sleep:
@@ -200,8 +179,9 @@ class SimulatedSession:
         with self.condition():
             return partial(self._timeline.cancel, self._at(self._timeline.now + seconds, self._rank, call))
 
-    def aside(self, work: Callable[[], None]) -> _Aside:
-        return _Aside(work)
+    def aside(self, work: Callable[[], None]) -> Callable[[float], None]:
+        work()
+        return lambda seconds: None
 
     def serve(self, key: str, answer: Callable[[Query], None]) -> None:
         self._network.serving[key] = self, answer

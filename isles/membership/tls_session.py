@@ -244,8 +244,10 @@ class Session:
     def condition(self) -> threading.Condition:
         return threading.Condition(threading.RLock())
 
-    def aside(self, work: Callable[[], None]) -> threading.Thread:
-        return threading.Thread(target=work, name="isles-aside", daemon=True)
+    def aside(self, work: Callable[[], None]) -> Callable[[float], None]:
+        thread = threading.Thread(target=work, name="isles-aside", daemon=True)
+        thread.start()
+        return thread.join
 
     def name(self) -> str:
         """The hub's name of this session, which others see."""

@@ -17,7 +17,7 @@ import contextlib
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -35,13 +35,6 @@ from isles.network.engine import ARRIVED, LAST, Event, EventQueue, Wire, WireMes
 from isles.network.links import Topology
 
 
-class Waiter(Protocol):
-    """Who waits for a work."""
-
-    def one_done(self, work: VirtualWork) -> None:
-        """It has ended, now."""
-
-
 class VirtualWork:
     """One message on its way. See `isles.comm.transport.Work`."""
 
@@ -53,7 +46,7 @@ class VirtualWork:
         self.finished = False
         self.at = math.inf
         self.error: Exception | None = None
-        self.waiter: Waiter | None = None  # whose yield waits for this
+        self.waiter: Callable[[VirtualWork], None] | None = None  # of whose yield waits for this
         self._owner = owner
         self._transfer = transfer  # in whose protocol it was made
 
@@ -80,7 +73,7 @@ class VirtualWork:
         self.at = self._owner.scheduler.timeline.now
         if self.waiter is not None:
             waiter, self.waiter = self.waiter, None
-            waiter.one_done(self)
+            waiter(self)
 
 
 class VirtualEvent(VirtualWork):
@@ -229,7 +222,7 @@ class VirtualTransfer:
                 if error is None and done < needed:
                     self._pending, self._needed = dict.fromkeys(pending), needed - done
                     for work in pending:
-                        work.waiter = self
+                        work.waiter = self.one_done
                     return
 
     def _end(self, result: Any, error: BaseException | None) -> None:

@@ -460,4 +460,4 @@ class PeerConnections:
         self._up_changes.append(there)
         if self._up_changes[2:]:  # there, gone, there
             del self._up_changes[1:]
-            self._session.aside(self._announce).start()
+            self._session.aside(self._announce)

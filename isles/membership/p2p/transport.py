@@ -62,13 +62,6 @@ class Connects(Protocol):
     def connect(self, peer: int, lane: int, *, soon: bool) -> Stream | None: ...
 
 
-class Nowhere:
-    """Where nobody is reached."""
-
-    def connect(self, peer: int, lane: int, *, soon: bool) -> Stream | None:
-        raise LinkLost("nobody is reached from here")
-
-
 def lost_peer(peer: int, why: str | PeerLost) -> PeerLost:
     """The error for works with `peer`; why: it, or its text."""
     return PeerLost(peer, why) if isinstance(why, str) else why
@@ -281,7 +274,7 @@ class ElasticTransport(OnHostClock):
         self.carried: Counter[str] = Counter(dict.fromkeys(CARRIED, 0))
         self._sent, self._taken = Counter[int](), Counter[int]()  # bytes by peer
         self._session, self._on_lost, self._on_back = session, on_lost, on_back
-        self._peers: Connects = peers or Nowhere()
+        self._peers = peers
         self._peers_lock = threading.Lock()
         self._known: set[int] = set()
         self._seen: set[int] = set()  # by the lighthouse
@@ -437,6 +430,8 @@ class ElasticTransport(OnHostClock):
         """That connection of the pair, to send to `peer` on; None where it would be relayed and nothing is to be sent
         `soon`. LinkLost where it is not reached.
         """
+        if self._peers is None:
+            raise LinkLost("nobody is reached from here")
         stream = self._peers.connect(peer, lane, soon=soon)
         if stream is not None:
             stream.sends = True
