@@ -170,7 +170,7 @@ def machine() -> Iterator[Check]:
 
 def _loopback() -> Check:
     from isles.comm.sockets import loop
-    from isles.comm.sockets.reachability import EchoServer, echo_failure
+    from isles.comm.sockets.listener import EchoServer, echo_failure
 
     with EchoServer("127.0.0.1") as echo:
         why = loop.run(echo_failure("127.0.0.1", echo.port))
@@ -323,7 +323,7 @@ def report_waiting(command: str) -> None:
 def format_findings(found: Findings) -> Iterator[Check]:
     """One line for the peer, one a direction, one for the round trip, one for the rates."""
     from isles.base.version import __version__
-    from isles.comm.sockets.reachability import port_range
+    from isles.comm.sockets.listener import port_range
     from isles.report.units import format_seconds
 
     same = found.version_there == __version__

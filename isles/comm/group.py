@@ -20,7 +20,7 @@ from isles.base.modes import own_modes
 from isles.comm.call import Call, Members
 from isles.comm.codecs.base import Codec
 from isles.comm.collectives import basic as collectives
-from isles.comm.collectives.headers import Stamp
+from isles.comm.collectives.basic import Stamp
 from isles.comm.collectives.mean import mean
 from isles.comm.errors import DeadlinePassed, Diverged, PeerLost
 from isles.comm.tags import Channel

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from isles.comm.errors import WorkerFailed
-from isles.comm.sockets.heartbeats import Silence, no_sign_of_life
+from isles.comm.sockets.connection import Silence, no_sign_of_life
 from isles.comm.transport import Deadlines
 from isles.launch.worker import ByValue, WorkerSpec, serve
 

@@ -22,8 +22,7 @@ from isles.base.errors import printable
 from isles.base.parsing import MANY, Int, Unfit, integer, read
 from isles.comm.errors import NodeLost, WorkerFailed, from_plain, to_plain
 from isles.comm.sockets.connection import LinkLost
-from isles.launch.link import Link
-from isles.launch.nodes import NodeGroup
+from isles.launch.nodes import Link, NodeGroup
 from isles.launch.processes import WorkerMessage, WorkerProcesses
 from isles.launch.worker import WorkerSpec
 

@@ -46,7 +46,7 @@ from isles.comm.errors import CommError, WorkerFailed
 from isles.comm.gloo.liveness import Liveness
 from isles.comm.gloo.transport import DistributedTransport
 from isles.comm.sockets.addresses import listen
-from isles.comm.sockets.heartbeats import begin_pulse
+from isles.comm.sockets.connection import begin_pulse
 from isles.comm.stopping import LeaveControl, StopControl
 from isles.comm.transport import Deadlines
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from isles.comm.errors import DeadlinePassed, WorkerFailed, is_cause
-from isles.comm.sockets.heartbeats import BEAT, no_sign_of_life
+from isles.comm.sockets.connection import BEAT, no_sign_of_life
 from isles.comm.transport import Deadlines
 from isles.launch.nodes import NodeGroup
 from isles.launch.processes import WorkerHandle, WorkerMessage, WorkerProcesses

@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from isles.comm.errors import PeerLost
 from isles.comm.sockets.connection import LinkLost
-from isles.comm.sockets.reachability import LinkRates, measure_link
+from isles.comm.sockets.listener import LinkRates, measure_link
 from isles.comm.tags import Tag
 from isles.membership.keys import ECHO, PIECE, REPORTS, REQUESTS, signature
 from isles.membership.messages import (

@@ -34,16 +34,15 @@ from typing_extensions import override
 
 from isles.comm.errors import PeerLost
 from isles.comm.tags import Tag
+from isles.comm.virtual.cluster import VirtualTransport
 from isles.comm.virtual.scheduler import Scheduler, VirtualWorker
-from isles.comm.virtual.transport import VirtualTransport
 from isles.comm.virtual.wire import VirtualWire, VirtualWork
 from isles.membership.client import MembershipClient
 from isles.membership.coordinator import RoundsCoordinator
 from isles.membership.effects import Rules
 from isles.membership.failure_detector import SILENT, FailureDetector
-from isles.membership.journal import Journal
 from isles.membership.keys import LIGHTHOUSE, MemberKeys
-from isles.membership.lighthouse import GRACE, Lighthouse
+from isles.membership.lighthouse import GRACE, Journal, Lighthouse
 from isles.membership.messages import Entry, Over
 from isles.membership.requests import BEAT
 from isles.membership.session import Answered, Query, Rejections

@@ -231,12 +231,12 @@ def test_no_room_is_left(answer: Answer, tmp_path: Path) -> None:
 
 def test_a_port_that_nobody_reaches_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The run goes on over the lighthouse."""
-    from isles.membership.p2p import address_book
+    from isles.membership import lighthouse
 
     async def fails(*_: object) -> str:
         return "no answer within 5 s"
 
-    monkeypatch.setattr(address_book, "echo_failure", fails)
+    monkeypatch.setattr(lighthouse, "echo_failure", fails)
     made = Run(small(tmp_path, 20, 2), tmp_path / "run")
     for _ in range(2):
         made.join(listens=True)

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from isles.comm.virtual.cluster import VirtualCluster
-from isles.comm.virtual.transport import VirtualTransport
+from isles.comm.virtual.cluster import VirtualCluster, VirtualTransport
 from isles.membership.session import ControlSession, Query
 from isles.membership.simulated import SimulatedNetwork, SimulatedSession
 from isles.membership.tls_session import open_session

@@ -231,9 +231,9 @@ def test_one_with_the_token_that_lies_about_echoes(mine: Credentials, reached: A
 
 def test_silence_after_the_hello_ends_nothing_for_others(mine: Credentials, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who said hello and is silent from then on goes away by itself; the place is free for the right one."""
-    from isles.launch import link
+    from isles.launch import nodes
 
-    monkeypatch.setattr(link, "SILENCE", 1.0)
+    monkeypatch.setattr(nodes, "SILENCE", 1.0)
     with hosting(mine, 3) as host:
         with tls(host.port) as line:
             assert prove(line, mine.token)

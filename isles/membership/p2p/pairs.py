@@ -28,8 +28,7 @@ from typing import TYPE_CHECKING, Any
 from isles.comm.credentials import Credentials, Token
 from isles.comm.sockets.addresses import written
 from isles.comm.sockets.connection import SILENCE, LinkLost
-from isles.comm.sockets.listener import MOST, peeked
-from isles.comm.sockets.reachability import EchoServer
+from isles.comm.sockets.listener import MOST, EchoServer, peeked
 from isles.membership.keys import RELAY_TICKETS, UP, authenticate, peer_key
 from isles.membership.messages import AnnounceAddress, Entry, Lookup, PeerAddress, Reachability
 from isles.membership.p2p.relay import TicketExchange

@@ -20,13 +20,14 @@ from typing import Protocol
 
 import numpy as np
 from torch import Tensor
+from typing_extensions import override
 
 from isles.comm.errors import PeerLost, RoundClosed
+from isles.comm.gloo.liveness import Liveness
 from isles.comm.gloo.transfers import OnHostClock, PostedWork
 from isles.comm.sockets.connection import LinkLost
 from isles.comm.tags import Channel, Tag
-from isles.comm.transport import Transport
-from isles.membership.failure_detector import SuspicionReporter
+from isles.comm.transport import SUSPECT_AFTER, SUSPECT_EVERY, Transport
 from isles.membership.messages import MOST, PathRow
 from isles.membership.p2p.inbox import ANOTHER, Inbox, before
 from isles.membership.p2p.stream import (
@@ -234,6 +235,26 @@ class Outgoing:
             message.work.finished(PeerLost(self._peer, "it refused what was sent to it"))
         elif kind == TAKEN:
             message.work.finished()
+
+
+class SuspicionReporter(Liveness):
+    """ask: called with a member that is waited for in vain, in the thread that waits."""
+
+    def __init__(self, ask: Callable[[int], None]) -> None:
+        super().__init__()
+        self._ask = ask
+        self._asked: dict[int, float] = {}
+
+    @override
+    def notify_blocked(self, peers: Collection[int | None], seconds: float) -> None:
+        if seconds < SUSPECT_AFTER:
+            return
+        now = time.monotonic()
+        self._asked = {member: at for member, at in self._asked.items() if now - at < SUSPECT_EVERY}
+        for member in peers:
+            if member is not None and member not in self._asked:
+                self._asked[member] = now
+                self._ask(member)
 
 
 class ElasticTransport(OnHostClock):

@@ -31,8 +31,7 @@ from isles.comm.codecs.base import Codec
 from isles.comm.codecs.scaled import Identity
 from isles.comm.codecs.sparse import FORMS, indices_bytes, pack, smallest, unpack
 from isles.comm.collectives.averaging import Averaging, Coded
-from isles.comm.collectives.basic import gather_ragged, ragged_bytes
-from isles.comm.collectives.headers import HEADER_BYTES, NOTE_BYTES, Stamp
+from isles.comm.collectives.basic import HEADER_BYTES, NOTE_BYTES, Stamp, gather_ragged, ragged_bytes
 from isles.comm.collectives.mean import native_bytes, native_mean
 from isles.comm.errors import Malformed, sent_by
 from isles.comm.transport import Steps

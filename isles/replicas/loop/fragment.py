@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from isles.comm.collectives.averaging import averaging
-from isles.comm.collectives.headers import Stamp
+from isles.comm.collectives.basic import Stamp
 from isles.comm.tags import MAX_FRAGMENTS
 from isles.comm.transport import Transfer
 from isles.models.blocks import blocks_of

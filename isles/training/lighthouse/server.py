@@ -28,11 +28,11 @@ from isles.base.parsing import Int, Port, Str, Unfit, integer, parse_json, read,
 from isles.base.version import __version__
 from isles.comm.tcp import room_for
 from isles.membership.effects import Coordinator
-from isles.membership.journal import NAME, Journal
 from isles.membership.keys import LIGHTHOUSE, STATUS, MemberKeys
-from isles.membership.lighthouse import GRACE, Lighthouse
+from isles.membership.lighthouse import GRACE, Journal, Lighthouse
 from isles.membership.messages import MemberPaths, PathRow, encode, read_paths
 from isles.membership.p2p.stream import CARRIED
+from isles.membership.run_log import JOURNAL
 from isles.membership.session import RejectionRow, Rejections, read_rejections
 from isles.membership.state_transfer import FetchRequest, StateServer, StateUnavailable, fetch_state
 from isles.membership.tls_session import open_router
@@ -124,9 +124,9 @@ class LighthouseServer(ABC):
 
     def _run(self) -> SummaryTable | None:
         with lock_run(self.out), contextlib.ExitStack() as stack:
-            if (self.out / SUMMARY).exists() and (self.out / NAME).exists():
+            if (self.out / SUMMARY).exists() and (self.out / JOURNAL).exists():
                 raise ValueError(f"{self.out}: this run is complete; name another directory with --out")
-            if (self.out / SUMMARY).exists() or ((self.out / METRICS).exists() and not (self.out / NAME).exists()):
+            if (self.out / SUMMARY).exists() or ((self.out / METRICS).exists() and not (self.out / JOURNAL).exists()):
                 raise ValueError(f"--out {self.out}: holds a run already; name another directory")
             mine, is_new = host_credentials(self.out, None)
             room_for(_DESCRIPTORS * self.config.world.elastic.max_members + _SPARE)
