@@ -28,9 +28,8 @@ from isles.comm.errors import WorkerFailed, to_plain
 from isles.comm.sockets.addresses import listen, own_address, written
 from isles.comm.sockets.connection import LinkLost
 from isles.comm.tcp import interface_of, loopback
+from isles.launch.handles import PipeHandle, await_outcome, order
 from isles.launch.nodes import Link, NodeGroup, NodeSpec
-from isles.launch.processes import PipeHandle
-from isles.launch.relay import await_outcome, order
 from isles.launch.worker import WorkerSpec, attend
 from isles.launch.workers import Workers, node_handles
 from isles.running.agree import met
