@@ -32,7 +32,7 @@ from isles.cli import (
     train,
     tune,
 )
-from isles.cli.elastic import join, lighthouse, status, swarm
+from isles.cli.elastic import join, lighthouse, status
 from isles.cli.experts import commands
 from isles.cli.plans import family
 from isles.training.interrupts import Interrupts
@@ -62,7 +62,7 @@ app.command("join")(join.join)
 app.command("status")(status.status)
 app.add_typer(commands.app, name="experts")
 app.add_typer(family.app, name="plan")
-app.add_typer(swarm.app, name="swarm")
+app.add_typer(join.swarm, name="swarm")
 
 _UsageError = typer.BadParameter.__bases__[0]  # click's, wherever this version of typer keeps it
 

@@ -24,10 +24,9 @@ from typing import Any
 from isles.comm.credentials import Token
 from isles.comm.errors import CommError, to_plain
 from isles.comm.sockets import loop
-from isles.comm.sockets.addresses import parse_address
 from isles.comm.sockets.connection import LONGEST, SILENCE, Connection, LinkLost, Silence, message_of, reason
 from isles.comm.sockets.proof import dial
-from isles.comm.tcp import connection_state, interface_of, keep_trying, loopback, try_soon
+from isles.comm.tcp import connection_state, interface_of, keep_trying, loopback, parse_address, try_soon
 
 _HELD = 2 * LONGEST  # bytes that wait to be sent, and as many that have come; the other side waits meanwhile
 _FLUSH = 2.0  # seconds for what was sent to leave when a link is closed

@@ -27,9 +27,9 @@ from queue import SimpleQueue
 
 from isles.comm.credentials import Credentials, Token
 from isles.comm.sockets import loop
-from isles.comm.sockets.addresses import listen, parse_address
 from isles.comm.sockets.connection import PIECE, SILENCE, Connection, LinkLost, reason
 from isles.comm.sockets.proof import SecretRefused, TokenRefused, dial
+from isles.comm.tcp import listen, parse_address
 from isles.membership.hub import LONGEST, MAX_MESSAGE, Frame, FrameKind, Hub, Peer, pack, unpack
 from isles.membership.keys import RELAY_TICKETS
 from isles.membership.p2p.stream import TICKET

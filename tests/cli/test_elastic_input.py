@@ -16,7 +16,7 @@ import pytest
 from isles import cli
 from isles.cli.elastic import join, lighthouse
 from isles.comm import tcp
-from isles.comm.sockets.addresses import parse_address
+from isles.comm.tcp import parse_address
 from isles.membership.messages import Refusal
 from isles.training.config.reading import to_toml
 from isles.training.elastic import connect

@@ -25,9 +25,9 @@ from isles.base.version import __version__
 from isles.comm import credentials
 from isles.comm.credentials import Credentials, Token
 from isles.comm.errors import RendezvousFailed
-from isles.comm.sockets.addresses import listen
 from isles.comm.sockets.connection import packed
 from isles.comm.sockets.proof import TokenRefused
+from isles.comm.tcp import listen
 from isles.launch import rendezvous
 from isles.launch.nodes import NodeGroup, NodeSpec
 from tests.strangers.callers import ESCAPES, GARBAGE, call, framed, many, prove, read, reset, say, tls

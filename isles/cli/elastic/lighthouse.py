@@ -45,8 +45,7 @@ def lighthouse(
     with.
     """
     from isles.cli.train import new_directory
-    from isles.comm.sockets.addresses import refuse_unknown
-    from isles.comm.tcp import outward_address
+    from isles.comm.tcp import outward_address, refuse_unknown
     from isles.launch.workers import refuse_too_many
     from isles.training.lighthouse.server import Stand
 
@@ -78,7 +77,7 @@ def _keep(config: Config, run: Path, stand: Stand) -> None:
     """Keep the run until it ends, or is stopped."""
     from isles.cli.progress import ComingAndGoing
     from isles.cli.train import print_summary
-    from isles.comm.sockets.addresses import written
+    from isles.comm.tcp import written
     from isles.training.interrupts import first_interrupt
     from isles.training.kinds import kind_of
 

@@ -5,5 +5,4 @@
 `proof`       a client proves inside TLS 1.3 that it knows the token; `dial`
 `connection`  messages in two lanes, framed and measured before they are buffered; signs of life; why a connection is
               lost, in words
-`addresses`   their text form, and whose they are
 """

@@ -35,9 +35,9 @@ from isles.base.parsing import OneLine, table, value_of
 from isles.comm import credentials
 from isles.comm.credentials import Credentials
 from isles.comm.sockets import loop
-from isles.comm.sockets.addresses import listen
 from isles.comm.sockets.connection import STRANGERS, BadFrame, LinkLost, close, heard, packed, plain, reason
 from isles.comm.sockets.proof import dial, prove_as_host
+from isles.comm.tcp import listen
 
 MOST = 64
 _AGAIN = 0.05  # seconds until the next try, where the system accepts nothing for a moment

@@ -26,9 +26,9 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from isles.comm.credentials import Credentials, Token
-from isles.comm.sockets.addresses import written
 from isles.comm.sockets.connection import SILENCE, LinkLost
 from isles.comm.sockets.listener import MOST, EchoServer, peeked
+from isles.comm.tcp import written
 from isles.membership.keys import RELAY_TICKETS, UP, authenticate, peer_key
 from isles.membership.messages import AnnounceAddress, Entry, Lookup, PeerAddress, Reachability
 from isles.membership.p2p.relay import TicketExchange
