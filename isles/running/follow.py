@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from isles.base.parsing import Port, value_of
+from isles.launch.handles import RemoteWorkers
 from isles.launch.nodes import NodeGroup, NodeSpec
-from isles.launch.relay import RemoteWorkers
 from isles.launch.workers import worker_specs
 from isles.running.agree import met
 from isles.running.backends import start_server, train_process

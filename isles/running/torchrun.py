@@ -25,13 +25,10 @@ import torch.distributed as dist
 from isles.comm import credentials, mesh
 from isles.comm.credentials import parse_token
 from isles.comm.errors import WorkerFailed, to_plain
-from isles.comm.sockets.addresses import listen, own_address, written
 from isles.comm.sockets.connection import LinkLost
-from isles.comm.tcp import interface_of, loopback
-from isles.launch.link import Link
-from isles.launch.nodes import NodeGroup, NodeSpec
-from isles.launch.processes import PipeHandle
-from isles.launch.relay import await_outcome, order
+from isles.comm.tcp import interface_of, listen, loopback, own_address, written
+from isles.launch.handles import PipeHandle, await_outcome, order
+from isles.launch.nodes import Link, NodeGroup, NodeSpec
 from isles.launch.worker import WorkerSpec, attend
 from isles.launch.workers import Workers, node_handles
 from isles.running.agree import met

@@ -30,9 +30,8 @@ from isles.comm import mesh
 from isles.comm.errors import PeerLost
 from isles.comm.layout import Layout
 from isles.comm.mesh import Mesh
-from isles.comm.virtual.cluster import VirtualCluster
+from isles.comm.virtual.cluster import VirtualCluster, VirtualTransport
 from isles.comm.virtual.scheduler import Scheduler
-from isles.comm.virtual.transport import VirtualTransport
 from isles.comm.virtual.wire import VirtualWire
 from isles.data import Corpus, load_corpus
 from isles.network.churn import POOLS, ChurnEvent, churn, founders, returns, write_trace

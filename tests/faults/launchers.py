@@ -123,7 +123,7 @@ _LAUNCHERS: dict[str, Callable[[Trial, Config, Path, int | None], None]] = {
 def _token(folder: Path) -> Iterator[tuple[NodeSpec, NodeSpec]]:
     """Two nodes on loopback."""
     from isles.comm import credentials
-    from isles.comm.sockets.addresses import listen
+    from isles.comm.tcp import listen
 
     with listen(0, "127.0.0.1") as free:
         where = f"127.0.0.1:{free.getsockname()[1]}"

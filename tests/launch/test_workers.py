@@ -23,7 +23,7 @@ import torch
 
 import isles
 from isles.comm.errors import CommError, WorkerFailed
-from isles.comm.sockets import heartbeats as silences
+from isles.comm.sockets import connection as silences
 from isles.launch import workers as local
 from isles.launch.worker import dumps
 from isles.launch.workers import LocalWorkers

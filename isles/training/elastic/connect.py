@@ -31,9 +31,9 @@ from isles.comm.credentials import Credentials, Token
 from isles.comm.errors import CommError, Malformed, RendezvousFailed
 from isles.comm.group import Group
 from isles.comm.mesh import Mesh
-from isles.comm.sockets.addresses import parse_address, refuse_unknown, written
 from isles.comm.sockets.connection import LinkLost
 from isles.comm.sockets.proof import SecretRefused
+from isles.comm.tcp import parse_address, refuse_unknown, written
 from isles.data import Corpus, load_corpus
 from isles.launch.workers import LocalWorkers, raise_first
 from isles.membership.client import FollowerClient, MembershipClient, failure_notifier

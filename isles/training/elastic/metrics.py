@@ -11,9 +11,17 @@ from isles.base.schema import ElasticSummary
 from isles.data.loader import rows
 from isles.membership.coordinator import RoundsCoordinator
 from isles.membership.data_ledger import batches, count_steps
-from isles.membership.journal import NAME
 from isles.membership.messages import from_plain
-from isles.membership.run_log import EXCHANGES, RoundRecord, StartRecord, goodput, ledger, read_history, read_record
+from isles.membership.run_log import (
+    EXCHANGES,
+    JOURNAL,
+    RoundRecord,
+    StartRecord,
+    goodput,
+    ledger,
+    read_history,
+    read_record,
+)
 from isles.membership.views import View
 
 
@@ -76,7 +84,7 @@ def recorded(out: Path) -> tuple[list[dict[str, Any]], list[RoundRecord | StartR
     """(the journal's entries, the lines of its exchanges) of the run in `out`; a last line that was not written whole
     is left out. ValueError for any other that is none.
     """
-    return [dict(entry) for entry in _read_lines(out / NAME)], [
+    return [dict(entry) for entry in _read_lines(out / JOURNAL)], [
         read_record(record) for record in _read_lines(out / EXCHANGES)
     ]
 

@@ -20,9 +20,8 @@ from isles.base.tables import changed
 from isles.comm.call import Ledger
 from isles.comm.errors import CommError
 from isles.comm.group import Group
-from isles.comm.virtual.cluster import VirtualCluster
+from isles.comm.virtual.cluster import VirtualCluster, VirtualTransport
 from isles.comm.virtual.scheduler import Scheduler
-from isles.comm.virtual.transport import VirtualTransport
 from isles.data import load_corpus
 from isles.membership.data_ledger import batches
 from isles.membership.rounds import Decision, IslandGroup, RoundLeader

@@ -20,10 +20,9 @@ from typing import Any
 from typing_extensions import override
 
 from isles.base.durable import write_text
-from isles.comm.virtual.transport import VirtualTransport
+from isles.comm.virtual.cluster import VirtualTransport
 from isles.data import Corpus
-from isles.membership.journal import NAME
-from isles.membership.run_log import EXCHANGES, read_record
+from isles.membership.run_log import EXCHANGES, JOURNAL, read_record
 from isles.membership.simulated import SimulatedMembership
 from isles.membership.state_transfer import StateServer
 from isles.training.config.sections import Config
@@ -51,7 +50,7 @@ class SimulatedElasticRun(SimulatedWorld):
     def train(self, corpus: Corpus) -> list[dict[str, Any]]:
         with tempfile.TemporaryDirectory(prefix="isles-") as folder:
             self._train(corpus, Path(folder))
-            for name, entries in ((NAME, self.simulation.journal), (EXCHANGES, self.records)):
+            for name, entries in ((JOURNAL, self.simulation.journal), (EXCHANGES, self.records)):
                 lines = (f"{json.dumps(entry, separators=(',', ':'))}\n" for entry in entries)
                 write_text(self.out / name, "".join(lines))
             self._members = self._mean(Path(folder))

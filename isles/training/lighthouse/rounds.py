@@ -21,7 +21,7 @@ from isles.base.durable import no_room, write_text
 from isles.comm.errors import PeerLost
 from isles.membership.coordinator import RoundsCoordinator
 from isles.membership.effects import Coordinator
-from isles.membership.journal import Journal
+from isles.membership.lighthouse import Journal
 from isles.membership.messages import MARGIN, Examine, Over, RunStatus
 from isles.membership.run_log import EXCHANGES, RoundRecord, read_record
 from isles.membership.state_transfer import StateUnavailable
