@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Container, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-EngineLane = Literal["up", "down", "host", "read", "write"]
+from isles.memory.flow import Act, EngineLane, LaneEvent, Urgency
+
 LANES: tuple[EngineLane, ...] = ("up", "down", "host", "read", "write")
-Urgency = tuple[int, ...]
 DEADLINE = 600.0  # seconds without what is waited for: far beyond any update of a block
 
 
@@ -23,39 +22,6 @@ class LaneFailed(RuntimeError):
 
 class DiskFailed(LaneFailed, OSError):
     """A lane to the disk failed: the disk is full, or gone."""
-
-
-class LaneEvent:
-    """Something that happens once; `then` runs at that moment, on the thread that makes it happen, or at once."""
-
-    __slots__ = ("_callbacks", "_engine", "happened")
-
-    def __init__(self, engine: Engine, happened: bool = False) -> None:
-        self._engine, self.happened = engine, happened
-        self._callbacks: list[Callable[[], None]] = []
-
-    def then(self, run: Callable[[], None]) -> None:
-        """Run it once this has happened."""
-        with self._engine.changed:
-            if not self.happened:
-                self._callbacks.append(run)
-                return
-        run()
-
-    def fire(self) -> None:
-        with self._engine.changed:
-            self.happened = True
-            callbacks, self._callbacks = self._callbacks, []
-            self._engine.changed.notify_all()
-        for run in callbacks:
-            run()
-
-    def wait(self, what: str) -> None:
-        """Return once it has happened. LaneFailed as soon as any lane has failed; RuntimeError once the engine is
-        closed; TimeoutError after ten minutes.
-        """
-        if not self.happened:
-            self._engine.wait_for(self, what)
 
 
 class Moves:
@@ -101,9 +67,7 @@ class Engine(ABC):
         return LaneEvent(self, happened)
 
     @abstractmethod
-    def submit(
-        self, lane: EngineLane, urgency: Urgency, seconds: float, work: Callable[[], None], done: Callable[[], None]
-    ) -> None:
+    def submit(self, lane: EngineLane, urgency: Urgency, seconds: float, work: Act, done: Act) -> None:
         """Do `work` on the lane, the most urgent (least) first, then `done`. seconds: what it takes on the machine of
         the plan.
         """
@@ -143,9 +107,7 @@ class Inline(Engine):
     backend.
     """
 
-    def submit(
-        self, lane: EngineLane, urgency: Urgency, seconds: float, work: Callable[[], None], done: Callable[[], None]
-    ) -> None:
+    def submit(self, lane: EngineLane, urgency: Urgency, seconds: float, work: Act, done: Act) -> None:
         """At once."""
         with torch.no_grad():
             work()

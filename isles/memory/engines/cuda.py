@@ -19,15 +19,16 @@ from two threads, the caller's and autograd's; which stream they use is looked u
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
 from isles.base.staging import arena
-from isles.memory.engines.base import Engine, EngineLane, Moves, Urgency
+from isles.memory.engines.base import Engine, Moves
 from isles.memory.engines.threads import ThreadEngine
+from isles.memory.flow import Act, EngineLane, Urgency
 
 _CHUNK = 1 << 24
 """Bytes of each of the two pieces of pinned memory through which numbers go whose format changes on the way."""
@@ -181,9 +182,7 @@ class Cuda(ThreadEngine):
         """Of torch, for the lane's own arithmetic."""
         return self._cores if lane == "host" else max(self._cores // 4, 1)
 
-    def submit(
-        self, lane: EngineLane, urgency: Urgency, seconds: float, work: Callable[[], None], done: Callable[[], None]
-    ) -> None:
+    def submit(self, lane: EngineLane, urgency: Urgency, seconds: float, work: Act, done: Act) -> None:
         """Queue it, after the kernels that have been called."""
         if threading.current_thread() not in self._threads.values():
             self.moves.computing = torch.cuda.current_stream(self.device)

@@ -7,12 +7,12 @@ from __future__ import annotations
 import heapq
 import threading
 import time
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 
-from isles.memory.engines.base import DEADLINE, LANES, Engine, EngineLane, Urgency
+from isles.memory.engines.base import DEADLINE, LANES, Engine
+from isles.memory.flow import Act, EngineLane, Urgency
 
 IDLE = 60.0  # seconds without work, after which a lane's thread ends
 
@@ -21,8 +21,8 @@ class _Job(NamedTuple):
     urgency: Urgency
     number: int
     seconds: float
-    work: Callable[[], None]
-    done: Callable[[], None]
+    work: Act
+    done: Act
 
 
 class LaneSpan(NamedTuple):
@@ -45,9 +45,7 @@ class ThreadEngine(Engine):
         self._number, self._closing = 0, False
         self._threads: dict[EngineLane, threading.Thread] = {}
 
-    def submit(
-        self, lane: EngineLane, urgency: Urgency, seconds: float, work: Callable[[], None], done: Callable[[], None]
-    ) -> None:
+    def submit(self, lane: EngineLane, urgency: Urgency, seconds: float, work: Act, done: Act) -> None:
         """Queue it. LaneFailed where a lane has failed."""
         with self.changed:
             if threading.current_thread() not in self._threads.values():

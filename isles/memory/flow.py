@@ -1,0 +1,364 @@
+"""The bytes, weights and lanes of a step under a plan, whoever computes: `runner` does, `lanes` counts the seconds.
+
+    when a pass begins    all its bytes are asked for, in the order of need
+    forward of a unit     gives its transients back; what is swapped goes to the host
+    backward of a unit    gives back what its forward pass saved; its gradients go to where it is updated
+    update on the host    with its states from and to the disk; then the device's copy follows
+
+Both run this, so a plan cannot promise what the run does not do. Loads no torch.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Literal, NamedTuple, Protocol
+
+from isles.memory.arena import Arena
+from isles.memory.costs import (
+    SLOTS,
+    Placement,
+    Profile,
+    UnitCost,
+    ends_seconds,
+    ends_update,
+    staging,
+    unit_costs,
+    unit_time,
+)
+from isles.memory.passes import Half, PassTask
+from isles.network.machines import Machine
+
+EngineLane = Literal["up", "down", "host", "read", "write"]
+Urgency = tuple[int, ...]
+Act = Callable[[], None]
+Submit = Callable[[EngineLane, Urgency, float, Act, Act, str], None]
+"""Puts work on a lane, as `Engine.submit` says; last, what it is, for a person."""
+
+
+class LaneEvent:
+    """Something that happens once; `then` runs at that moment, on the thread that makes it happen, or at once."""
+
+    __slots__ = ("_callbacks", "_engine", "happened")
+
+    def __init__(self, engine: Any, happened: bool = False) -> None:
+        self._engine, self.happened = engine, happened
+        self._callbacks: list[Act] = []
+
+    def then(self, run: Act) -> None:
+        """Run it once this has happened."""
+        with self._engine.changed:
+            if not self.happened:
+                self._callbacks.append(run)
+                return
+        run()
+
+    def fire(self) -> None:
+        with self._engine.changed:
+            self.happened = True
+            callbacks, self._callbacks = self._callbacks, []
+            self._engine.changed.notify_all()
+        for run in callbacks:
+            run()
+
+    def wait(self, what: str) -> None:
+        """Return once it has happened. LaneFailed as soon as any lane has failed; RuntimeError once the engine is
+        closed; TimeoutError after ten minutes.
+        """
+        if not self.happened:
+            self._engine.wait_for(self, what)
+
+
+class Lanes(Protocol):
+    """An engine, as far as a step needs it. changed: a condition, around what several threads look at."""
+
+    changed: Any
+
+    def event(self, happened: bool = False) -> LaneEvent: ...
+
+
+class MovedBytes:
+    """Counts of any thread. moved: by lane. stayed: what did not go over the lane, because a slot was granted for its
+    next use before the last one had ended; with it, a step moves what its plan says.
+    """
+
+    def __init__(self) -> None:
+        self._moved, self._stayed = Counter[str](), Counter[str]()
+        self._lock = threading.Lock()
+
+    def add(self, lane: str, nbytes: int) -> None:
+        """Count bytes that go over the lane."""
+        with self._lock:
+            self._moved[lane] += nbytes
+
+    def stay(self, lane: str, nbytes: int) -> None:
+        """Count bytes that need not, for they are there already."""
+        with self._lock:
+            self._stayed[lane] += nbytes
+
+    @property
+    def moved(self) -> dict[str, int]:
+        return {lane: self._moved[lane] for lane in ("up", "down")}
+
+    @property
+    def stayed(self) -> dict[str, int]:
+        return {lane: self._stayed[lane] for lane in ("up", "read")}
+
+
+class SlotUse(NamedTuple):
+    """One use of a unit's weights on the device: the unit's part of a forward or backward pass."""
+
+    half: Half
+    unit: int
+
+
+class Slots:
+    """Room for the weights of units that live elsewhere: they are fetched for a use, and dropped after it, unless the
+    next use has been granted by then.
+    """
+
+    def __init__(self, flow: StepFlow) -> None:
+        self._flow, self._engine = flow, flow.engine
+        self._uses: dict[SlotUse, LaneEvent | None] = {}  # that were granted; an event: it stays for a next use
+        self._last: dict[int, SlotUse] = {}  # use of each unit's weights as they are
+
+    def ask(self, use: SlotUse, urgency: Urgency) -> LaneEvent:
+        """Ask for room, and then for the weights; the event of their being there."""
+        there, updated = self._engine.event(), self._flow.updated[use.unit]
+        before, self._last[use.unit] = self._last.get(use.unit), use
+        granted = partial(self._granted, use, before, urgency, there, updated)
+        self._flow.arena.want(self._flow.costs[use.unit].slot, granted)
+        return there
+
+    def used(self, use: SlotUse) -> None:
+        """`use` has ended: its room is empty, or stays for the next use."""
+        with self._engine.changed:  # emptied before the next use can be granted, and so before it is filled again
+            stays = self._uses.pop(use)
+            if stays is None:
+                self._flow.brought[use.unit].empty()
+        if stays is not None:
+            stays.fire()
+
+    def discard(self) -> None:
+        """Weights have changed: no later use may keep those of an earlier one."""
+        self._last.clear()
+
+    def _granted(
+        self, use: SlotUse, before: SlotUse | None, urgency: Urgency, there: LaneEvent, updated: LaneEvent
+    ) -> None:
+        flow, cost = self._flow, self._flow.costs[use.unit]
+        lane: EngineLane = "read" if cost.filed else "up"
+        with self._engine.changed:
+            self._uses[use] = None
+            if before in self._uses:  # the use before, of the same weights, has not ended: they stay
+                self._uses[before] = there
+                flow.counted.stay(lane, cost.fetched)
+                return
+
+        def fetch() -> None:
+            if not cost.filed:
+                flow.counted.add("up", cost.fetched)
+            fill = flow.brought[use.unit].fill
+            flow.submit(lane, urgency, flow.times[use.unit].slot, fill, there.fire, f"weights {use.unit}")
+
+        updated.then(fetch)
+
+
+def nothing() -> None:
+    """The work of a simulation."""
+
+
+class UpdateWork(NamedTuple):
+    """One update of a unit: what the disk has of it is loaded, updated, saved."""
+
+    step: Act = nothing
+    load: Act = nothing
+    save: Act = nothing
+
+
+class StepFlow:
+    """Of one model. budget: bytes of the device that the passes keep within. submit: puts work on a lane of `engine`.
+
+    brought: by unit on the host, its copy on the device: `fill`, `empty`, `refresh`. updated, refreshed, written: by
+    unit, the events of its latest update on the host, of its copy on the device after that, and of its states on disk.
+    update_seconds: of what the device updates.
+    """
+
+    def __init__(
+        self,
+        profile: Profile,
+        placements: Sequence[Placement],
+        machine: Machine,
+        engine: Lanes,
+        submit: Submit,
+        *,
+        budget: float,
+    ) -> None:
+        self.engine, self.submit, self.ends = engine, submit, profile.ends
+        self.costs: list[UnitCost] = unit_costs(profile, placements)
+        self.times = [unit_time(unit, one, machine) for unit, one in zip(profile.units, placements, strict=True)]
+        self.top_seconds = ends_seconds(profile, machine)
+        self.update_seconds = sum(times.update for times in self.times) + ends_update(profile, machine)
+        resident = sum(cost.resident for cost in self.costs)
+        self.arena = Arena(budget, profile.base + staging(profile, placements) + resident)
+        self.brought: dict[int, Any] = {}
+        self.updated, self.refreshed, self.written = (
+            [engine.event(True) for _ in self.costs] for _ in ("updated", "refreshed", "written")
+        )
+        self.counted, self.slots = MovedBytes(), Slots(self)
+        self._updates = Arena(SLOTS)  # that are between memory and the disk
+        self._swapped: dict[tuple[int, int], Any] = {}  # by pass and unit
+        self._out: dict[tuple[int, int], LaneEvent] = {}  # the same: its activations are on the host
+
+    # A pass
+
+    def ask(self, half: Half, urgency: Callable[[PassTask], Urgency]) -> dict[PassTask, list[LaneEvent]]:
+        """All bytes of a half, and what moves for it; by task, what it waits for."""
+        if half.kind == "forward":
+            self._out |= {(half.number, index): self.engine.event() for index in range(len(self.costs))}
+        return {task: self._needs(task, half, urgency(task)) for task in half.tasks(len(self.costs))}
+
+    def _needs(self, task: PassTask, half: Half, urgency: Urgency) -> list[LaneEvent]:
+        ends, index = self.ends, task.unit
+        if task.kind == "top":
+            return [self._granted(ends.top + ends.top_gradients + ends.carried)]
+        if task.kind == "bottom":
+            return [self._granted(ends.bottom + ends.bottom_gradients)]
+        cost, needs = self.costs[index], list[LaneEvent]()
+        if cost.slot:
+            needs.append(self.slots.ask(SlotUse(half, index), urgency))
+        elif cost.refreshed and half.kind == "forward":
+            needs.append(self.refreshed[index])
+        if half.kind == "forward":
+            return [*needs, self._granted(cost.forward)]
+        if cost.swap:
+            back = self.engine.event()
+            needs.append(back)
+            self.arena.want(cost.swap, partial(self._swap_granted, (half.number, index), urgency, back))
+        needs.append(self._granted(cost.backward + cost.gradients))
+        return needs
+
+    def _granted(self, nbytes: float) -> LaneEvent:
+        event = self.engine.event()
+        self.arena.want(nbytes, event.fire)
+        return event
+
+    def _swap_granted(self, key: tuple[int, int], urgency: Urgency, back: LaneEvent) -> None:
+        def fetch() -> None:
+            swapped = self._swapped[key]
+            self.counted.add("up", swapped.nbytes)
+            seconds = self.times[key[1]].swap_up
+            self.submit("up", urgency, seconds, swapped.to_device, back.fire, f"activations {key[1]}")
+
+        self._out[key].then(fetch)
+
+    def forward_ends(self, half: Half, index: int, urgency: Urgency, swapped: Any) -> None:
+        """swapped: what the unit has saved, where that is swapped: `nbytes`, `to_host`, `to_device`."""
+        cost, key = self.costs[index], (half.number, index)
+        if cost.slot:
+            self.slots.used(SlotUse(half, index))
+        if cost.swap:
+            self._swapped[key], out = swapped, self._out[key]
+
+            def released() -> None:
+                self.arena.free(cost.swap)
+                out.fire()
+
+            self.counted.add("down", swapped.nbytes)
+            seconds = self.times[index].swap_down
+            self.submit("down", urgency, seconds, swapped.to_host, released, f"activations {index}")
+        self.arena.free(cost.forward_end + cost.slot)
+
+    def top_ends(self, *, first: bool) -> None:
+        """first: of the step, here and below: others add to gradients that are there."""
+        gradients = 0 if first else self.ends.top_gradients
+        self.arena.free(self.ends.top + gradients + sum(cost.casts_end for cost in self.costs))
+
+    def backward_ends(self, half: Half, index: int, urgency: Urgency, *, first: bool, send: Act, landed: Act) -> None:
+        """send: brings the gradients of a unit on the host there; `landed` is called then."""
+        cost, key = self.costs[index], (half.number, index)
+        self._swapped.pop(key, None)
+        self._out.pop(key)
+        if cost.slot:
+            self.slots.used(SlotUse(half, index))
+        if not cost.on_device:
+
+            def done() -> None:
+                self.arena.free(cost.gradients)
+                landed()
+
+            if not cost.filed:
+                self.counted.add("down", cost.sent)
+            lane: EngineLane = "write" if cost.filed else "down"
+            self.submit(lane, urgency, self.times[index].gradients, send, done, f"gradients {index}")
+        held = cost.gradients if cost.on_device and not first else 0
+        self.arena.free(cost.backward_end + cost.slot + held)
+
+    def bottom_bytes(self, *, first: bool) -> int:
+        """What the end of a backward pass gives back."""
+        return self.ends.bottom + self.ends.carried + (0 if first else self.ends.bottom_gradients)
+
+    def drop_gradients(self) -> None:
+        """Those that are on the device."""
+        held = sum(cost.gradients for cost in self.costs if cost.on_device)
+        self.arena.free(held + self.ends.top_gradients + self.ends.bottom_gradients)
+
+    # Updates on the host
+
+    def expect(self, index: int) -> None:
+        """The unit will be updated: who asks for its weights from now on waits for that."""
+        self.updated[index], self.refreshed[index] = self.engine.event(), self.engine.event()
+
+    def update(
+        self,
+        index: int,
+        urgency: Urgency,
+        make: Callable[[], UpdateWork],
+        *,
+        stored: bool,
+        after: Callable[[Act], None] = lambda landed: landed(),
+    ) -> None:
+        """Update the unit, which was `expect`ed. make: called once there is room for its states. stored: its states are
+        on disk. after: called on the lane with what is to happen once its weights are whole.
+        """
+        cost, times, brought = self.costs[index], self.times[index], self.brought[index]
+        updated, refreshed = self.updated[index], self.refreshed[index]
+        what = f"update {index}"
+
+        def landed() -> None:
+            updated.fire()
+            if not cost.refreshed:
+                refreshed.fire()
+                return
+            self.counted.add("up", cost.refreshed)
+            self.submit("up", urgency, times.refresh, brought.refresh, refreshed.fire, f"weights {index}")
+
+        if not stored:
+            self.submit("host", urgency, times.host, make().step, partial(after, landed), what)
+            return
+        refreshed.fire()  # there is no copy between passes
+        before, written = self.written[index], self.engine.event()
+        self.written[index] = written
+
+        def begin() -> None:
+            work = make()
+
+            def stepped() -> None:
+                if not cost.filed:
+                    updated.fire()
+                self.submit("write", urgency, times.write, work.save, saved, f"states {index}")
+
+            def saved() -> None:
+                self._updates.free(1)
+                written.fire()
+                if cost.filed:
+                    updated.fire()
+
+            def loaded() -> None:
+                self.submit("host", urgency, times.host, work.step, stepped, what)
+
+            self.submit("read", urgency, times.read, work.load, loaded, f"states {index}")
+
+        before.then(partial(self._updates.want, 1, begin))
