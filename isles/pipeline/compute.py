@@ -143,6 +143,11 @@ class StageCompute:
         out, side = self._through(done)
         return out if goes == "loss" else form.pack(out, side, done.tokens if goes == "on" else None)
 
+    def charge(self, share: float) -> None:
+        """Have the simulated clock take so much of an inner step."""
+        transport = self.group.transport
+        transport.compute(share * transport.step_seconds)
+
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         was_training = self.stage.training

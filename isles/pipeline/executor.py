@@ -166,10 +166,9 @@ class _Share:
 
     def _ended(self, task: Task) -> None:
         """Note what this worker can begin with now, by itself, and rest."""
-        transport, route = self.group.transport, self.routes[task.microbatch]
-        now = transport.now()
+        now, route = self.group.transport.now(), self.routes[task.microbatch]
         if self.executor.ways.rest is not None:
-            transport.compute(self.executor.ways.rest(task) * transport.step_seconds)
+            self.compute.charge(self.executor.ways.rest(task))
         following = route.following(task)
         if following is not None:
             if route.worker(following) == self.group.rank:
@@ -234,11 +233,8 @@ class _Share:
 
     def _charge(self, task: Task) -> None:
         shares = self.executor.ways.shares
-        if shares is None:
-            return
-        share = seconds_of(shares, self.routes[task.microbatch], self.group.rank, task)
-        transport = self.group.transport
-        transport.compute(share * transport.step_seconds)
+        if shares is not None:
+            self.compute.charge(seconds_of(shares, self.routes[task.microbatch], self.group.rank, task))
 
 
 @lru_cache(maxsize=16)  # workers of one process ask for the same

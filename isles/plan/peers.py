@@ -23,7 +23,7 @@ from isles.network.routing.routes import Task
 from isles.pipeline.peers.agreement import agreed_bytes
 from isles.pipeline.peers.inbox import COMERS
 from isles.pipeline.pipeline import Cut, form_of
-from isles.pipeline.ravnest.stage import HEADER, AsyncOptions, most_versions
+from isles.pipeline.ravnest.stage import HEADER, most_versions, room_of
 from isles.pipeline.shares import stage_shares
 from isles.pipeline.swarm.forecast import SwarmForecast, SwarmLoad, forecast
 from isles.pipeline.swarm.ledger import words_for
@@ -232,12 +232,9 @@ def _worker(
     config: Config, cut: Cut, load: ModelLoad, form: StageForm, position: tuple[int, int, int], average: int
 ) -> WorkerPlan:
     (cluster, stage, rank), stages, parts = position, len(cut.pieces), config.pipeline.microbatches
-    piece, last, in_flight = cut.pieces[stage], stage == stages - 1, config.pipeline.in_flight
-    ways = AsyncOptions(
-        in_flight=in_flight if isinstance(in_flight, int) else stages, every=parts, order=config.pipeline.order
-    )
-    weights, versions = round(sum(load.weights[block] for block in piece.blocks)), most_versions(ways, stage, stages)
-    room = 0 if last else ways.room(stage)
+    piece, last, room = cut.pieces[stage], stage == stages - 1, room_of(config.pipeline, stage, stages)
+    weights = round(sum(load.weights[block] for block in piece.blocks))
+    versions = most_versions(config.pipeline, stage, stages)
     inputs = room * (form.ids_shape[0] * form.ids_shape[1] * 8 + (0 if piece.enters else form.held_bytes))
     passes = 1 if last or config.pipeline.recompute else room
     shares = stage_shares(piece, cut.costs, parts, recompute=config.pipeline.recompute)

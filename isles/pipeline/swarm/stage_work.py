@@ -82,7 +82,7 @@ class StageWork(StageCompute):
             assert self.text is not None
             text = self.text(microbatch)
         passed, sent = self.run_forward(_FORWARD, text, wire, sender, "loss" if self.ends else "on")
-        self._charge(0.0 if self.shares is None else self.shares.forward)
+        self.charge(0.0 if self.shares is None else self.shares.forward)
         return OpenWork(passed, wire, sent, self.group.transport.now() - began, sender)
 
     def backward(self, done: OpenWork, gradient: Tensor | None, sender: int | None) -> SavedPass:
@@ -90,7 +90,7 @@ class StageWork(StageCompute):
         began, shares = self.group.transport.now(), self.shares
         loss, back = self.run_backward(_BACKWARD, done.passed, gradient, sender)
         if shares is not None:
-            self._charge(shares.both - shares.forward if gradient is None else shares.backward)
+            self.charge(shares.both - shares.forward if gradient is None else shares.backward)
         done.seconds += self.group.transport.now() - began
         return SavedPass(done.wire, done.sent, gradient, back, loss)
 
@@ -105,7 +105,3 @@ class StageWork(StageCompute):
                 if before is not None and parameter.grad is not None:
                     before -= parameter.grad
                 parameter.grad = before
-
-    def _charge(self, share: float) -> None:
-        transport = self.group.transport
-        transport.compute(share * transport.step_seconds)

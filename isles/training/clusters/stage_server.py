@@ -1,10 +1,4 @@
-"""What a worker of a run in clusters holds, as its assignment changes at averages.
-
-on standby            nothing, until it takes a lost one's place or a new cluster begins
-serves                its stage of the model with optimizer and schedule, and at the root the text
-cluster is broken     its stage: what it did since the last average does not count, until the cluster is repaired
-leaves                its stage, until its successor has loaded it
-"""
+"""What a worker of a cluster holds: its stage of the model with optimizer and schedule, and at the root the text."""
 
 from __future__ import annotations
 
@@ -23,12 +17,9 @@ from isles.data import Corpus
 from isles.models import autocast, limits, sketch
 from isles.pipeline.evaluation import assembled, mean_loss
 from isles.pipeline.pipeline import Cut, form_of
-from isles.pipeline.ravnest.agreement import ClusterAgreement
 from isles.pipeline.ravnest.assignment import ClusterAssignment
-from isles.pipeline.ravnest.averaging import ClusterAverage
-from isles.pipeline.ravnest.stage import AsyncOptions, AsyncStage
+from isles.pipeline.ravnest.stage import AsyncStage
 from isles.pipeline.shares import stage_shares
-from isles.training.clusters.cuts import cuts_at, first_blocks, shared_segments
 from isles.training.config.sections import Config
 from isles.training.optimizer import inner_optimizer, rate_schedule
 from isles.training.records.shard import save_model
@@ -94,24 +85,15 @@ class StageServer:
         scheme = run_scheme(config, self.cut)
         form = form_of(self.model, scheme, config.pipeline, batch_size=self.samples, context=context, vocab=vocab)
         cast = partial(autocast, config.model, self.device)
-        self.node = AsyncStage(self.model, self._update, world.stage, form, self._ways(), autocast=cast)
+        pipeline, piece = config.pipeline, self.cut.pieces[world.coordinate.stage]
+        shares = stage_shares(piece, self.cut.costs, pipeline.microbatches, recompute=pipeline.recompute)
+        self.node = AsyncStage(self.model, self._update, world.stage, form, pipeline, shares=shares, autocast=cast)
 
     def regroup(self, world: Mesh, updates: int, sequences: int) -> None:
         """Hold the same, among others or beside other clusters, after so many updates and sequences of the data."""
         self.world = world
         self._take_part()
         self._go_on_after(updates, sequences)
-
-    def _ways(self) -> AsyncOptions:
-        pipeline, piece = self.config.pipeline, self.cut.pieces[self.world.coordinate.stage]
-        shares = stage_shares(piece, self.cut.costs, pipeline.microbatches, recompute=pipeline.recompute)
-        return AsyncOptions(
-            in_flight=pipeline.in_flight if isinstance(pipeline.in_flight, int) else len(self.cut.pieces),
-            every=pipeline.microbatches,
-            order=pipeline.order,
-            recompute=pipeline.recompute,
-            shares=shares,
-        )
 
     def begin_after(self, updates: int, sequences: int) -> None:
         """As all are after so many, but for weights and optimizer state, which are here to be written over. sequences:
@@ -206,103 +188,3 @@ class StageServer:
         if self.text is not None:
             self.text.load_state_dict(state["loader"])
         self.at(updates)
-
-
-class ClusterState:
-    """cuts: of each cluster. update: called after the backward pass of an update, with how many updates its gradients
-    are old.
-    """
-
-    def __init__(
-        self,
-        config: Config,
-        world: Mesh,
-        corpus: Corpus | None,
-        agreement: ClusterAgreement,
-        cuts: list[Cut],
-        update: Callable[[int], None],
-    ) -> None:
-        self._config, self._world, self._corpus, self._agreement = config, world, corpus, agreement
-        self._update, self._is_open = update, agreement.growth is not None
-        self.cuts = cuts
-        self.average = ClusterAverage(
-            agreement,
-            shared_segments(config, cuts),
-            by_samples=getattr(config.replicas, "weights", "equal") == "samples",
-            with_state=config.pipeline.ravnest.average_optimizer,
-        )
-        self.server: StageServer | None = None
-        """None: this worker stands by."""
-        self.is_broken = False
-        """Whether a node of its cluster is lost, and nobody has taken its place yet."""
-        self.tokens_before = 0
-        """Read in places that this worker had before."""
-        self._recut()
-        if agreement.trains:
-            self._serve()
-
-    @property
-    def trains(self) -> bool:
-        """Whether it takes part in what its cluster does now."""
-        return self._agreement.trains and not self.is_broken
-
-    @property
-    def tokens(self) -> int:
-        return self.tokens_before + (0 if self.server is None else self.server.tokens)
-
-    def take_assignment(self, steps: int, sequences: int) -> None:
-        """Hold what this worker's place asks for now, after so many updates and sequences of the data's order."""
-        assignment, here = self._agreement.assignment, self._world.rank
-        is_recut = self._recut()
-        coordinates, server = assignment.coordinates_of(here), self.server
-        has_source, takes = ([pair[side] for pair in assignment.handovers] for side in (0, 1))
-        if coordinates is None and here not in has_source:
-            self._serve_nothing()
-        elif here in has_source:
-            assert server is not None
-            self.average.serve(server.model, server.optimizer)
-        elif coordinates is not None and (coordinates[0] in assignment.complete or here in takes):
-            self._begin_at(*coordinates, steps, sequences)
-        elif server is not None and self.trains:
-            world = self._arranged()
-            if world.stage.ranks != server.world.stage.ranks or world.reader != server.world.reader:
-                server.regroup(world, steps, sequences)
-            if is_recut:
-                self.average.serve(server.model, server.optimizer)
-
-    def _recut(self) -> bool:
-        """Whether the clusters are cut anew: then what is averaged with whom is, too."""
-        wanted = self._agreement.assignment.cuts
-        if wanted == tuple(map(first_blocks, self.cuts)):
-            return False
-        self.cuts = cuts_at(self._config, wanted)
-        self.average.recut(shared_segments(self._config, self.cuts))
-        return True
-
-    def _begin_at(self, cluster: int, stage: int, steps: int, sequences: int) -> None:
-        """In a cluster that wants the others' weights, or a place whose holder leaves."""
-        is_new, assignment = self.server is None, self._agreement.assignment
-        self._serve().begin_after(steps, sequences)
-        if is_new:
-            notice = f"worker {self._world.rank} serves stage {stage} of cluster {cluster} from step {steps} on"
-            self.note(notice if self._is_open else f"{notice}, in place of one that was lost")
-        if stage == 0 and self._is_open and cluster in assignment.out:
-            notice = f"cluster {cluster} begins at step {steps} with the others' weights"
-            self.note(f"{notice}: {assignment.describe_cluster(cluster)}")
-
-    def _serve(self) -> StageServer:
-        """Hold what this worker's place is now."""
-        self._serve_nothing()
-        world = self._arranged()
-        self.server = StageServer(self._config, world, self.cuts[world.coordinate.replica], self._update, self._corpus)
-        self.average.serve(self.server.model, self.server.optimizer)
-        return self.server
-
-    def _serve_nothing(self) -> None:
-        self.tokens_before, self.server, self.is_broken = self.tokens, None, False
-
-    def _arranged(self) -> Mesh:
-        return self._world.arranged(layout_of_assignment(self._agreement.assignment, self._world.size))
-
-    def note(self, text: str) -> None:
-        self._world.report({"notice": text})
