@@ -37,7 +37,7 @@ from isles.training.config.sections import Config
 from isles.training.memory.plans import step_seconds
 from isles.training.optimizer import inner_bytes
 from isles.training.stage_runner import planned_cut, run_scheme
-from isles.training.swarm.step import ways_of
+from isles.training.swarm.step import origin_room
 
 _LEDGER_NUMBERS, _VOTE_NUMBERS = 2, len(PeerStats._fields) + COMERS
 """Numbers that a peer sends of itself in the two agreements of a step; the first carries its ledger, too."""
@@ -116,7 +116,7 @@ class _SwarmPlanner:
             down=self.down,
             up=self.up,
             microbatches=parts,
-            room=ways_of(config.pipeline, self.stages, 1.0).room,
+            room=origin_room(config.pipeline, self.stages),
             words=[self.agreed] * workers,
             sums=[self.sums[at] for at in self.stages],
             topology=Topology(workers, links(config.world.virtual.links)),

@@ -81,7 +81,7 @@ def welcome(swarm: Swarm, step: int) -> None:
         for peer, stage in enumerate(swarm.stages)
         if stage != NOWHERE
     ]
-    head = [swarm.agreement.inbox.epoch, step, as_bits(placement.next_look)]
+    head = [swarm.agreement.inbox.epoch, step, as_bits(placement.balance.next_look)]
     body = numbers(*head, *(int(each) for row in rows for each in row)).view(torch.uint8)
     for peer in comers:
         swarm.agreement.inbox.queue.send(peer, MessageHeader(WELCOME, 0), body)
@@ -101,7 +101,7 @@ def enter(swarm: Swarm, others: Sequence[int], wish: int = NOWHERE) -> Welcome:
     for peer, stage, *_ in rows:
         stages[peer] = stage
     placement.seconds = {peer: seconds for peer, _, bits, *_ in rows if (seconds := as_number(bits))}
-    placement.next_look = as_number(look)
+    placement.balance.next_look = as_number(look)
     swarm.changes = [StageChange(peer, NOWHERE, stages[peer]) for peer, _, _, _, is_fresh in rows if is_fresh]
     swarm.apply_placement()
     return Welcome(step, StageChange(swarm.me, NOWHERE, stages[swarm.me]))

@@ -19,27 +19,12 @@ from torch import Tensor
 
 from isles.comm.collectives.message_queue import MessageHeader, QueuedMessage
 from isles.comm.errors import Refused
+from isles.pipeline.config import PipelineConfig
 from isles.pipeline.peers.agreement import Agreement
 from isles.pipeline.peers.inbox import BACKWARD, FORWARD, HOME, TAKEN, PeerInbox
 from isles.pipeline.swarm.balancer import PeerBalancer
 from isles.pipeline.swarm.ledger import PartialRoute, RepairPlan
 from isles.pipeline.swarm.stage_work import OpenWork, SavedPass, StageWork
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SwarmOptions:
-    """How microbatches travel. room: that an origin has under way at most; None: as many as there are. forward,
-    backward: seconds until another peer is asked, from sending a microbatch until it is told to be done, and from then
-    until its gradient is here. chooses_again: whether there are such deadlines. patience: seconds without any message
-    after which DeadlinePassed ends the wait. keeps: whether passes are saved in the ledger.
-    """
-
-    room: int | None = None
-    forward: float = 30.0
-    backward: float = 75.0
-    chooses_again: bool = True
-    patience: float = 75.0
-    keeps: bool = True
 
 
 @dataclass(slots=True)
@@ -67,15 +52,26 @@ class StepTally(NamedTuple):
 
 
 class SwarmPeer:
-    """This worker's share of the microbatches. stages: the positions of each stage's peers, kept by whoever settles."""
+    """This worker's share of the microbatches. room: that an origin has under way at most; None: as many as there are.
+    stages: the positions of each stage's peers, kept by whoever settles.
+    """
 
-    def __init__(self, work: StageWork, inbox: PeerInbox, agreement: Agreement, ways: SwarmOptions, seed: int) -> None:
-        self.work, self.inbox, self.agreement, self.ways = work, inbox, agreement, ways
+    def __init__(
+        self,
+        work: StageWork,
+        inbox: PeerInbox,
+        agreement: Agreement,
+        config: PipelineConfig,
+        room: int | None,
+        seed: int,
+    ) -> None:
+        self.work, self.inbox, self.agreement, self.config, self.room = work, inbox, agreement, config, room
+        self._chooses_again = config.swarm.consistency != "strict"
         self.me = inbox.queue.group.rank
         self.now = inbox.queue.group.transport.now
         self.stages: list[tuple[int, ...]] = []
         self.stage = 0
-        self.restore_tally(StepTally([], {}, {}))
+        self.forget()
         self.counts = SwarmCounts()
         self._seed = seed
         self._balancer = PeerBalancer(seed)
@@ -103,15 +99,8 @@ class SwarmPeer:
             self._balancer.join(peer)
 
     def forget(self) -> None:
-        self.restore_tally(StepTally([], {}, {}))
-
-    @property
-    def step_tally(self) -> StepTally:
-        return StepTally(self.counted, self.ledger, self.losses)
-
-    def restore_tally(self, step_tally: StepTally) -> None:
-        """Go on from what was counted then."""
-        self.counted, self.ledger, self.losses = step_tally
+        """Count a step from its beginning."""
+        self.tally = StepTally([], {}, {})
 
     def state_dict(self) -> dict[str, Any]:
         """JSON-able, between two steps."""
@@ -121,10 +110,6 @@ class SwarmPeer:
         """Go on from `state_dict`, at the stage where it was made."""
         self._balancer.load_state_dict(state["balancer"])
         self.counts = SwarmCounts(**state["counts"])
-
-    def losses_counted(self) -> list[Tensor]:
-        """Of the microbatches that are counted, doubles twice."""
-        return [self.losses[number] for number in self.counted]
 
     def mean_queue(self) -> int:
         """Microbatches that waited here since this was asked last, on average, in thousandths."""
@@ -144,7 +129,7 @@ class SwarmPeer:
                 self._go_home()
             if self._backwards:
                 self._backward(self._backwards.popleft())
-            elif waiting and (self.ways.room is None or len(self._under) < self.ways.room):
+            elif waiting and (self.room is None or len(self._under) < self.room):
                 self._originate(waiting.popleft())
             elif self._forwards:
                 self._forward(self._forwards.popleft())
@@ -159,15 +144,15 @@ class SwarmPeer:
         self._clear()
         for microbatch, peer in plan_repairs.doubles:
             if peer == self.me:
-                self.work.take_back(microbatch, self.ledger.pop(microbatch))
-                self.counted.remove(microbatch)
+                self.work.take_back(microbatch, self.tally.ledger.pop(microbatch))
+                self.tally.counted.remove(microbatch)
                 self.counts.taken_back += 1
         self._routes = {route.microbatch * len(self.stages) + route.first: route for route in plan_repairs.runs}
         own = [route for route in plan_repairs.runs if self.me in route.visits]
         answers = {route.microbatch for route in plan_repairs.runs if route.sink == self.me}
         for route in plan_repairs.runs:
             if route.feed == self.me:
-                sent = self.ledger[route.microbatch].sent
+                sent = self.tally.ledger[route.microbatch].sent
                 self._send(route.visits[0], FORWARD, route.microbatch, sent)
         starts = deque(route.microbatch for route in own if route.first == 0 and self.stage == 0)
         self.counts.repaired += len(own)
@@ -179,9 +164,9 @@ class SwarmPeer:
                 message = self._forwards.popleft()
                 answers.discard(message.header.number)
                 self._forward(message)
-            elif starts and (self.ways.room is None or len(self._under) < self.ways.room):
+            elif starts and (self.room is None or len(self._under) < self.room):
                 self._originate(starts.popleft())
-            elif not answers and all(route.microbatch in self.ledger for route in own):
+            elif not answers and all(route.microbatch in self.tally.ledger for route in own):
                 break
             else:
                 self._wait()
@@ -213,8 +198,8 @@ class SwarmPeer:
 
     def _forward(self, message: QueuedMessage) -> None:
         number, sender = message.header.number, message.sender
-        if number in self.ledger:  # it was counted here, on another way
-            self._answer(sender, number, self.ledger[number], 0.0)
+        if number in self.tally.ledger:  # it was counted here, on another way
+            self._answer(sender, number, self.tally.ledger[number], 0.0)
             return
         if number in self._under:  # it came on another way as well: answer there
             self._under[number].sender = sender
@@ -251,12 +236,12 @@ class SwarmPeer:
         self._queued.append(self.queue)
         del self._under[number]
         self._pending.discard(number)
-        self.counted.append(number)
-        self.losses[number] = saved_pass.loss
+        self.tally.counted.append(number)
+        self.tally.losses[number] = saved_pass.loss
         self.counts.counted += 1
         self.counts.seconds += under.seconds
-        if self.ways.keeps:
-            self.ledger[number] = saved_pass
+        if self.config.swarm.consistency == "exact":
+            self.tally.ledger[number] = saved_pass
         if under.sender is not None:
             self._answer(under.sender, number, saved_pass, under.seconds)
 
@@ -309,14 +294,14 @@ class SwarmPeer:
         lost = self.agreement.lost
         if self.agreement.is_due:
             return True
-        return bool(lost) and (not self.ways.chooses_again or any(set(peers) <= lost for peers in self.stages))
+        return bool(lost) and (not self._chooses_again or any(set(peers) <= lost for peers in self.stages))
 
     def _forget_lost(self) -> None:
         """What went to who is lost, or late, goes to somebody else."""
         lost = self.agreement.lost
         for peer in lost & self._balancer.peers.keys():
             self._balancer.lose(peer)
-        if not self.ways.chooses_again or not len(self._balancer):
+        if not self._chooses_again or not len(self._balancer):
             return
         for number, under in list(self._under.items()):
             if under.receiver is None:
@@ -330,14 +315,15 @@ class SwarmPeer:
                 self._send_on(number)
 
     def _until(self, under: OpenWork) -> float:
-        return under.since + (self.ways.backward if under.taken else self.ways.forward)
+        limits = self.config.swarm
+        return under.since + (limits.backward_deadline if under.taken else limits.forward_deadline)
 
     def _wait(self) -> None:
         """For news, or until somebody is late. DeadlinePassed where nothing comes at all."""
         if self.agreement.is_due:
             return  # by a message that was sorted since that was asked last: it would wake nobody any more
-        seconds = self.ways.patience
-        if self.ways.chooses_again and not self._routes:
+        seconds = patience = self.agreement.patience
+        if self._chooses_again and not self._routes:
             limits = [self._until(under) for under in self._under.values() if under.receiver is not None]
             seconds = min([seconds, *(max(until - self.now(), 0.0) for until in limits)])
-        self.inbox.wait_for_news(seconds, self.ways.patience)
+        self.inbox.wait_for_news(seconds, patience)

@@ -54,12 +54,12 @@ class StageChange:
 
 
 class StagePlacement:
-    """stages: by position, which stage it serves, or `NOWHERE`. costs: what a sample costs at each stage, in any unit.
-    balance: None where nobody moves.
+    """stages: by position, which stage it serves, or `NOWHERE`. balance: who moves; what a sample costs at each stage,
+    in any unit.
     """
 
-    def __init__(self, stages: Sequence[int], costs: Sequence[float], balance: Rebalancer | None = None) -> None:
-        self.stages, self.costs, self.balance = list(stages), tuple(costs), balance
+    def __init__(self, stages: Sequence[int], balance: Rebalancer) -> None:
+        self.stages, self.costs, self.balance = list(stages), balance.costs, balance
         self.wishes: dict[int, int] = {}
         """By who asks to come, the stage that it wishes to serve, or `NOWHERE`."""
         self.seconds: dict[int, float] = {}
@@ -88,10 +88,8 @@ class StagePlacement:
         """Of the next step. now: seconds that all agree on; asking: who wants to come."""
         loads = self._loads(members, {peer: each.queue for peer, each in stats.items()})
         changes = [self._come(peer, loads, self.wishes.get(peer, NOWHERE)) for peer in asking]
-        if self.balance is not None and not changes:
-            move = self.balance.move(now, loads)
-            if move is not None:
-                changes.append(StageChange(move.peer, self.stages[move.peer], move.to))
+        if not changes and (move := self.balance.move(now, loads)) is not None:
+            changes.append(StageChange(move.peer, self.stages[move.peer], move.to))
         return changes
 
     def rescue(self, members: Collection[int], asking: Sequence[int], lost: Sequence[int]) -> list[StageChange]:
@@ -133,22 +131,12 @@ class StagePlacement:
 
     def state_dict(self) -> dict[str, Any]:
         seconds = {str(peer): seconds for peer, seconds in self.seconds.items()}
-        return {"stages": list(self.stages), "seconds": seconds, "next_look": self.next_look}
+        return {"stages": list(self.stages), "seconds": seconds, "next_look": self.balance.next_look}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.stages[:] = state["stages"]
         self.seconds = {int(peer): seconds for peer, seconds in state["seconds"].items()}
-        self.next_look = state["next_look"]
-
-    @property
-    def next_look(self) -> float:
-        """Seconds at which somebody may move next; 0 where nobody does."""
-        return 0.0 if self.balance is None else self.balance.next_look
-
-    @next_look.setter
-    def next_look(self, seconds: float) -> None:
-        if self.balance is not None:
-            self.balance.next_look = seconds
+        self.balance.next_look = state["next_look"]
 
 
 def origins(todo: Sequence[int], seconds: Mapping[int, float]) -> dict[int, list[int]]:

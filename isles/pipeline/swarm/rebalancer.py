@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Literal, NamedTuple, get_args
 
-BalancePolicy = Literal["queue", "throughput"]
+BalancePolicy = Literal["none", "queue", "throughput"]
 _ROUNDED = 1 + 1e-9  # equal rates differ by their rounding, and peers would go to and fro for it
 
 
@@ -110,7 +110,9 @@ def rescuer(loads: Mapping[int, PeerLoad], costs: Sequence[float], stage: int) -
 
 
 class Rebalancer:
-    """At most one move a period. costs: see `throughput_move`. period: seconds from one table to the next."""
+    """At most one move a period, none with policy "none". costs: see `throughput_move`. period: seconds from one table
+    to the next.
+    """
 
     def __init__(
         self, policy: BalancePolicy, costs: Sequence[float], *, period: float = 300.0, hysteresis: float = 0.25
@@ -123,12 +125,12 @@ class Rebalancer:
             raise ValueError(f"hysteresis = {hysteresis}: choose 0 or more, such as 0.25")
         self.policy, self.costs = policy, tuple(costs)
         self.period, self.hysteresis = period, hysteresis
-        self.next_look = period
+        self.next_look = 0.0 if policy == "none" else period
         """Second of the next table."""
 
     def move(self, now: float, loads: Mapping[int, PeerLoad]) -> StageMove | None:
         """The move of the table at second `now`; None where there is none, or none yet."""
-        if now < self.next_look or not loads:
+        if self.policy == "none" or now < self.next_look or not loads:
             return None
         self.next_look += self.period * ((now - self.next_look) // self.period + 1)
         if self.policy == "queue":

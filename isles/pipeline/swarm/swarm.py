@@ -28,8 +28,6 @@ import torch
 from torch import Tensor, nn
 
 from isles.comm.errors import CommError
-from isles.pipeline.config import Consistency
-from isles.pipeline.peers.agreement import Agreement
 from isles.pipeline.peers.inbox import ASK, COMERS, as_bits, as_number
 from isles.pipeline.swarm.ledger import as_words, from_words, lacking, plan_repairs
 from isles.pipeline.swarm.peer import SwarmPeer
@@ -74,19 +72,10 @@ class Swarm:
     those of a stage's mean square over its peers, which are alike here.
     """
 
-    def __init__(
-        self,
-        peer: SwarmPeer,
-        agreement: Agreement,
-        parameters: Sequence[nn.Parameter],
-        placement: StagePlacement,
-        microbatches: int,
-        *,
-        consistency: Consistency = "exact",
-    ) -> None:
-        self.peer, self.agreement, self.parameters = peer, agreement, list(parameters)
+    def __init__(self, peer: SwarmPeer, parameters: Sequence[nn.Parameter], placement: StagePlacement) -> None:
+        self.peer, self.agreement, self.parameters = peer, peer.agreement, list(parameters)
         self.placement, self.count = placement, len(placement.costs)
-        self.microbatches, self.consistency = microbatches, consistency
+        self.microbatches, self.consistency = peer.config.microbatches, peer.config.swarm.consistency
         self.changes: list[StageChange] = []
         """Of the last `arrange`."""
         self._next: list[StageChange] = []
@@ -104,8 +93,10 @@ class Swarm:
         """Stages that would be without a peer, could all go who ask to: the same at all."""
         self._going: list[int] = []
         self._asking: dict[int, int] = {}  # by position, the stage that it wishes to serve
-        self.sum = StageSum(agreement)
-        agreement.inbox.answers[ASK] = lambda message: self._asking.update({message.sender: message.header.number - 1})
+        self.sum = StageSum(self.agreement)
+        self.agreement.inbox.answers[ASK] = lambda message: self._asking.update(
+            {message.sender: message.header.number - 1}
+        )
         if self.stages[self.me] != NOWHERE:
             self.apply_placement()
 
@@ -245,7 +236,7 @@ class Swarm:
 
     def _repaired(self) -> Votes:
         while True:
-            book = as_words(set(self.peer.counted), self.microbatches)
+            book = as_words(set(self.peer.tally.counted), self.microbatches)
             votes = self.agreement.agree([*self._counted(), *book])
             self.apply_placement()
             ledger = {position: from_words(vote[2:], self.microbatches) for position, vote in votes.items()}
@@ -262,7 +253,8 @@ class Swarm:
 
     def _counted(self) -> list[int]:
         """How many microbatches this peer has added to its gradients, and the sum of their losses."""
-        return [len(self.peer.counted), as_bits(float(sum(loss.double() for loss in self.peer.losses_counted())))]
+        counted, _, losses = self.peer.tally
+        return [len(counted), as_bits(float(sum(losses[number].double() for number in counted)))]
 
     def _conclude(self, settled: Votes) -> SwarmStep | None:
         """The step's gradients, once all who are left have them. settled: what all said when the ledger was right."""
@@ -295,7 +287,7 @@ class Swarm:
 
     def _vote(self, gradient: Tensor | None) -> tuple[dict[int, PeerStats], list[int]]:
         """What every peer says of itself when it has its gradient, or has none; and who asks to come."""
-        own = len(self.peer.counted)
+        own = len(self.peer.tally.counted)
         square = float(gradient.double().square().sum()) if gradient is not None and gradient.numel() else _NO_SQUARE
         seconds = round(1e9 * self.peer.counts.seconds / own) if own else 0
         clock = as_bits(self.peer.now())

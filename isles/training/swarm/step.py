@@ -31,7 +31,7 @@ from isles.pipeline.shares import StageShares, stage_shares
 from isles.pipeline.swarm.delayed import DelayedSwarm
 from isles.pipeline.swarm.evaluation import SwarmEvaluator, gathered, state_bytes
 from isles.pipeline.swarm.outer import OwnSwarm
-from isles.pipeline.swarm.peer import SwarmOptions, SwarmPeer
+from isles.pipeline.swarm.peer import SwarmPeer
 from isles.pipeline.swarm.placement import NOWHERE, StageChange, StagePlacement
 from isles.pipeline.swarm.rebalancer import Rebalancer
 from isles.pipeline.swarm.stage_recovery import StageStateServer, hint, take, take_neighbours
@@ -133,21 +133,14 @@ class Swarmed:
         placed = [coordinate.stage for coordinate in world.layout.coordinates]
         stages = [stage if rank in present else NOWHERE for rank, stage in enumerate(placed)]
         agreement = Agreement(inbox, group.deadlines.pipeline, present if world.rank in present else ())
-        ways = ways_of(pipeline, stages, agreement.patience)
-        peer = SwarmPeer(work, inbox, agreement, ways, seed=config.run.seed * world.size + world.rank)
-        costs = stage_costs(self.cut)
-        policy, period, margin = pipeline.swarm.rebalance, pipeline.swarm.rebalance_every, pipeline.swarm.hysteresis
-        balance = None if policy == "none" else Rebalancer(policy, costs, period=period, hysteresis=margin)
-        late = DelayedSwarm if pipeline.swarm.delay_updates else Swarm
-        kind = late if config.method == "none" else OwnSwarm
-        return kind(
-            peer,
-            agreement,
-            self._trained(),
-            StagePlacement(stages, costs, balance),
-            pipeline.microbatches,
-            consistency=pipeline.swarm.consistency,
+        seed, room = config.run.seed * world.size + world.rank, origin_room(pipeline, stages)
+        peer, own = SwarmPeer(work, inbox, agreement, pipeline, room, seed), pipeline.swarm
+        balance = Rebalancer(
+            own.rebalance, stage_costs(self.cut), period=own.rebalance_every, hysteresis=own.hysteresis
         )
+        late = DelayedSwarm if own.delay_updates else Swarm
+        kind = late if config.method == "none" else OwnSwarm
+        return kind(peer, self._trained(), StagePlacement(stages, balance))
 
     def enter(self, others: Sequence[int], wish: int = NOWHERE) -> int:
         """Come to a swarm that is at work, of which `others` are; the step that this peer begins with. wish: the stage
@@ -160,7 +153,7 @@ class Swarmed:
         if step > self.config.run.steps:
             raise Malformed(-1, f"a welcome to step {step}, which this run has not")
         here = [self.swarm.stages[peer] for peer in self.swarm.agreement.members]
-        self.swarm.peer.ways = ways_of(self.config.pipeline, here, self.swarm.agreement.patience)
+        self.swarm.peer.room = origin_room(self.config.pipeline, here)
         self._move(change)
         self.step, self._is_arranged = step - 1, True
         return step
@@ -185,7 +178,7 @@ class Swarmed:
             self._decline()
         if self.swarm.stages[self.swarm.me] == 0:
             form = self.swarm.peer.work.form
-            self.tokens += len(self.swarm.peer.counted) * form.sequences * form.length
+            self.tokens += len(self.swarm.peer.tally.counted) * form.sequences * form.length
         return torch.tensor(self.last.loss, device=next(self.stage.parameters()).device, dtype=torch.float32)
 
     def take_last(self) -> bool:
@@ -353,16 +346,11 @@ def stage_costs(cut: Cut) -> list[float]:
     return [own + (cut.costs.head if piece.leaves else 0.0) for own, piece in zip(blocks, cut.pieces, strict=True)]
 
 
-def ways_of(pipeline: PipelineConfig, stages: Sequence[int], patience: float) -> SwarmOptions:
-    """How microbatches travel. stages: by peer, `NOWHERE` for who is not there. patience: seconds (`SwarmOptions`)."""
+def origin_room(pipeline: PipelineConfig, stages: Sequence[int]) -> int | None:
+    """Microbatches that an origin has under way at most; None: as many as there are. stages: by peer, `NOWHERE` for who
+    is not there.
+    """
     in_flight, origins = pipeline.in_flight, max(stages.count(0), 1)
     here = sum(stage != NOWHERE for stage in stages)
     room = {"auto": -(-_AHEAD * here // origins), "1f1b": max(stages, default=0) + 1, "all": None}
-    return SwarmOptions(
-        room=in_flight if isinstance(in_flight, int) else room[in_flight],
-        forward=pipeline.swarm.forward_deadline,
-        backward=pipeline.swarm.backward_deadline,
-        chooses_again=pipeline.swarm.consistency != "strict",
-        patience=patience,
-        keeps=pipeline.swarm.consistency == "exact",
-    )
+    return in_flight if isinstance(in_flight, int) else room[in_flight]
