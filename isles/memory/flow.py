@@ -33,8 +33,8 @@ from isles.network.machines import Machine
 
 EngineLane = Literal["up", "down", "host", "read", "write"]
 Urgency = tuple[int, ...]
-Act = Callable[[], None]
-Submit = Callable[[EngineLane, Urgency, float, Act, Act, str], None]
+LaneAction = Callable[[], None]
+Submit = Callable[[EngineLane, Urgency, float, LaneAction, LaneAction, str], None]
 """Puts work on a lane, as `Engine.submit` says; last, what it is, for a person."""
 
 
@@ -45,9 +45,9 @@ class LaneEvent:
 
     def __init__(self, engine: Any, happened: bool = False) -> None:
         self._engine, self.happened = engine, happened
-        self._callbacks: list[Act] = []
+        self._callbacks: list[LaneAction] = []
 
-    def then(self, run: Act) -> None:
+    def then(self, run: LaneAction) -> None:
         """Run it once this has happened."""
         with self._engine.changed:
             if not self.happened:
@@ -71,7 +71,7 @@ class LaneEvent:
             self._engine.wait_for(self, what)
 
 
-class Lanes(Protocol):
+class EngineEvents(Protocol):
     """An engine, as far as a step needs it. changed: a condition, around what several threads look at."""
 
     changed: Any
@@ -173,9 +173,9 @@ def nothing() -> None:
 class UpdateWork(NamedTuple):
     """One update of a unit: what the disk has of it is loaded, updated, saved."""
 
-    step: Act = nothing
-    load: Act = nothing
-    save: Act = nothing
+    step: LaneAction = nothing
+    load: LaneAction = nothing
+    save: LaneAction = nothing
 
 
 class StepFlow:
@@ -191,7 +191,7 @@ class StepFlow:
         profile: Profile,
         placements: Sequence[Placement],
         machine: Machine,
-        engine: Lanes,
+        engine: EngineEvents,
         submit: Submit,
         *,
         budget: float,
@@ -276,7 +276,9 @@ class StepFlow:
         gradients = 0 if first else self.ends.top_gradients
         self.arena.free(self.ends.top + gradients + sum(cost.casts_end for cost in self.costs))
 
-    def backward_ends(self, half: Half, index: int, urgency: Urgency, *, first: bool, send: Act, landed: Act) -> None:
+    def backward_ends(
+        self, half: Half, index: int, urgency: Urgency, *, first: bool, send: LaneAction, landed: LaneAction
+    ) -> None:
         """send: brings the gradients of a unit on the host there; `landed` is called then."""
         cost, key = self.costs[index], (half.number, index)
         self._swapped.pop(key, None)
@@ -318,7 +320,7 @@ class StepFlow:
         make: Callable[[], UpdateWork],
         *,
         stored: bool,
-        after: Callable[[Act], None] = lambda landed: landed(),
+        after: Callable[[LaneAction], None] = lambda landed: landed(),
     ) -> None:
         """Update the unit, which was `expect`ed. make: called once there is room for its states. stored: its states are
         on disk. after: called on the lane with what is to happen once its weights are whole.

@@ -26,7 +26,7 @@ from typing import Literal, NamedTuple
 
 from isles.memory.config import Update
 from isles.memory.costs import Placement, Profile, ends_exchange, least_peak
-from isles.memory.flow import Act, EngineLane, LaneEvent, StepFlow, UpdateWork, Urgency, nothing
+from isles.memory.flow import EngineLane, LaneAction, LaneEvent, StepFlow, UpdateWork, Urgency, nothing
 from isles.memory.passes import Half, PassTask
 from isles.network.engine import EventQueue
 from isles.network.machines import Machine
@@ -200,7 +200,9 @@ class LaneRun:
     def event(self, happened: bool = False) -> LaneEvent:
         return LaneEvent(self, happened)
 
-    def submit(self, lane: EngineLane, urgency: Urgency, seconds: float, work: Act, done: Act, what: str) -> None:
+    def submit(
+        self, lane: EngineLane, urgency: Urgency, seconds: float, work: LaneAction, done: LaneAction, what: str
+    ) -> None:
         self.lanes[lane].submit(urgency, seconds, done, what)
 
     # The program

@@ -21,7 +21,7 @@ from isles.memory.activations import Repeatable, Swapped
 from isles.memory.costs import Placement, Profile
 from isles.memory.disk import StoredUnit
 from isles.memory.engines.base import Engine
-from isles.memory.flow import Act, EngineLane, LaneEvent, StepFlow, Urgency, nothing
+from isles.memory.flow import EngineLane, LaneAction, LaneEvent, StepFlow, Urgency, nothing
 from isles.memory.meter import MemoryMeter
 from isles.memory.parameters import Arrivals, Brought, Landed
 from isles.memory.passes import Half, PassesInFlight, PassTask, not_followed, out_of_order
@@ -261,7 +261,9 @@ class Runner:
         self.finish_pass()
         self.landing.all()
 
-    def submit(self, lane: EngineLane, urgency: Urgency, seconds: float, work: Act, done: Act, what: str = "") -> None:
+    def submit(
+        self, lane: EngineLane, urgency: Urgency, seconds: float, work: LaneAction, done: LaneAction, what: str = ""
+    ) -> None:
         """Work for a lane. What it makes is the host's, or is told to the meter where it is made."""
 
         def on_the_host() -> None:

@@ -20,11 +20,11 @@ from isles.network.exchange_plan import MemoryItem, WorkerMemory
 from isles.network.links import Topology
 from isles.network.networks import links
 from isles.network.routing.routes import Task
+from isles.pipeline.compute import stage_shares
 from isles.pipeline.peers.agreement import agreed_bytes
 from isles.pipeline.peers.inbox import COMERS
 from isles.pipeline.pipeline import Cut, form_of
 from isles.pipeline.ravnest.stage import HEADER, most_versions, room_of
-from isles.pipeline.shares import stage_shares
 from isles.pipeline.swarm.forecast import SwarmForecast, SwarmLoad, forecast
 from isles.pipeline.swarm.ledger import words_for
 from isles.pipeline.swarm.placement import PeerStats, origins

@@ -21,8 +21,7 @@ from isles.network.routing.replay import LinkWire, Sizes, TaskSeconds, in_order,
 from isles.network.routing.routes import Task
 from isles.pipeline.boundaries.base import FullStream
 from isles.pipeline.boundaries.names import boundary_name
-from isles.pipeline.partial import planned_routes
-from isles.pipeline.pipeline import form_of, router_of, ways_of
+from isles.pipeline.pipeline import form_of, planned_routes, router_of, ways_of
 from isles.pipeline.wire import StageForm
 from isles.plan.pipeline_steps import StagedSteps
 from isles.plan.record import WorkerPlan

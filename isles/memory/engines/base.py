@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor, nn
 
-from isles.memory.flow import Act, EngineLane, LaneEvent, Urgency
+from isles.memory.flow import EngineLane, LaneAction, LaneEvent, Urgency
 
 LANES: tuple[EngineLane, ...] = ("up", "down", "host", "read", "write")
 DEADLINE = 600.0  # seconds without what is waited for: far beyond any update of a block
@@ -67,7 +67,7 @@ class Engine(ABC):
         return LaneEvent(self, happened)
 
     @abstractmethod
-    def submit(self, lane: EngineLane, urgency: Urgency, seconds: float, work: Act, done: Act) -> None:
+    def submit(self, lane: EngineLane, urgency: Urgency, seconds: float, work: LaneAction, done: LaneAction) -> None:
         """Do `work` on the lane, the most urgent (least) first, then `done`. seconds: what it takes on the machine of
         the plan.
         """
@@ -107,7 +107,7 @@ class Inline(Engine):
     backend.
     """
 
-    def submit(self, lane: EngineLane, urgency: Urgency, seconds: float, work: Act, done: Act) -> None:
+    def submit(self, lane: EngineLane, urgency: Urgency, seconds: float, work: LaneAction, done: LaneAction) -> None:
         """At once."""
         with torch.no_grad():
             work()

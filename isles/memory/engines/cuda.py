@@ -1,4 +1,4 @@
-"""Lanes of a GPU: a stream for each direction, whose copies go from and to pinned memory while kernels run.
+"""EngineEvents of a GPU: a stream for each direction, whose copies go from and to pinned memory while kernels run.
 
 What keeps copies and kernels apart, though kernels run later than they are called:
 
@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from isles.base.staging import arena
 from isles.memory.engines.base import Engine, Moves
 from isles.memory.engines.threads import ThreadEngine
-from isles.memory.flow import Act, EngineLane, Urgency
+from isles.memory.flow import EngineLane, LaneAction, Urgency
 
 _CHUNK = 1 << 24
 """Bytes of each of the two pieces of pinned memory through which numbers go whose format changes on the way."""
@@ -182,7 +182,7 @@ class Cuda(ThreadEngine):
         """Of torch, for the lane's own arithmetic."""
         return self._cores if lane == "host" else max(self._cores // 4, 1)
 
-    def submit(self, lane: EngineLane, urgency: Urgency, seconds: float, work: Act, done: Act) -> None:
+    def submit(self, lane: EngineLane, urgency: Urgency, seconds: float, work: LaneAction, done: LaneAction) -> None:
         """Queue it, after the kernels that have been called."""
         if threading.current_thread() not in self._threads.values():
             self.moves.computing = torch.cuda.current_stream(self.device)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from isles.memory.engines.base import DEADLINE, LANES, Engine
-from isles.memory.flow import Act, EngineLane, Urgency
+from isles.memory.flow import EngineLane, LaneAction, Urgency
 
 IDLE = 60.0  # seconds without work, after which a lane's thread ends
 
@@ -21,31 +21,21 @@ class _Job(NamedTuple):
     urgency: Urgency
     number: int
     seconds: float
-    work: Act
-    done: Act
-
-
-class LaneSpan(NamedTuple):
-    """What a lane did: its name, host seconds when it began, seconds it took."""
-
-    lane: str
-    start: float
-    seconds: float
+    work: LaneAction
+    done: LaneAction
 
 
 class ThreadEngine(Engine):
-    """Threads. first_come: lanes down and host serve in the order of submission, for comparison. pace: see the module.
-    log: a list that gets a LaneSpan for every job.
-    """
+    """first_come: lanes down and host serve in the order of submission, for comparison. pace: see the module."""
 
-    def __init__(self, *, pace: bool = False, first_come: bool = False, log: list[LaneSpan] | None = None) -> None:
+    def __init__(self, *, pace: bool = False, first_come: bool = False) -> None:
         super().__init__()
-        self.pace, self.first_come, self.log = pace, first_come, log
+        self.pace, self.first_come = pace, first_come
         self._queues: dict[EngineLane, list[_Job]] = {lane: [] for lane in LANES}
         self._number, self._closing = 0, False
         self._threads: dict[EngineLane, threading.Thread] = {}
 
-    def submit(self, lane: EngineLane, urgency: Urgency, seconds: float, work: Act, done: Act) -> None:
+    def submit(self, lane: EngineLane, urgency: Urgency, seconds: float, work: LaneAction, done: LaneAction) -> None:
         """Queue it. LaneFailed where a lane has failed."""
         with self.changed:
             if threading.current_thread() not in self._threads.values():
@@ -67,14 +57,12 @@ class ThreadEngine(Engine):
 
     def computed(self, began: float, seconds: float) -> None:
         """Wait for the rest of them, with `pace`."""
-        self._end("device", began, seconds)
+        self._end(began, seconds)
 
-    def _end(self, lane: str, began: float, seconds: float) -> None:
+    def _end(self, began: float, seconds: float) -> None:
         left = began + seconds - time.perf_counter() if self.pace else 0.0
         if left > 0:
             time.sleep(left)
-        if self.log is not None:
-            self.log.append(LaneSpan(lane, began, time.perf_counter() - began))
 
     def close(self) -> None:
         """Drop what has not begun, wait for what has. TimeoutError where that does not end."""
@@ -104,7 +92,7 @@ class ThreadEngine(Engine):
                 began = time.perf_counter()
                 with torch.no_grad():
                     job.work()
-                self._end(lane, began, job.seconds)
+                self._end(began, job.seconds)
                 done = job.done
                 del job  # and with it what its work holds
                 done()

@@ -47,9 +47,8 @@ from isles.comm.transport import Work
 from isles.models.stages import Stage
 from isles.network.routing.events import Span
 from isles.network.routing.routes import Task
-from isles.pipeline.compute import Context, OpenPass, StageCompute
+from isles.pipeline.compute import Context, OpenPass, StageCompute, StageShares
 from isles.pipeline.config import PipelineConfig
-from isles.pipeline.shares import StageShares
 from isles.pipeline.wire import StageForm, phase
 
 

@@ -11,8 +11,7 @@ from torch import Tensor
 from isles.comm.group import Group
 from isles.models.stages import Stage
 from isles.network.routing.routes import Task
-from isles.pipeline.compute import Context, OpenPass, StageCompute
-from isles.pipeline.shares import StageShares
+from isles.pipeline.compute import Context, OpenPass, StageCompute, StageShares
 from isles.pipeline.wire import StageForm
 
 _FORWARD, _BACKWARD = Task("F", 0, 0), Task("B", 0, 0)

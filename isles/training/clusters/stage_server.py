@@ -15,11 +15,11 @@ from isles.comm.layout import Coordinate, Layout
 from isles.comm.mesh import Mesh
 from isles.data import Corpus
 from isles.models import autocast, limits, sketch
+from isles.pipeline.compute import stage_shares
 from isles.pipeline.evaluation import assembled, mean_loss
 from isles.pipeline.pipeline import Cut, form_of
 from isles.pipeline.ravnest.assignment import ClusterAssignment
 from isles.pipeline.ravnest.stage import AsyncStage
-from isles.pipeline.shares import stage_shares
 from isles.training.config.sections import Config
 from isles.training.optimizer import inner_optimizer, rate_schedule
 from isles.training.records.shard import save_model

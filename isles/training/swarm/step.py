@@ -20,14 +20,13 @@ from isles.models import limits, sketch
 from isles.models.stages import Stage
 from isles.network.routing.events import Span
 from isles.pipeline.boundaries.scheme import Scheme
-from isles.pipeline.compute import Context
+from isles.pipeline.compute import Context, StageShares, stage_shares
 from isles.pipeline.config import PipelineConfig
 from isles.pipeline.peers.agreement import Agreement
 from isles.pipeline.peers.inbox import LARGE, PeerInbox, message_lengths
 from isles.pipeline.peers.join import enter, welcome
 from isles.pipeline.pipeline import Cut, form_of
 from isles.pipeline.recovery import gradient_norm, refuse_unequal
-from isles.pipeline.shares import StageShares, stage_shares
 from isles.pipeline.swarm.delayed import DelayedSwarm
 from isles.pipeline.swarm.evaluation import SwarmEvaluator, gathered, state_bytes
 from isles.pipeline.swarm.outer import OwnSwarm

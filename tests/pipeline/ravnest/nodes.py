@@ -16,9 +16,9 @@ from isles.comm.mesh import Mesh
 from isles.models.cuts import cut_points, pieces
 from isles.models.stages import Stage
 from isles.pipeline.boundaries.base import FullStream
+from isles.pipeline.compute import StageShares
 from isles.pipeline.config import PipelineConfig
 from isles.pipeline.ravnest.stage import AsyncStage
-from isles.pipeline.shares import StageShares
 from isles.pipeline.wire import StageForm
 
 WIDTH, VOCAB, LENGTH, SEQUENCES, BLOCKS = 12, 50, 8, 2, 4

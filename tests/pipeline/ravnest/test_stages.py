@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import isles
+from isles.pipeline.compute import StageShares
 from isles.pipeline.ravnest.stage import most_versions
-from isles.pipeline.shares import StageShares
 from tests.gloo import run_gloo
 from tests.pipeline.ravnest import nodes
 from tests.pipeline.ravnest.nodes import Row

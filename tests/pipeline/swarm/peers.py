@@ -17,10 +17,10 @@ from isles.models import Decoder, Shape
 from isles.models.cuts import PieceCosts, cut_points, pieces
 from isles.models.stages import Stage
 from isles.pipeline.boundaries.base import FullStream
+from isles.pipeline.compute import stage_shares
 from isles.pipeline.config import Consistency, PipelineConfig, SwarmConfig
 from isles.pipeline.peers.agreement import Agreement
 from isles.pipeline.peers.inbox import LARGE, PeerInbox, message_lengths
-from isles.pipeline.shares import stage_shares
 from isles.pipeline.swarm.peer import SwarmPeer
 from isles.pipeline.swarm.placement import StagePlacement
 from isles.pipeline.swarm.rebalancer import Rebalancer
