@@ -241,7 +241,7 @@ class ClusterParticipant(SwarmParticipant):
     @override
     def made(self, part: StartSwarm | JoinSwarm) -> ElasticClusterNode:
         return ElasticClusterNode(
-            self.member(),
+            self,
             part,
             descriptor=encode_node(self._descriptor or self._measured()) if isinstance(part, JoinSwarm) else NO_FIGURES,
             members_now=self._members_now,
@@ -260,7 +260,7 @@ class ClusterParticipant(SwarmParticipant):
         while not self._closed.wait(wait):
             wait = _AGAIN
             for member in [*self._there]:
-                self._transport.give_up(member, "this worker leaves, and could not wait for the next average")
+                self.transport.give_up(member, "this worker leaves, and could not wait for the next average")
 
     def _members_now(self) -> set[int] | None:
         now = self.client.ask(b"", key=STATUS)
