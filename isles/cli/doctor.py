@@ -230,7 +230,7 @@ def _keeps_bits() -> Check:
     """Whether plans that move bytes can be trusted on the first GPU."""
     import torch
 
-    from isles.training.memory.trial import try_out
+    from isles.training.memory.in_use import try_out
 
     try:
         try_out(torch.device("cuda", 0))

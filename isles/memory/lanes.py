@@ -26,8 +26,7 @@ from typing import Literal, NamedTuple
 
 from isles.memory.config import Update
 from isles.memory.costs import Placement, Profile, ends_exchange, least_peak
-from isles.memory.flow import EngineLane, LaneAction, LaneEvent, StepFlow, UpdateWork, Urgency, nothing
-from isles.memory.passes import Half, PassTask
+from isles.memory.flow import EngineLane, Half, LaneAction, LaneEvent, PassTask, StepFlow, UpdateWork, Urgency, nothing
 from isles.network.engine import EventQueue
 from isles.network.machines import Machine
 

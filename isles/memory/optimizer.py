@@ -30,13 +30,21 @@ from isles.memory.costs import Profile
 from isles.memory.disk import stored_units
 from isles.memory.engines.base import Engine
 from isles.memory.engines.cuda import usual_engine
-from isles.memory.flow import UpdateWork
+from isles.memory.flow import PassKind, UpdateWork
 from isles.memory.meter import MemoryMeter
-from isles.memory.parameters import Arrivals, PartialOptimizer, Settings, same_settings, settings_of
-from isles.memory.passes import PassKind
+from isles.memory.parameters import (
+    Arrivals,
+    Gathering,
+    PartialOptimizer,
+    Settings,
+    SharedPart,
+    portions_of,
+    refuse_shares,
+    same_settings,
+    settings_of,
+)
 from isles.memory.plan import MemoryPlan
 from isles.memory.runner import Runner
-from isles.memory.sharing import Gathering, SharedPart, portions_of, refuse_shares
 from isles.memory.units import units_of
 from isles.network.machines import Machine
 

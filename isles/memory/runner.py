@@ -21,11 +21,21 @@ from isles.memory.activations import Repeatable, Swapped
 from isles.memory.costs import Placement, Profile
 from isles.memory.disk import StoredUnit
 from isles.memory.engines.base import Engine
-from isles.memory.flow import EngineLane, LaneAction, LaneEvent, StepFlow, Urgency, nothing
+from isles.memory.flow import (
+    EngineLane,
+    Half,
+    LaneAction,
+    LaneEvent,
+    PassesInFlight,
+    PassTask,
+    StepFlow,
+    Urgency,
+    not_followed,
+    nothing,
+    out_of_order,
+)
 from isles.memory.meter import MemoryMeter
-from isles.memory.parameters import Arrivals, Brought, Landed
-from isles.memory.passes import Half, PassesInFlight, PassTask, not_followed, out_of_order
-from isles.memory.sharing import Gathering
+from isles.memory.parameters import Arrivals, Brought, Gathering, Landed
 from isles.memory.units import ModelUnit, edge, tensors_in
 from isles.network.machines import Machine
 

@@ -17,10 +17,6 @@ step, by a sum over all of their last stages.
     their replicas  U from the last stage to the others
 
 Every `every` steps; all replicas wait for each other then. What an outer method holds are coordinates: they turn along.
-
-Plans of partial, reordered paths (SkipPipe, arXiv 2502.19913): node v of a plan is rank v of the run, wherever that
-stands in the pipeline's group. The order of tasks is that of the plan's replay, so a step on the virtual clock takes
-what the plan says, where messages take what it says.
 """
 
 from __future__ import annotations
@@ -38,17 +34,16 @@ from isles.comm.group import same_text
 from isles.comm.mesh import Mesh
 from isles.models.cuts import Piece, PieceCosts, cut_points, pieces
 from isles.models.stages import Stage, costs_of, is_tied, width_of
-from isles.network.routing.events import in_flight, orders_of
+from isles.network.routing.events import in_flight
 from isles.network.routing.plan import PipelinePlan
-from isles.network.routing.problem import replay_paths
-from isles.network.routing.replay import TaskSeconds
-from isles.network.routing.routes import Route, fixed_routes, visited
+from isles.network.routing.routes import fixed_routes
 from isles.pipeline.boundaries.names import boundary_name
 from isles.pipeline.boundaries.scheme import Crossings, Inside, Scheme, scheme_of, turned
 from isles.pipeline.compute import Context, task_shares
 from isles.pipeline.config import PipelineConfig
 from isles.pipeline.evaluation import assembled, mean_loss
 from isles.pipeline.executor import Announce, Executor, Ways
+from isles.pipeline.partial import planned_routes
 from isles.pipeline.routers import Router, always, exchanged_routes, random_router
 from isles.pipeline.wire import StageForm
 
@@ -288,53 +283,3 @@ def router_of(config: PipelineConfig, replicas: int, *, home: bool, seed: int) -
     if config.routing == "random":
         return random_router(replicas, config.stages, config.microbatches, home=home, seed=seed)
     return always(fixed_routes(replicas, config.stages, config.microbatches, home=home))
-
-
-def planned_routes(
-    plan: PipelinePlan, ranks: Sequence[int], config: PipelineConfig, order: Literal["plan", "arrival"]
-) -> tuple[Router, Ways]:
-    """How steps of `plan` run in a pipeline's group of `ranks`, in its order: its routes in positions, and ways for
-    steps whose gradients are averaged over the nodes of a stage afterwards. A clock is charged with the plan's seconds,
-    as multiples of its `step_seconds`.
-    """
-    problem = plan.problem
-    seconds, tasks = problem.seconds, None
-    if order == "plan":
-        listed = orders_of(replay_paths(problem, plan.paths).spans)
-        tasks = {position: listed.get(rank, []) for position, rank in enumerate(ranks)}
-    gains = gains_of(problem.stages, plan.routes, config.skippipe.gradients)
-    ways = Ways(
-        room=dict.fromkeys(range(len(ranks)), problem.memory),
-        order="plan" if order == "plan" else "first come",
-        recompute=config.recompute,
-        shares=TaskSeconds(
-            forward=[seconds.forward[rank] for rank in ranks],
-            loss=[seconds.loss[rank] for rank in ranks],
-            backward=[seconds.backward[rank] for rank in ranks],
-        ),
-        rest=problem.rest,
-        tasks=tasks,
-        gains={position: gains[problem.stage_of[rank]] for position, rank in enumerate(ranks)},
-    )
-    placed = (replace(route, visits=tuple(map(ranks.index, route.visits))) for route in plan.routes)
-    return always(placed), ways
-
-
-def gains_of(
-    stages: Sequence[Sequence[int]], routes: Sequence[Route], gradients: Literal["global", "visits"]
-) -> list[float]:
-    """By stage: what the gradient that a node of it has of the mean loss over all microbatches is multiplied with, so
-    that the mean over the stage's nodes is
-
-        global    sum over the microbatches that visit the stage / all microbatches: the gradient of the mean loss
-        visits    sum over the microbatches that visit the stage / their number
-
-    A stage that nobody visits has no gradient either way.
-    """
-    visits = visited(routes)
-    gains = []
-    for nodes in stages:
-        came_by = sum(visits[node] for node in nodes)
-        share = came_by / len(routes) if gradients == "visits" and came_by else 1.0
-        gains.append(len(nodes) / share)
-    return gains

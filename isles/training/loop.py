@@ -27,9 +27,8 @@ from isles.training.config.sections import Config
 from isles.training.records.checkpoint import Checkpoints
 from isles.training.records.shard import refuse_losses, refuse_state
 from isles.training.records.timeline import Timeline
-from isles.training.step import WAITS, draws_state, restore_draws
+from isles.training.step import WAITS, Text, draws_state, restore_draws
 from isles.training.step_clock import StepClock
-from isles.training.text import Text
 
 
 class TrainingLoop(ABC):

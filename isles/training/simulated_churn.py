@@ -42,7 +42,6 @@ from isles.network.pauses import KnownPauses
 from isles.training.clusters.node import ClusterWorker, enter, found, growth_of
 from isles.training.config.conflicts import refuse_conflicts
 from isles.training.config.sections import Config
-from isles.training.deadlines import deadlines
 from isles.training.memory.plans import step_seconds
 from isles.training.records.checkpoint import Checkpoints
 from isles.training.records.reshard import POSITIONS, run_facts
@@ -51,6 +50,7 @@ from isles.training.records.summary import SummaryTable, summarise
 from isles.training.records.writer import write_config
 from isles.training.step import Left, seed_draws
 from isles.training.swarm.trainer import SwarmTrainer
+from isles.training.worker import deadlines
 
 CHURN = "churn.jsonl"
 _LONGER = 2.0  # a trace by rate goes on for so many times the time of the steps: exchanges and pauses take time too

@@ -15,8 +15,7 @@ import torch
 
 from isles.base.wrapping import Wrapping
 from isles.memory.costs import Placement, least_peak
-from isles.memory.engines.base import Inline
-from isles.memory.engines.threads import ThreadEngine
+from isles.memory.engines.base import Inline, ThreadEngine
 from isles.memory.flow import Slots
 from isles.memory.optimizer import Managed
 from isles.memory.parameters import Brought

@@ -15,7 +15,7 @@ from isles.comm.layout import Layout
 from isles.network.routing.plan import PipelinePlan
 from isles.network.routing.problem import Costs, Problem
 from isles.network.routing.routes import visited
-from isles.pipeline.pipeline import gains_of
+from isles.pipeline.partial import gains_of
 from tests.network.routing.instances import drawn, reference
 from tests.pipeline import planned
 from tests.pipeline.planned import SHAPE, any_paths, on_virtual, one_process, sum_of_all, summed_at, whole_model

@@ -13,7 +13,7 @@ from two threads, the caller's and autograd's; which stream they use is looked u
 
 **Not run by its authors, for want of a GPU.** `tests/memory/streams.py` checks the order of its accesses without one;
 `tests/memory/test_cuda.py` waits for one; a run holds it against plain copies before it trusts it
-(`isles.training.memory.trial`).
+(`isles.training.memory.in_use`).
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from isles.base.staging import arena
-from isles.memory.engines.base import Engine, Moves
-from isles.memory.engines.threads import ThreadEngine
+from isles.memory.engines.base import Engine, Moves, ThreadEngine
 from isles.memory.flow import EngineLane, LaneAction, Urgency
 
 _CHUNK = 1 << 24

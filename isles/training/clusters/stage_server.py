@@ -24,7 +24,7 @@ from isles.training.config.sections import Config
 from isles.training.optimizer import inner_optimizer, rate_schedule
 from isles.training.records.shard import save_model
 from isles.training.stage_runner import build_stage, on_host, run_scheme
-from isles.training.text import Text
+from isles.training.step import Text
 
 
 @dataclass(frozen=True, slots=True)

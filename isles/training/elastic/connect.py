@@ -49,12 +49,12 @@ from isles.membership.views import identity_of, spoken
 from isles.network.clusters.nodes import ClusterNode
 from isles.training.config.reading import Tables, over, resolve
 from isles.training.config.sections import Config
-from isles.training.deadlines import deadlines
 from isles.training.elastic.leader import Participant
 from isles.training.elastic.states import server_name
 from isles.training.elastic.support import in_rounds
 from isles.training.elastic.worker import ElasticWorker
 from isles.training.interrupts import first_interrupt
+from isles.training.worker import deadlines
 
 _NEEDED = ("model.hf", "model.factory", "data.path", "data.tokenizer")  # without which it would be another run
 _OWN = (*_NEEDED, "model.options", "model.device", "data.cache", "pipeline.skippipe.plan", "memory.disk")

@@ -28,9 +28,8 @@ from isles.membership.simulated import SimulatedMembership
 from isles.membership.state_transfer import StateServer
 from isles.training.config.sections import Config
 from isles.training.elastic.leader import Participant
-from isles.training.elastic.metrics import elastic_metrics
 from isles.training.elastic.states import MODEL, server_name
-from isles.training.elastic.support import lands_together, last_round, rules
+from isles.training.elastic.support import elastic_metrics, lands_together, last_round, rules
 from isles.training.lighthouse.mean import consolidate, spread
 from isles.training.lighthouse.rounds import MODEL_FILE
 from isles.training.simulated_churn import SimulatedWorld

@@ -30,11 +30,10 @@ from isles.pipeline.recovery import gradient_norm, refuse_unequal
 from isles.pipeline.swarm.delayed import DelayedSwarm
 from isles.pipeline.swarm.evaluation import SwarmEvaluator, gathered, state_bytes
 from isles.pipeline.swarm.outer import OwnSwarm
-from isles.pipeline.swarm.peer import SwarmPeer
+from isles.pipeline.swarm.peer import StageWork, SwarmPeer
 from isles.pipeline.swarm.placement import NOWHERE, StageChange, StagePlacement
 from isles.pipeline.swarm.rebalancer import Rebalancer
 from isles.pipeline.swarm.stage_recovery import StageStateServer, hint, take, take_neighbours
-from isles.pipeline.swarm.stage_work import StageWork
 from isles.pipeline.swarm.swarm import StageLost, Swarm, SwarmStep
 from isles.pipeline.wire import StageForm
 from isles.replicas.start import same_weights, spread_from_first
@@ -42,8 +41,7 @@ from isles.replicas.sync import ReplicaSync
 from isles.training.config.reading import to_toml
 from isles.training.config.sections import Config
 from isles.training.stage_runner import on_host
-from isles.training.step import Left
-from isles.training.text import Text
+from isles.training.step import Left, Text
 from isles.training.worker import PartsMaker
 
 _AHEAD = 3

@@ -40,16 +40,14 @@ from isles.pipeline.swarm.outer import SwarmRoster
 from isles.replicas.sync import ReplicaSync
 from isles.training.config.inner import lr_factor
 from isles.training.config.sections import Config
-from isles.training.deadlines import deadlines
 from isles.training.elastic.states import state_of
 from isles.training.optimizer import rate_schedule, wrapped
 from isles.training.records.shard import StateCopy, state_from_bytes
 from isles.training.stage_runner import broadcast_from_first, build_stage, run_scheme
-from isles.training.step import Left, StepRunner
+from isles.training.step import Left, StepRunner, Text
 from isles.training.swarm.step import NewStage, Swarmed, begin_alike
-from isles.training.text import Text
 from isles.training.trainer import Trainer
-from isles.training.worker import PartsMaker
+from isles.training.worker import PartsMaker, deadlines
 
 _FAREWELL = 2.0
 """Seconds in which what a peer has sent before it leaves must be gone. The others need none of it by then."""

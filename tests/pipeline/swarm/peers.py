@@ -21,10 +21,9 @@ from isles.pipeline.compute import stage_shares
 from isles.pipeline.config import Consistency, PipelineConfig, SwarmConfig
 from isles.pipeline.peers.agreement import Agreement
 from isles.pipeline.peers.inbox import LARGE, PeerInbox, message_lengths
-from isles.pipeline.swarm.peer import SwarmPeer
+from isles.pipeline.swarm.peer import StageWork, SwarmPeer
 from isles.pipeline.swarm.placement import StagePlacement
 from isles.pipeline.swarm.rebalancer import Rebalancer
-from isles.pipeline.swarm.stage_work import StageWork
 from isles.pipeline.swarm.swarm import Swarm
 from isles.pipeline.wire import StageForm
 
