@@ -85,20 +85,8 @@ class Managed(Wrapping):
         on_host = [unit.parameters for unit, one in zip(units, plan.placements, strict=True) if one.tier != "device"]
         engine.moves.offload(hosted := {id(parameter) for own in on_host for parameter in own}, model)
         stored = stored_units(units, plan.placements, inner, [unit.states for unit in profile.units], disk, meter)
-        self.runner = Runner(
-            units,
-            plan.placements,
-            profile,
-            machine,
-            engine,
-            budget=plan.peak,
-            device=device,
-            buffers=list(model.buffers()),
-            accumulation=plan.accumulation,
-            landing=Arrivals(self._arrived),
-            stored=stored,
-            meter=meter,
-        )
+        landing = Arrivals(self._arrived)
+        self.runner = Runner(plan, model, profile, machine, engine, device, landing, stored, meter)
         self._parts: dict[int, PartialOptimizer | SharedPart] = {
             index: PartialOptimizer(inner, brought.host) for index, brought in self.runner.brought.items()
         }

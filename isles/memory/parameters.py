@@ -224,17 +224,23 @@ class PartialOptimizer:
         state: Any = None,
         instead: Mapping[nn.Parameter, nn.Parameter] | None = None,
     ) -> None:
-        """Update by the parameters' gradients, with these settings of all groups of the whole optimizer. state: None
-        for the whole one's. instead: what stands for each parameter, with gradient and state of its own.
+        """Update by the parameters' gradients, with these settings of all groups of the whole optimizer. state: by
+        parameter; None for the whole one's. instead: what stands for each parameter, with a gradient of its own.
         """
         if self.empty:
             return
-        self._optimizer.state = self.whole.state if state is None else state
+        states = self.whole.state if state is None else state
+        own: dict[Any, nn.Parameter] = {}
+        own |= {} if instead is None else {stand_in: parameter for parameter, stand_in in instead.items()}
+        shown = {stand_in: states[parameter] for stand_in, parameter in own.items() if parameter in states}
+        self._optimizer.state = states if instead is None else defaultdict(dict, shown)
         self._optimizer.param_groups = [
             {**settings[number], "params": own if instead is None else [instead[parameter] for parameter in own]}
             for number, own in self._groups
         ]
         self._optimizer.step()
+        for stand_in, values in self._optimizer.state.items() if own else ():
+            states[own[stand_in]] = values
         self._optimizer.state, self._optimizer.param_groups = (
             defaultdict(dict),
             [],
@@ -287,18 +293,12 @@ class SharedPart:
         return [runs(parameter.detach(), self.size) for parameter in self.parameters]
 
     def update(self, settings: Settings, gradients: Sequence[Tensor | None]) -> None:
-        state, instead = defaultdict[Any, dict[str, Any]](dict), dict[nn.Parameter, nn.Parameter]()
-        whole = self.part.whole.state
+        instead = dict[nn.Parameter, nn.Parameter]()
         for parameter, rows, gradient in zip(self.parameters, self.rows, gradients, strict=True):
             own = instead[parameter] = nn.Parameter(rows[self.position], parameter.requires_grad)
             if gradient is not None and own.numel():
                 own.grad = runs(gradient.contiguous(), self.size)[self.position]
-            if parameter in whole:
-                state[own] = whole[parameter]
-        self.part.step(settings, state, instead)
-        for parameter, own in instead.items():
-            if state.get(own):
-                whole[parameter] = state[own]
+        self.part.step(settings, None, instead)
 
     def keep_own(self) -> None:
         """Of states that were loaded, keep the own runs: those of whole parameters are cut, shares must be the own.

@@ -8,17 +8,17 @@ go through all units in order, forward and then back, is refused in one line.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from isles.base.wrapping import host_work
 from isles.memory.activations import Repeatable, Swapped
-from isles.memory.costs import Placement, Profile
+from isles.memory.costs import Profile
 from isles.memory.disk import StoredUnit
 from isles.memory.engines.base import Engine
 from isles.memory.flow import (
@@ -36,40 +36,34 @@ from isles.memory.flow import (
 )
 from isles.memory.meter import MemoryMeter
 from isles.memory.parameters import Arrivals, Brought, Gathering, Landed
-from isles.memory.units import ModelUnit, edge, tensors_in
+from isles.memory.plan import MemoryPlan
+from isles.memory.units import edge, tensors_in, units_of
 from isles.network.machines import Machine
 
 
 class Runner:
-    """What happens around the units of one model; see the module.
+    """What happens around the units of `model` under `plan`; see the module.
 
-    placements, profile, machine: the plan's. budget: bytes of the device that the passes keep within. device: where the
-    model computes. buffers: of the model, which are never swapped. accumulation: backward passes a step. landing:
-    gradients on their way to the host. stored: by unit, what it has on disk.
+    device: where the model computes. landing: gradients on their way to the host. stored: by unit, what it has on disk.
 
     flow: its bytes and lanes. batches, steps: passes since the last step, and steps.
     """
 
     def __init__(
         self,
-        units: Sequence[ModelUnit],
-        placements: Sequence[Placement],
+        plan: MemoryPlan,
+        model: nn.Module,
         profile: Profile,
         machine: Machine,
         engine: Engine,
-        *,
-        budget: float,
         device: torch.device,
-        buffers: Sequence[Tensor],
-        accumulation: int,
         landing: Arrivals,
         stored: Mapping[int, StoredUnit],
         meter: MemoryMeter | None = None,
     ) -> None:
-        self.units, self.placements, self.engine, self.device = units, placements, engine, device
-        flow = self.flow = StepFlow(profile, placements, machine, engine, self.submit, budget=budget)
-        self.buffers, self.meter = list(buffers), meter
-        self.accumulation, self.landing, self.stored = accumulation, landing, stored
+        self.units, self.plan, self.engine, self.device = units_of(model), plan, engine, device
+        flow = self.flow = StepFlow(profile, plan.placements, machine, engine, self.submit, budget=plan.peak)
+        self.buffers, self.meter, self.landing, self.stored = list(model.buffers()), meter, landing, stored
         self.brought = flow.brought = {
             index: Brought(
                 unit,
@@ -80,17 +74,17 @@ class Runner:
                 meter=meter,
                 moves=engine.moves,
             )
-            for index, unit in enumerate(units)
+            for index, unit in enumerate(self.units)
             if not flow.costs[index].on_device
         }
         self._began = 0.0
-        self.passes = PassesInFlight(len(units), profile.in_flight)
+        self.passes = PassesInFlight(len(self.units), profile.in_flight)
         self.batches = self._backs = self.steps = 0  # passes and backward passes since the last step; steps
         self._needs: dict[tuple[int, PassTask], list[LaneEvent]] = {}
         self._order: dict[Half, int] = {}  # in which order halves were asked for
         self.gathering = Gathering(engine)  # of weights that several workers update in shares
         self._bottom = 0  # bytes of the bottom's transients, until the pass is over
-        for index, unit in enumerate(units):
+        for index, unit in enumerate(self.units):
             unit.module.forward = partial(self._run, index, unit.module.forward)  # type: ignore[method-assign]
 
     @property
@@ -116,7 +110,7 @@ class Runner:
             return self._without_gradients(index, forward, args, named)
         number = self._begin_pass() if index == 0 else self.passes.begun
         self._begin(PassTask("forward", index), number)
-        brought, activations, swapped = self.brought.get(index), self.placements[index].activations, None
+        brought, activations, swapped = self.brought.get(index), self.plan.placements[index].activations, None
         if brought is not None and brought.stays and brought.stale:
             brought.refresh()
         shared = [tensor for tensor in tensors_in((args, named)) if not tensor.requires_grad]
@@ -250,7 +244,7 @@ class Runner:
     def _sending(self, index: int, brought: Brought) -> Callable[[], None]:
         """Sends a unit's gradients to the host, or to its file; those of a later batch are added to what lies there."""
         box, filed = [brought.take_gradients()], self.flow.costs[index].filed
-        last = self._backs == self.accumulation
+        last = self._backs == self.plan.accumulation
         stored = self.stored[index] if filed and self._backs == 1 else None
 
         def work() -> None:

@@ -91,6 +91,11 @@ class Cut:
     costs: PieceCosts
     width: int
 
+    @property
+    def begins(self) -> tuple[int, ...]:
+        """The first block of each stage but the first."""
+        return tuple(piece.blocks.start for piece in self.pieces[1:])
+
     def scheme(self, config: PipelineConfig, *, vocab: int | None, seed: int) -> Scheme:
         """What crosses between the pieces, for one worker. vocab: token ids; seed: of what is drawn. ValueError where
         the stream has no such boundary.
@@ -107,7 +112,7 @@ class Cut:
                 "so the stream must come home, and what leaves the last stage does not fit through; choose "
                 'model.tie_embeddings = false, or "dct:0.75"'
             )
-        cuts = tuple(piece.blocks.start for piece in self.pieces[1:])
+        cuts = self.begins
         crossings = Crossings(cuts=cuts, home=self.home, width=self.width, vocab=vocab or 0)
         bound, layers = config.boundary.blocks, len(self.costs.blocks)
         if bound and not cuts[-1] <= bound <= layers:

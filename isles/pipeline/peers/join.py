@@ -10,7 +10,7 @@ the peer takes part in. A malformed message closes the queue from its sender, an
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -62,13 +62,6 @@ def ask(
     return came[0] if came else None
 
 
-class Welcome(NamedTuple):
-    """step: that it begins with; change: its own."""
-
-    step: int
-    change: StageChange
-
-
 def welcome(swarm: Swarm, step: int) -> None:
     """Tell those who have just come where they are, right after `Swarm.arrange`."""
     comers = [change.peer for change in swarm.changes if change.before == NOWHERE]
@@ -87,8 +80,10 @@ def welcome(swarm: Swarm, step: int) -> None:
         swarm.agreement.inbox.queue.send(peer, MessageHeader(WELCOME, 0), body)
 
 
-def enter(swarm: Swarm, others: Sequence[int], wish: int = NOWHERE) -> Welcome:
-    """Come to the swarm that `others` are of, to serve stage `wish`; see `ask`."""
+def enter(swarm: Swarm, others: Sequence[int], wish: int = NOWHERE) -> tuple[int, StageChange]:
+    """Come to the swarm that `others` are of, to serve stage `wish`; see `ask`. The step that this peer begins with
+    and its own change.
+    """
     inbox, agreement = swarm.agreement.inbox, swarm.agreement
     came = ask(inbox, others, lambda body: _read(swarm, body), agreement.patience, number=wish + 1)
     assert came is not None
@@ -104,7 +99,7 @@ def enter(swarm: Swarm, others: Sequence[int], wish: int = NOWHERE) -> Welcome:
     placement.balance.next_look = as_number(look)
     swarm.changes = [StageChange(peer, NOWHERE, stages[peer]) for peer, _, _, _, is_fresh in rows if is_fresh]
     swarm.apply_placement()
-    return Welcome(step, StageChange(swarm.me, NOWHERE, stages[swarm.me]))
+    return step, StageChange(swarm.me, NOWHERE, stages[swarm.me])
 
 
 def _read(swarm: Swarm, body: Tensor) -> list[int]:

@@ -114,17 +114,6 @@ HEADER = 16  # bytes: two int64
 MORE, LAST, BROKEN = range(3)
 
 
-@dataclass(frozen=True, slots=True)
-class StageMessage:
-    """One message. number: of its microbatch in the run. is_last: nothing follows until the cluster has drained. body:
-    as `StageForm.pack` and `pack_back` make it.
-    """
-
-    number: int
-    is_last: bool
-    body: Tensor
-
-
 def pack_message(number: int, flag: int, body: Tensor) -> Tensor:
     """The bytes of a message, (16 + n,) uint8. flag: `MORE`, `LAST` or `BROKEN`."""
     wire = torch.empty(HEADER + body.numel(), dtype=torch.uint8, device="cpu")
@@ -153,7 +142,7 @@ class NeighbourReceiver:
         return self._length
 
     def expect(self, number: int) -> None:
-        """Take the message about microbatch `number` of the run when it comes, unless another one is awaited."""
+        """Take the message about microbatch `number` of the run when it comes, unless it is awaited."""
         if self._posted is None:
             buffer = torch.empty(self._length, dtype=torch.uint8, device="cpu")
             call = self._group.call("pipeline", round=number)
@@ -162,9 +151,10 @@ class NeighbourReceiver:
     def is_here(self) -> bool:
         return self._posted is not None and self._posted[1].done()
 
-    def take(self) -> StageMessage:
-        """The message that is here. What it failed with is raised; PeerLost where the neighbour says that somebody is;
-        Malformed, naming the neighbour, where it is about something else.
+    def take(self) -> tuple[Tensor, bool]:
+        """The body of the message that is here, as `StageForm.pack` and `pack_back` make it, and whether nothing
+        follows until the cluster has drained. What it failed with is raised; PeerLost where the neighbour says that
+        somebody is; Malformed, naming the neighbour, where it is about something else.
         """
         assert self._posted is not None
         expected, work, wire = self._posted
@@ -177,7 +167,7 @@ class NeighbourReceiver:
             raise Malformed(rank, f"microbatch {number}, flag {flag}, where microbatch {expected} was due")
         if flag == BROKEN:
             raise PeerLost(-1, f"of this cluster, as worker {rank} says")
-        return StageMessage(number, flag == LAST, wire[HEADER:])
+        return wire[HEADER:], flag == LAST
 
 
 StaleUpdate = Callable[[int], None]
@@ -344,8 +334,7 @@ class AsyncStage:
         if self._down is None:
             text, self._has_ended = next(self._texts)
         else:
-            came = self._down.take()
-            self._has_ended, wire, source = came.is_last, came.body, self.here - 1
+            (wire, self._has_ended), source = self._down.take(), self.here - 1
         self._forwards += 1
         if not self._has_ended and self._down is not None:
             self._down.expect(self._forwards)
@@ -364,17 +353,17 @@ class AsyncStage:
         self._end(task, began)
 
     def _backward(self) -> None:
-        began = self.group.transport.now()
+        began, task = self.group.transport.now(), Task("B", self._backwards, self.here)
         assert self._up is not None
-        came = self._up.take()
-        task, self._backwards = Task("B", came.number, self.here), self._backwards + 1
-        done, version, is_last = self._held.pop(came.number)
+        wire, _ = self._up.take()
+        self._backwards += 1
+        done, version, is_last = self._held.pop(task.microbatch)
         if self._held:
             self._up.expect(self._backwards)
         with self.versions.at(version):
-            self._back(task, done, came.body, is_last)
+            self._back(task, done, wire, is_last)
         self.versions.release(version)
-        self._pass(came.number, version)
+        self._pass(task.microbatch, version)
         self._end(task, began)
 
     def _back(self, task: Task, done: OpenPass, wire: Tensor | None, is_last: bool) -> None:

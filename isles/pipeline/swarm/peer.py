@@ -26,7 +26,7 @@ from isles.network.routing.routes import Task
 from isles.pipeline.compute import Context, OpenPass, StageCompute, StageShares
 from isles.pipeline.config import PipelineConfig
 from isles.pipeline.peers.agreement import Agreement
-from isles.pipeline.peers.inbox import BACKWARD, FORWARD, HOME, TAKEN, PeerInbox
+from isles.pipeline.peers.inbox import BACKWARD, FORWARD, HOME, TAKEN
 from isles.pipeline.swarm.balancer import PeerBalancer
 from isles.pipeline.swarm.ledger import PartialRoute, RepairPlan
 from isles.pipeline.wire import StageForm
@@ -153,18 +153,12 @@ class SwarmPeer:
     """
 
     def __init__(
-        self,
-        work: StageWork,
-        inbox: PeerInbox,
-        agreement: Agreement,
-        config: PipelineConfig,
-        room: int | None,
-        seed: int,
+        self, work: StageWork, agreement: Agreement, config: PipelineConfig, room: int | None, seed: int
     ) -> None:
-        self.work, self.inbox, self.agreement, self.config, self.room = work, inbox, agreement, config, room
+        self.work, self.agreement, self.config, self.room = work, agreement, config, room
+        self.inbox, queue = agreement.inbox, agreement.inbox.queue
         self._chooses_again = config.swarm.consistency != "strict"
-        self.me = inbox.queue.group.rank
-        self.now = inbox.queue.group.transport.now
+        self.me, self.now = queue.group.rank, queue.group.transport.now
         self.stages: list[tuple[int, ...]] = []
         self.stage = 0
         self.forget()

@@ -47,11 +47,6 @@ def cuts_at(config: Config, clusters: Sequence[Sequence[int]]) -> list[Cut]:
     return [cut_of(model, len(cuts) + 1, costs=costs, cut=cuts, loss_at="last", key=key) for cuts in clusters]
 
 
-def first_blocks(cut: Cut) -> tuple[int, ...]:
-    """The first block of each stage but the first."""
-    return tuple(piece.blocks.start for piece in cut.pieces[1:])
-
-
 def model_load(config: Config, costs: PieceCosts) -> ModelLoad:
     """What the model asks of the nodes that share it, by block."""
     sequences = config.data.batch_size_per_worker(config.replicas_in_all) // config.pipeline.microbatches
@@ -66,10 +61,9 @@ def shared_segments(config: Config, cuts: list[Cut]) -> list[SharedSegment]:
     named: dict[tuple[int, ...], list[list[str]]] = {}
     held = []
     for cut in cuts:
-        key = tuple(piece.blocks.start for piece in cut.pieces)
-        if key not in named:
-            named[key] = [[name for name, _ in Stage(model, piece).named_parameters()] for piece in cut.pieces]
-        held.append(dict(enumerate(named[key])))
+        if cut.begins not in named:
+            named[cut.begins] = [[name for name, _ in Stage(model, piece).named_parameters()] for piece in cut.pieces]
+        held.append(dict(enumerate(named[cut.begins])))
     return refinement(held)
 
 
@@ -87,7 +81,7 @@ def run_number(config: Config) -> int:
 def opening_notices(config: Config, cuts: Sequence[Cut]) -> list[str]:
     """What a user should know at the start; every cut is held against the whole."""
     notices = inner_notices(config.inner, "adamw", config.run.steps)
-    for cut in {first_blocks(one): one for one in cuts}.values():
+    for cut in {one.begins: one for one in cuts}.values():
         notice = hold_against_whole(config, cut) if len(cut.pieces) > 1 else None
         notices += [] if notice is None else [notice]
     return list(dict.fromkeys(notices + what_is_left_out(config)))

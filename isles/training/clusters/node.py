@@ -44,7 +44,6 @@ from isles.pipeline.ravnest.averaging import ClusterAverage
 from isles.training.clusters.cuts import (
     cluster_cuts,
     cuts_at,
-    first_blocks,
     inbox_of,
     model_load,
     opening_notices,
@@ -340,7 +339,7 @@ class ClusterWorker(TrainingLoop):
     def _recut(self) -> bool:
         """Whether the clusters are cut anew: then what is averaged with whom is, too."""
         wanted = self.agreement.assignment.cuts
-        if wanted == tuple(map(first_blocks, self._cuts)):
+        if wanted == tuple(cut.begins for cut in self._cuts):
             return False
         self._cuts = cuts_at(self.config, wanted)
         self.average.recut(shared_segments(self.config, self._cuts))
@@ -479,7 +478,7 @@ def found(
     """One of the first, `founders` of `world`, which has positions for all who may come. inbox, growth: as in
     `ClusterWorker`. ValueError where they fill no cluster.
     """
-    cuts = [first_blocks(cut) for cut in cluster_cuts(config)]
+    cuts = [cut.begins for cut in cluster_cuts(config)]
     assignment = ClusterAssignment.of(cuts, founders)
     worker = ClusterWorker(config, world, corpus, assignment, inbox=inbox, growth=growth)
     worker.meet(founders)

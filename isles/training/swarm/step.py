@@ -131,7 +131,7 @@ class Swarmed:
         stages = [stage if rank in present else NOWHERE for rank, stage in enumerate(placed)]
         agreement = Agreement(inbox, group.deadlines.pipeline, present if world.rank in present else ())
         seed, room = config.run.seed * world.size + world.rank, origin_room(pipeline, stages)
-        peer, own = SwarmPeer(work, inbox, agreement, pipeline, room, seed), pipeline.swarm
+        peer, own = SwarmPeer(work, agreement, pipeline, room, seed), pipeline.swarm
         balance = Rebalancer(
             own.rebalance, stage_costs(self.cut), period=own.rebalance_every, hysteresis=own.hysteresis
         )

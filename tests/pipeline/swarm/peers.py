@@ -92,7 +92,7 @@ def swarm_of(world: Mesh, setting: Setting) -> Swarm:
     work = StageWork(stage, group, form, setting.microbatches, shares=shares, autocast=nullcontext)
     agreement = Agreement(inbox, setting.patience, range(world.size))
     placement = StagePlacement(stages, Rebalancer("none", [1.0] * len(setting.peers)))
-    peer = SwarmPeer(work, inbox, agreement, setting.config, setting.room, 1000 * setting.seed + world.rank)
+    peer = SwarmPeer(work, agreement, setting.config, setting.room, 1000 * setting.seed + world.rank)
     return Swarm(peer, list(stage.parameters()), placement)
 
 
