@@ -230,17 +230,17 @@ class PartialOptimizer:
         if self.empty:
             return
         states = self.whole.state if state is None else state
-        own: dict[Any, nn.Parameter] = {}
-        own |= {} if instead is None else {stand_in: parameter for parameter, stand_in in instead.items()}
-        shown = {stand_in: states[parameter] for stand_in, parameter in own.items() if parameter in states}
+        stands_for: dict[Any, nn.Parameter] = {}
+        stands_for |= {} if instead is None else {stand_in: parameter for parameter, stand_in in instead.items()}
+        shown = {stand_in: states[parameter] for stand_in, parameter in stands_for.items() if parameter in states}
         self._optimizer.state = states if instead is None else defaultdict(dict, shown)
         self._optimizer.param_groups = [
             {**settings[number], "params": own if instead is None else [instead[parameter] for parameter in own]}
             for number, own in self._groups
         ]
         self._optimizer.step()
-        for stand_in, values in self._optimizer.state.items() if own else ():
-            states[own[stand_in]] = values
+        for stand_in, values in self._optimizer.state.items() if stands_for else ():
+            states[stands_for[stand_in]] = values
         self._optimizer.state, self._optimizer.param_groups = (
             defaultdict(dict),
             [],

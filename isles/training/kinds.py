@@ -47,7 +47,7 @@ class WorldKind:
     plan = Lazy("isles.plan.replicas:plan_replicas")
     train = Lazy("isles.training.worker:train_replica")
     trainer = Lazy("isles.training.worker:trainer_of")
-    simulated_run = Lazy("isles.training.elastic.simulated:SimulatedElasticRun")
+    simulated_run = Lazy("isles.training.simulated_churn:SimulatedElasticRun")
     lighthouse_server = Lazy("isles.training.lighthouse.rounds:RoundsLighthouseServer")
     participant: Any  # of peers
 

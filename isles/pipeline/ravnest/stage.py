@@ -33,7 +33,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -189,17 +188,6 @@ def most_versions(config: PipelineConfig, stage: int, stages: int) -> int:
     return 1 + -(-max(room_of(config, stage, stages) - 1, 0) // config.microbatches)
 
 
-@dataclass(frozen=True, slots=True)
-class Passed:
-    """A microbatch whose backward pass is over. used: the version of the weights that it was computed at; applied: the
-    newest one then.
-    """
-
-    microbatch: int
-    used: int
-    applied: int
-
-
 class AsyncStage:
     """One node's stage. group: its cluster, whose positions are the stages. update: see `StaleUpdate`. config: says
     how the cluster runs; an update is the mean of `microbatches` backward passes (Ravnest's update_frequency). shares:
@@ -228,8 +216,8 @@ class AsyncStage:
         self.versions = WeightVersions(parameter for parameter in stage.parameters() if parameter.requires_grad)
         self.most_versions, self.most_held = 1, 0
         """Versions of the weights, and inputs, that were in memory at once."""
-        self.passed: list[Passed] = []
-        """Of the last run."""
+        self.passed: list[tuple[int, int]] = []
+        """The last run's backward passes: the version of the weights that each was computed at, and the newest then."""
         self.played: list[Span] = []
         """The last run's tasks at this node, in seconds of its clock."""
         self.losses: list[Tensor] = []
@@ -341,7 +329,7 @@ class AsyncStage:
         if self._up is None:
             done, _ = self.compute.run_forward(task, text, wire, source, "loss")
             self._back(task, done, None, self._has_ended)
-            self._pass(task.microbatch, self.versions.newest)
+            self._pass(self.versions.newest)
         else:
             with nullcontext() if self.config.recompute else self.versions.saving():
                 done, sent = self.compute.run_forward(task, text, wire, source)
@@ -363,7 +351,7 @@ class AsyncStage:
         with self.versions.at(version):
             self._back(task, done, wire, is_last)
         self.versions.release(version)
-        self._pass(task.microbatch, version)
+        self._pass(version)
         self._end(task, began)
 
     def _back(self, task: Task, done: OpenPass, wire: Tensor | None, is_last: bool) -> None:
@@ -373,8 +361,8 @@ class AsyncStage:
         if sent is not None:
             self._send(Task("B", task.microbatch, self.here - 1), sent, is_last=is_last)
 
-    def _pass(self, number: int, used: int) -> None:
-        self.passed.append(Passed(number, used, self.versions.newest))
+    def _pass(self, used: int) -> None:
+        self.passed.append((used, self.versions.newest))
         self._oldest, self._in_update = max(self._oldest, self.versions.newest - used), self._in_update + 1
         if self._in_update < self.config.microbatches:
             return

@@ -5,7 +5,7 @@
 `worker`      `ElasticWorker`: one worker of a member, which carries out those decisions
 `states`      whole states as files for joiners, and the means of single rounds for members that missed them
 `support`     which configurations can be such a run, the lighthouse's rules of one, its summary
-`simulated`   the same workers on the virtual clock; `replay`: a finished run again, from its record
+`replay`      a finished run again, from its record; on the virtual clock: `isles.training.simulated_churn`
 
 `isles.training.lighthouse` is the other side: the process that serves the run.
 """

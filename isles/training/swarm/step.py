@@ -24,16 +24,14 @@ from isles.pipeline.compute import Context, StageShares, stage_shares
 from isles.pipeline.config import PipelineConfig
 from isles.pipeline.peers.agreement import Agreement
 from isles.pipeline.peers.inbox import LARGE, PeerInbox, message_lengths
-from isles.pipeline.peers.join import enter, welcome
 from isles.pipeline.pipeline import Cut, form_of
 from isles.pipeline.recovery import gradient_norm, refuse_unequal
 from isles.pipeline.swarm.delayed import DelayedSwarm
 from isles.pipeline.swarm.evaluation import SwarmEvaluator, gathered, state_bytes
 from isles.pipeline.swarm.outer import OwnSwarm
 from isles.pipeline.swarm.peer import StageWork, SwarmPeer
-from isles.pipeline.swarm.placement import NOWHERE, StageChange, StagePlacement
-from isles.pipeline.swarm.rebalancer import Rebalancer
-from isles.pipeline.swarm.stage_recovery import StageStateServer, hint, take, take_neighbours
+from isles.pipeline.swarm.placement import NOWHERE, Rebalancer, StageChange, StagePlacement
+from isles.pipeline.swarm.stage_recovery import StageStateServer, enter, hint, take, take_neighbours, welcome
 from isles.pipeline.swarm.swarm import StageLost, Swarm, SwarmStep
 from isles.pipeline.wire import StageForm
 from isles.replicas.start import same_weights, spread_from_first

@@ -151,7 +151,7 @@ def train(world: Mesh, rows: list[Row]) -> list[dict[str, Any] | None]:
                 "losses": losses,
                 "weights": {name: parameter.detach().clone() for name, parameter in node.stage.named_parameters()},
                 "stales": node.stales,  # type: ignore[attr-defined]
-                "passed": [(one.used, one.applied) for one in passed],
+                "passed": passed,
                 "versions": node.most_versions,
                 "held": node.most_held,
                 "played": played,

@@ -22,8 +22,7 @@ from isles.pipeline.config import Consistency, PipelineConfig, SwarmConfig
 from isles.pipeline.peers.agreement import Agreement
 from isles.pipeline.peers.inbox import LARGE, PeerInbox, message_lengths
 from isles.pipeline.swarm.peer import StageWork, SwarmPeer
-from isles.pipeline.swarm.placement import StagePlacement
-from isles.pipeline.swarm.rebalancer import Rebalancer
+from isles.pipeline.swarm.placement import Rebalancer, StagePlacement
 from isles.pipeline.swarm.swarm import Swarm
 from isles.pipeline.wire import StageForm
 

@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from isles.comm.virtual.wire import VirtualMessage, VirtualWire
-from isles.training.elastic.simulated import SimulatedElasticRun
+from isles.training.simulated_churn import SimulatedElasticRun
 from tests.training.elastic.test_simulated import churned, small
 from tests.training.elastic.traces import random_trace
 
