@@ -31,7 +31,7 @@ from isles.pipeline.swarm.placement import PeerStats, origins
 from isles.pipeline.wire import StageForm
 from isles.plan.record import RunPlan, RunTime, WorkerPlan
 from isles.plan.replay import TimeAccount
-from isles.training.clusters.cuts import cluster_cuts, model_load, shared_segments
+from isles.training.clusters.stage_server import cluster_cuts, model_load, shared_segments
 from isles.training.config.inner import inner_kind
 from isles.training.config.sections import Config
 from isles.training.memory.plans import step_seconds

@@ -110,7 +110,7 @@ class ClusterWorld(WorldKind):
 
     has_peers = True
     situations = ("peers that come and go", "clusters that come and go")
-    refuse = Lazy("isles.training.clusters.cuts:cluster_cuts")
+    refuse = Lazy("isles.training.clusters.stage_server:cluster_cuts")
     plan = Lazy("isles.plan.peers:plan_clusters")
     train = Lazy("isles.training.clusters.node:train_clustered")
     simulated_run = Lazy("isles.training.simulated_churn:SimulatedClusters")

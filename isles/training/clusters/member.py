@@ -28,8 +28,8 @@ from isles.membership.messages import JoinSwarm, StartSwarm, SwarmBeat, SwarmSta
 from isles.membership.requests import measure_lighthouse_link
 from isles.models import choose_device
 from isles.network.clusters.nodes import NO_FIGURES, ClusterNode, encode_node
-from isles.training.clusters.cuts import cluster_cuts, forward_speed, inbox_of, memory, run_number
 from isles.training.clusters.node import ClusterWorker, enter, found, growth_of
+from isles.training.clusters.stage_server import cluster_cuts, forward_speed, inbox_of, memory, run_number
 from isles.training.elastic.states import state_of
 from isles.training.records.shard import State, StateCopy, read_state
 from isles.training.step import Left, seed_draws

@@ -41,15 +41,17 @@ from isles.pipeline.peers.inbox import PeerInbox
 from isles.pipeline.ravnest.agreement import ClusterAgreement, ClusterWelcome, ask_in, let_in
 from isles.pipeline.ravnest.assignment import ClusterAssignment
 from isles.pipeline.ravnest.averaging import ClusterAverage
-from isles.training.clusters.cuts import (
+from isles.training.clusters.stage_server import (
+    SharedReading,
+    StageServer,
     cluster_cuts,
     cuts_at,
     inbox_of,
+    layout_of_assignment,
     model_load,
     opening_notices,
     shared_segments,
 )
-from isles.training.clusters.stage_server import SharedReading, StageServer, layout_of_assignment
 from isles.training.config.reading import run_name
 from isles.training.config.sections import Config
 from isles.training.loop import TrainingLoop

@@ -64,6 +64,11 @@ class Swarmed:
 
     reads = False
     played: Sequence[Span] = ()
+    owner: Any
+    """The trainer: `state_bytes`, this peer's state between two steps, for peers that come to its stage; `become`,
+    which makes this worker a peer of another stage from such a state; `revive`, the same for a stage that has no peer
+    left, from states of its neighbours.
+    """
 
     def __init__(
         self,
@@ -82,26 +87,13 @@ class Swarmed:
             refuse_unequal([len(piece.blocks) for piece in cut.pieces], 'pipeline.swarm.stage_lost = "rebuild"')
         self.rows = config.data.batch_size_per_worker(1)
         inbox = self._inbox(met)
-        self._transfers = StageStateServer(inbox, lambda: self._state())
+        self._transfers = StageStateServer(inbox, lambda: self.owner.state_bytes())
         self.swarm = self._swarm(inbox, present, parts.autocast)
         self._evaluate = SwarmEvaluator(self.swarm)
         self.step = self.tokens = self.moves = self.rebuilt = 0
         self.block_norm = 0.0
         self.last: SwarmStep | None = None
         self._is_arranged = self._has_declined = False
-
-    def serve_others(
-        self,
-        state: Callable[[], bytes],
-        *,
-        become: Callable[[int, Tensor], NewStage],
-        revive: Callable[[int, Sequence[Tensor]], NewStage],
-    ) -> None:
-        """state: this peer's between two steps, for peers that come to its stage. become(stage, state): makes this
-        worker a peer of another stage from such a state. revive(stage, states): the same for a stage that has no peer
-        left, from states of its neighbours.
-        """
-        self._state, self._become, self._revive = state, become, revive
 
     def _inbox(self, met: Sequence[int] | None) -> PeerInbox:
         """The messages between all who may ever be in the run."""
@@ -261,9 +253,9 @@ class Swarmed:
             state = take(agreement.inbox, donors, agreement.patience)
             if state is None:
                 raise StageLost(change.after)
-            self.serve(*self._become(change.after, state))
+            self.serve(*self.owner.become(change.after, state))
         else:
-            self.serve(*self._revive(change.after, take_neighbours(self.swarm, change.after)))
+            self.serve(*self.owner.revive(change.after, take_neighbours(self.swarm, change.after)))
             self.rebuilt += 1
         self.moves += 1
 

@@ -122,7 +122,7 @@ class SwarmTrainer(Trainer):
         self._present = range(world.size) if present is None else present
         self._maker = SwarmParts(config, world, corpus, present=self._present, met=met)
         super().__init__(config, world, self._maker.made())
-        self.model_step.serve_others(lambda: self._state().to_bytes(), become=self._become, revive=self._revive)
+        self.model_step.owner = self
 
     @override
     def run(self, out: Path | None) -> dict[str, Any] | None:
@@ -162,15 +162,18 @@ class SwarmTrainer(Trainer):
         super().step()
         self.tokens = self.model_step.tokens
 
+    def state_bytes(self) -> bytes:
+        return self._state().to_bytes()
+
     def _state(self) -> StateCopy:
-        """This peer's state between two steps; what another one `_become`s from."""
+        """This peer's state between two steps; what another one `become`s from."""
         optimizer = self.optimizer
         held = {"model": optimizer.weights(), "inner": optimizer.inner_state(), "steps": optimizer.steps}
         held |= {"outer": optimizer.outer_state(), "norm": self.model_step.block_norm}
         held["late"] = self.model_step.swarm.late
         return StateCopy({**held, "schedule": self.schedule.state_dict()})
 
-    def _become(self, stage: int, received: Tensor) -> NewStage:
+    def become(self, stage: int, received: Tensor) -> NewStage:
         """Serve `stage` from now on, with the state that a peer of it gave."""
         state = _read(received, self.config.run.steps)
         served = self._rebuilt(stage)
@@ -183,7 +186,7 @@ class SwarmTrainer(Trainer):
         self.model_step.swarm.late = state["late"]
         return served
 
-    def _revive(self, stage: int, received: Sequence[Tensor]) -> NewStage:
+    def revive(self, stage: int, received: Sequence[Tensor]) -> NewStage:
         """Serve `stage`, which nobody does any more, made of the states that peers of its neighbours gave: CheckFree's
         mean of their blocks, empty moments, a higher rate.
         """
@@ -409,7 +412,7 @@ class ElasticSwarmTrainer(SwarmTrainer, PeerWork):
     @override
     def go_on_from(self, step: int, retained: FetchPart) -> None:
         received = torch.frombuffer(bytearray(retained(self.world.coordinate.stage)[0].read_bytes()), dtype=torch.uint8)
-        self.model_step.serve(*self._become(self.world.coordinate.stage, received))
+        self.model_step.serve(*self.become(self.world.coordinate.stage, received))
         self.model_step.step = step
 
     @property
