@@ -21,8 +21,8 @@ from statistics import mean, stdev
 from isles.network.churn import POOLS
 from isles.training.config.reading import read_config
 from isles.training.config.sections import Config
-from isles.training.elastic.simulated import SimulatedElasticRun
 from isles.training.elastic.support import going_on
+from isles.training.simulated_churn import SimulatedElasticRun
 
 MODEL = [
     "model.layers=1",

@@ -24,7 +24,7 @@ from isles.launch.worker import ByValueConnection, attend, join_store, open_stor
 from isles.launch.workers import Workers, raise_first, worker_specs
 from isles.running.backends import PRELOAD, train_process
 from isles.training.config.sections import Config
-from isles.training.deadlines import deadlines
+from isles.training.worker import deadlines
 
 _handles: list[PipeHandle] = []
 

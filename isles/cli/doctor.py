@@ -121,7 +121,7 @@ def _describe(target: tuple[str, int] | None) -> None:
     from isles.launch import probe
     from isles.models import ModelConfig, choose_device
     from isles.network.clusters.nodes import ClusterNode
-    from isles.training.clusters.cuts import forward_speed, memory
+    from isles.training.clusters.stage_server import forward_speed, memory
 
     device = choose_device(ModelConfig())
     try:
@@ -230,7 +230,7 @@ def _keeps_bits() -> Check:
     """Whether plans that move bytes can be trusted on the first GPU."""
     import torch
 
-    from isles.training.memory.trial import try_out
+    from isles.training.memory.in_use import try_out
 
     try:
         try_out(torch.device("cuda", 0))

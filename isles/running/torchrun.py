@@ -35,9 +35,9 @@ from isles.running.agree import met
 from isles.running.backends import train_process
 from isles.running.run import launch
 from isles.training.config.sections import Config
-from isles.training.deadlines import deadlines
 from isles.training.records.events import Schema, begun, checks_host_messages
 from isles.training.records.summary import SummaryTable
+from isles.training.worker import deadlines
 
 _GLANCE = 0.2  # seconds between looks at whether a stop is wanted
 

@@ -21,8 +21,8 @@ from isles.running.backends import start_server
 from isles.running.run import Interrupted, launch
 from isles.training.config.reading import to_toml
 from isles.training.config.sections import Config
-from isles.training.deadlines import deadlines
 from isles.training.records.events import Schema
+from isles.training.worker import deadlines
 from tests.cli.command import Command, gone
 from tests.faults import striking
 from tests.faults.striking import SIGNALS

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from safetensors.numpy import load_file
 
-from isles.training.elastic.simulated import SimulatedElasticRun
+from isles.training.simulated_churn import SimulatedElasticRun
 from tests.training.elastic.accounting import AccountedWire, accounted
 from tests.training.elastic.test_simulated import churned, small
 from tests.training.elastic.traces import random_trace
