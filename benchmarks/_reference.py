@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from isles.network.routing.problem import Costs, Paths, Problem
+from isles.network.routing.problem import Paths, RoutingCosts, RoutingProblem
 
 REFERENCE = Path("shared", "data", "skippipe_reference.json")
 """Beside the repository or a folder above."""
@@ -20,7 +20,7 @@ def _tables() -> dict[str, Any] | None:
     return json.loads(found[0].read_text()) if found else None
 
 
-def instance(name: str) -> tuple[Problem, dict[str, Any]] | None:
+def instance(name: str) -> tuple[RoutingProblem, dict[str, Any]] | None:
     """(problem, the instance's table); None where the file is not at hand."""
     data = _tables()
     if data is None:
@@ -34,19 +34,19 @@ def instance(name: str) -> tuple[Problem, dict[str, Any]] | None:
         return 0.0 if u == v else latency / 1000 + table["microbatch_bytes"] / (rate * 2**30) + 0.35
 
     count = len(places)
-    problem = Problem(
+    problem = RoutingProblem(
         stages=tuple(map(tuple, table["stages"])),
         delays=tuple(tuple(seconds(u, v) for v in range(count)) for u in range(count)),
         forward=(table["forward_s"],) * count,
         path_length=data["path_length"],
         memory=data["mem"],
         waves=data["waves_per_slot"],
-        costs=Costs(rest=0.13, rest_at_origin=0.09),
+        costs=RoutingCosts(rest=0.13, rest_at_origin=0.09),
     )
     return problem, table
 
 
-def paths_of(problem: Problem, table: Mapping[str, Sequence[int]]) -> Paths:
+def paths_of(problem: RoutingProblem, table: Mapping[str, Sequence[int]]) -> Paths:
     """The file's paths, one an origin or one a slot."""
     each = problem.memory if len(table) == len(problem.origins) else 1
     listed = [tuple(table[key]) for key in sorted(table, key=int) for _ in range(each)]

@@ -12,11 +12,10 @@ from dataclasses import replace
 from functools import cache
 
 from benchmarks._reference import instance
-from isles.network.routing.events import StepPlay
-from isles.network.routing.problem import PathRules, Problem, Slot, faults, legal_orders, replay_paths, routes_of
+from isles.network.routing.events import StepPlay, Task
+from isles.network.routing.problem import PathRules, RoutingProblem, Slot, faults, legal_orders, replay_paths, routes_of
 from isles.network.routing.replay import Delays, first_come, seconds_of
-from isles.network.routing.routes import Task
-from isles.network.routing.search import Effort, full, with_collisions, without_collisions
+from isles.network.routing.search import SearchEffort, full, with_collisions, without_collisions
 
 Order = tuple[int, ...]
 
@@ -71,7 +70,7 @@ def seconds(kind: str) -> float | None:
     return None if found is None else found[1]
 
 
-def _problem() -> Problem | None:
+def _problem() -> RoutingProblem | None:
     found = instance("instance_head_defaults")
     return None if found is None else found[0]
 
@@ -87,12 +86,12 @@ def _plan(rules: PathRules) -> tuple[tuple[Order, ...], float] | None:
     if given is None:
         return None
     problem = replace(given, rules=rules)
-    paths = with_collisions(problem, Effort(), without_collisions(problem, Effort()))
+    paths = with_collisions(problem, SearchEffort(), without_collisions(problem, SearchEffort()))
     orders = tuple(tuple(problem.stage_of[node] for node in path) for path in paths.values())
     return orders, replay_paths(problem, paths).makespan
 
 
-def _placed(problem: Problem, orders: Sequence[Order]) -> float:
+def _placed(problem: RoutingProblem, orders: Sequence[Order]) -> float:
     """Seconds of a step of slots that run `orders`, each stage at the node that was found best, one after the other.
 
     Every path begins at its origin, which has the text; where the order leaves stage 0 out it only embeds there, which
@@ -115,14 +114,14 @@ def _placed(problem: Problem, orders: Sequence[Order]) -> float:
     return best
 
 
-def _others(problem: Problem, path: Sequence[int]) -> Iterator[tuple[int, int]]:
+def _others(problem: RoutingProblem, path: Sequence[int]) -> Iterator[tuple[int, int]]:
     """(place, node) of all nodes that could stand at a place after the first, as `path` is at the beginning."""
     for place in range(1, len(path)):
         for node in problem.stages[problem.stage_of[path[place]]]:
             yield place, node
 
 
-def _makespan(problem: Problem, paths: Mapping[Slot, tuple[int, ...]], light: Set[int]) -> float:
+def _makespan(problem: RoutingProblem, paths: Mapping[Slot, tuple[int, ...]], light: Set[int]) -> float:
     """Seconds of a step; the first hop of the slots `light`, by their place among the paths, takes no time."""
     routes = routes_of(paths, problem.waves)
     by_number = {route.microbatch: route for route in routes}

@@ -26,8 +26,7 @@ import isles
 from benchmarks._measure import Row, interleaved, report
 from benchmarks._models import Weights, byte_model
 from isles.comm.mesh import Mesh
-from isles.replicas.loop.fragment import Exchange, InFlight
-from isles.replicas.loop.sweep import FiniteCheck, Sweep
+from isles.replicas.loop.fragment import Exchange, FiniteCheck, InFlight, Sweep
 
 BLOCK_STEPS = 20
 TOKENS = 512  # a step

@@ -35,12 +35,11 @@ from benchmarks._stage import play
 from isles.comm.mesh import Mesh
 from isles.models.stages import Stage
 from isles.network.links import Links, Topology
-from isles.network.routing.events import orders, orders_of
-from isles.network.routing.problem import Costs, Problem
+from isles.network.routing.events import Route, Task, fixed_routes, orders, orders_of, random_routes
+from isles.network.routing.plan import delays_of
+from isles.network.routing.problem import RoutingCosts, RoutingProblem
 from isles.network.routing.replay import LinkWire, Sizes, TaskSeconds, in_order, replay
-from isles.network.routing.routes import Route, Task, fixed_routes, random_routes
-from isles.network.routing.search import Effort, strategies
-from isles.network.routing.speeds import delays_of
+from isles.network.routing.search import SearchEffort, routing_strategies
 from isles.pipeline.boundaries.base import FullStream
 from isles.pipeline.executor import Executor, Ways
 from isles.pipeline.wire import StageForm
@@ -123,16 +122,16 @@ def routed() -> dict[str, Way]:
 def planned() -> dict[str, Way]:
     """The planner's, for nodes that hold two microbatches, in two waves."""
     network, counts = links(), range(0, MACHINES, REPLICAS)
-    problem = Problem(
+    problem = RoutingProblem(
         stages=tuple(tuple(range(first, first + REPLICAS)) for first in counts),
         delays=delays_of(network, MACHINES, FORM.nbytes(Task("F", 0, 0))),
         forward=(FORWARD,) * MACHINES,
         path_length=STAGES - 1,
         memory=2,
         waves=MICROBATCHES // 2,
-        costs=Costs(loss=LOSS / FORWARD, backward=BACKWARD / FORWARD),
+        costs=RoutingCosts(loss=LOSS / FORWARD, backward=BACKWARD / FORWARD),
     )
-    found = {one.name: one for one in strategies(problem, Effort(moves=2000))}
+    found = {one.name: one for one in routing_strategies(problem, SearchEffort(moves=2000))}
     return {
         name: Way(
             routes=tuple(found[own].routes),

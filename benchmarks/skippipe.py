@@ -18,11 +18,9 @@ import time
 from benchmarks._measure import Row, report
 from benchmarks._reference import instance, paths_of
 from isles.network.links import links
-from isles.network.routing.assignment import Scores, assign
-from isles.network.routing.plan import broken_rules
-from isles.network.routing.problem import Problem, lower_bounds, replay_paths
-from isles.network.routing.search import Effort, Stopwatch, blind, strategies
-from isles.network.routing.speeds import delays_of
+from isles.network.routing.plan import broken_rules, delays_of
+from isles.network.routing.problem import RoutingProblem, lower_bounds, replay_paths
+from isles.network.routing.search import Scores, SearchEffort, Stopwatch, assign, blind, routing_strategies
 
 Delays = tuple[tuple[float, ...], ...]
 
@@ -43,8 +41,8 @@ def planned(name: str, sizes: tuple[int, ...], path_length: int, delays: Delays)
     begun = time.process_time()
     stages = assign(sizes, delays, [1.0] * nodes, seconds=60)
     assigned = time.process_time()
-    problem = Problem(stages=stages, delays=delays, forward=(1.0,) * nodes, path_length=path_length)
-    full, _, without, plan = strategies(problem, Effort(moves=5000))
+    problem = RoutingProblem(stages=stages, delays=delays, forward=(1.0,) * nodes, path_length=path_length)
+    full, _, without, plan = routing_strategies(problem, SearchEffort(moves=5000))
     done = time.process_time()
     assert plan.paths is not None and not broken_rules(problem, plan.paths)
     step, bound = plan.played.makespan, max(lower_bounds(problem).values())
@@ -61,7 +59,7 @@ def replays() -> list[Row]:
     """One replay of 30 microbatches through 4 of 6 stages."""
     delays = drawn(20, 0)
     stages = ((0, 1, 2, 3, 4), *(tuple(range(5 + 3 * k, 8 + 3 * k)) for k in range(5)))
-    problem = Problem(stages=stages, delays=delays, forward=(1.0,) * 20, path_length=4)
+    problem = RoutingProblem(stages=stages, delays=delays, forward=(1.0,) * 20, path_length=4)
     paths, stopwatch = blind(problem), Stopwatch(problem)
     rows = []
     for name, work in (
@@ -106,7 +104,7 @@ def stored(name: str) -> list[Row]:
             Row(f"{short}: replay of {key.split('_')[1]}, apart", abs(takes - seconds), "s", ("<=", within), words)
         )
     begun = time.process_time()
-    full, _, without, plan = strategies(problem, Effort())
+    full, _, without, plan = routing_strategies(problem, SearchEffort())
     spent = time.process_time() - begun
     step, whole, fewer = plan.played.makespan, full.played.makespan, problem.path_length / len(problem.stages)
     most, unaware = (33.32, ("<=", 34.4)) if short == "shipped" else (0.91 * 78.69, None)

@@ -24,8 +24,7 @@ from benchmarks.comparison.cases import AS, SMALL
 from benchmarks.comparison.text import interval, table
 from isles.base.tables import changed
 from isles.models.sizes import parameters, shape_of
-from isles.plan.prices import named
-from isles.plan.run_plan import plan_run
+from isles.plan.run_plan import named, plan_run
 from isles.report.comparison import paired, validation_loss_of
 from isles.report.rundir import read_run
 from isles.report.units import format_seconds

@@ -5,16 +5,32 @@ Each is written as a contributor would, and then used; nothing else of the copy 
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
+from typer.testing import CliRunner
 
+import isles
+from isles.base.parts import CODE
 from isles.base.schema import BACKENDS
+from isles.base.tables import changed
+from isles.cli import _run, app
+from isles.data import load_corpus
+from isles.models import build
+from isles.plan.run_plan import plan_run
 from isles.running.run import STARTERS
+from isles.running.virtual import VirtualWorkers
+from isles.training.config.reading import read_config
+from isles.training.config.trust import names_of
+from isles.training.worker import train_worker
 from tests import forked
+from tests.training.runs import CLOCKS, tiny, write_text
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -172,9 +188,10 @@ import sys
 from pathlib import Path
 
 import isles
-from isles.replicas.methods.config import CustomConfig
+from isles.replicas.methods.custom.config import CustomConfig
 from isles.replicas.parts.legal import AXES, warnings
 from isles.report.rundir import read_run
+from isles.running.virtual import VirtualWorkers
 from isles.training.config.reading import read_config
 from isles.training.config.reading import template
 from isles.plan.question import candidates
@@ -272,3 +289,334 @@ def use(root: str, out: str) -> None:
 
 def test_every_backend_can_be_started() -> None:
     assert set(STARTERS) == set(BACKENDS)
+
+
+def test_what_is_public_says_what_it_is() -> None:
+    """Every name of `isles` loads and has a docstring of its own; what a part of one's own derives from is there."""
+    for name in isles.__all__:
+        thing = getattr(isles, name)
+        if callable(thing):
+            assert thing.__doc__ and not thing.__doc__.startswith(f"{name}("), f"{name} has no docstring"
+    interfaces = {row.interface.partition(":")[2] for row in CODE.values() if row.interface}
+    assert interfaces <= set(isles.__all__)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Parts in a folder outside the package, by name
+
+PARTS = {
+    "sign_momentum": '''"""An outer rule: the sign of the outer gradients' running mean, a fixed step an entry."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+import isles
+
+
+@dataclass(frozen=True, kw_only=True)
+class SignMomentum(isles.OuterRule):
+    """m <- momentum m + (1 - momentum) g;  anchor <- anchor - lr sign(m)."""
+
+    lr: float
+    vectors = ("mean",)
+
+    def apply(self, anchor: Tensor, answer: isles.Answer, vectors: Mapping[str, Tensor], round: int) -> None:
+        mean = vectors["mean"].mul_(self.momentum).add_(answer.mean, alpha=1 - self.momentum)
+        anchor.sub_(mean.sign(), alpha=self.lr)
+''',
+    "float8": '''"""A codec: eight-bit floats E4M3 of entries over a power of two."""
+
+import torch
+from torch import Tensor
+
+import isles
+
+
+class Float8(isles.Codec):
+    """1 byte an entry."""
+
+    name = "float8"
+    lossless = biased = shared_mask = False
+
+    def __init__(self, shift: int = 0) -> None:
+        self.scale = 2.0**shift
+
+    def wire_bytes(self, elements: int, dtype: torch.dtype) -> int:
+        return elements
+
+    def encode(self, x: Tensor) -> Tensor:
+        return isles.as_bytes((x * self.scale).to(torch.float8_e4m3fn))
+
+    def decode(self, wire: Tensor, elements: int, dtype: torch.dtype) -> Tensor:
+        self.refuse_other_length(wire, elements, dtype)
+        return wire.view(torch.float8_e4m3fn).to(dtype) / self.scale
+''',
+    "doubling": '''"""A cadence: rounds that grow, after inner steps first, 2 first, 4 first, ..."""
+
+
+class Doubling:
+    """The whole model, landing at once."""
+
+    fragments, rounds_late = 1, 0
+
+    def __init__(self, first: int = 1) -> None:
+        self.first = first
+
+    def sends(self, step: int) -> tuple[int, ...]:
+        times, rest = divmod(step, self.first)
+        return (0,) if rest == 0 and times & (times - 1) == 0 else ()
+
+    def lands(self, sent: int) -> int:
+        return sent
+''',
+    "neighbours": '''"""A mixing: pairs on a ring, to the left in odd rounds and to the right in even ones."""
+
+
+class Neighbours:
+    """An odd worker too many is alone."""
+
+    agrees = False
+
+    def members(self, round: int, size: int, position: int) -> tuple[int, ...]:
+        shift = round % 2 if size % 2 == 0 else 0
+        other = (((position + shift) ^ 1) - shift) % size
+        return (position,) if position + 1 == size and size % 2 else tuple(sorted((position, other)))
+''',
+    "shifted": '''"""A router: every boundary leads to the next replica, by as many as the step says."""
+
+from collections.abc import Sequence
+
+import isles
+
+
+class Shifted(isles.Router):
+    """by: replicas that a microbatch moves on, times the step."""
+
+    def __init__(self, by: int = 1) -> None:
+        self.by = by
+
+    def routes(self, step: int, grid: isles.PipelineGrid) -> Sequence[isles.Route]:
+        def visits(replica: int) -> tuple[int, ...]:
+            moved = (replica + self.by * step * stage for stage in range(grid.stages))
+            return tuple(grid.worker(one % grid.replicas, stage) for stage, one in enumerate(moved))
+
+        numbers = range(grid.replicas * grid.microbatches)
+        return [isles.Route(number, visits(number % grid.replicas), grid.home) for number in numbers]
+''',
+    "halves": '''"""A boundary: the means of neighbouring numbers of the stream."""
+
+from torch import Tensor
+
+import isles
+
+
+class Means(isles.Boundary):
+    """of: how many neighbours make a mean."""
+
+    def __init__(self, width: int, of: int = 2) -> None:
+        super().__init__(width)
+        self.of = of
+
+    def encode(self, x_BTD: Tensor, tokens: Tensor) -> tuple[Tensor, None]:
+        return x_BTD.unflatten(-1, (-1, self.of)).mean(-1), None
+
+    def decode(self, payload: Tensor, side: None, tokens: Tensor) -> Tensor:
+        return payload.repeat_interleave(self.of, -1)
+
+    def sizes(self, sequences: int, length: int) -> tuple[tuple[int, ...], int]:
+        return (sequences, length, self.width // self.of), 0
+''',
+    "plain": '''"""A reading and a landing that do what the usual ones do."""
+
+from torch import Tensor
+
+
+class Mean:
+    """All of it."""
+
+    needs_own = False
+
+    def read(self, mean: Tensor, fresh: Tensor | None, own: Tensor | None, participants: int) -> Tensor:
+        return mean
+
+
+class Anchor:
+    """live = anchor."""
+
+    moves_reference, local_share = False, None
+
+    def land(self, live: list[Tensor], anchor: list[Tensor], reference: list[Tensor]) -> None:
+        for own, moved in zip(live, anchor, strict=True):
+            own.copy_(moved)
+''',
+}
+ROWS = {
+    "rule": 'method = "custom"\nsync_every = 2\nrule = "sign_momentum:SignMomentum"\n'
+    "options.rule = {lr = 0.0078125, momentum = 0.25}",
+    "codec": 'method = "diloco"\nsync_every = 3\ncodec = "float8:Float8"\noptions.codec.shift = 6',
+    "cadence": 'method = "custom"\ncadence = "doubling:Doubling"\noptions.cadence.first = 2',
+    "mixing": 'method = "custom"\nsync_every = 2\nmixing = "neighbours:Neighbours"\nrule = "sgd"',
+    "router": 'method = "none"\npipeline.stages = 2\npipeline.routing = "shifted:Shifted"\npipeline.microbatches = 2',
+    "boundary": 'method = "diloco"\nsync_every = 3\npipeline.stages = 2\npipeline.microbatches = 2\n'
+    'pipeline.boundary.kind = "halves:Means"\npipeline.options.boundary.of = 4',
+}
+"""A method table of CONFIG.toml for each part."""
+MODEL_KEYS = "d_model = 16\nlayers = 2\nheads = 2\nffn = 24\nvocab = 256\ncontext = 16\ntie_embeddings = false"
+STEPS, WORKERS = 6, 4
+
+
+@pytest.fixture(scope="module")
+def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder with the parts and a CONFIG.toml that names each in a row."""
+    folder = tmp_path_factory.mktemp("elsewhere")
+    for name, text in PARTS.items():
+        (folder / f"{name}.py").write_text(text)
+    sections = {
+        "model": MODEL_KEYS,
+        "data": f"path = '{write_text(folder / 'text.txt')}'\nbatch_size = 2\nvalidation_fraction = 0",
+        "inner": "warmup_steps = 1",
+        "world": f'workers = {WORKERS}\nbackend = "virtual"',
+        "run": f"steps = {STEPS}",
+        **{f"methods.{row}": text for row, text in ROWS.items()},
+    }
+    (folder / "rows.toml").write_text("".join(f"[{head}]\n{text}\n\n" for head, text in sections.items()))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(folder)
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def runs(elsewhere: Path) -> dict[str, dict[str, Path]]:
+    """By command, the run of each row."""
+    config, rows = str(elsewhere / "rows.toml"), ",".join(ROWS)
+    for row in ROWS:
+        command("train", config, "--method", row, "--out", str(elsewhere / "train" / row))
+    command("compare", config, "--methods", rows, "--seeds", "0", "--out", str(elsewhere / "compare"))
+    command("simulate", config, "--methods", rows, "--out", str(elsewhere / "simulate"))
+    found: dict[str, dict[str, Path]] = {}
+    for summary in elsewhere.glob("**/summary.json"):
+        run = summary.parent
+        made, named = run.relative_to(elsewhere).parts[0], (run / "config.toml").read_text()
+        for row in ROWS:
+            if re.search(r'"(\w+:\w+)"', ROWS[row])[1] in named:  # type: ignore[index]
+                found.setdefault(made, {})[row] = run
+    return found
+
+
+def command(*arguments: str) -> str:
+    done = CliRunner().invoke(app, list(arguments), catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_a_part_from_outside_is_named_in_every_command(
+    row: str, elsewhere: Path, runs: dict[str, dict[str, Path]]
+) -> None:
+    """The dry run knows what it sends, and names it; the three commands train the same bits."""
+    config = read_config(str(elsewhere / "rows.toml"), {"replicas.method": row}, [])
+    planned = plan_run(config).bytes_sent
+    models = []
+    for made in ("train", "compare", "simulate"):
+        summary = json.loads((runs[made][row] / "summary.json").read_text())
+        assert summary["bytes_sent_per_worker"] == sum(planned) / WORKERS
+        models.append((runs[made][row] / "model.safetensors").read_bytes())
+    assert models[0] == models[1] == models[2]
+    shown = command("train", str(elsewhere / "rows.toml"), "--method", row, "--dry-run")
+    for key, value in names_of(config).items():
+        assert f"{key} = {json.dumps(value)}" in shown
+    assert (runs["train"][row] / "report.html").read_text().count(re.search(r"\w+:\w+", ROWS[row])[0]) >= 1  # type: ignore[index]
+
+
+@pytest.mark.parametrize("method", ["ddp", "dct-dp", "dilocox", "noloco", "sparseloco", "streaming-diloco"])
+def test_every_codec_may_be_ones_own(method: str, elsewhere: Path) -> None:
+    """Of gradients, of their largest entries, of factors, of one of two vectors, of fragments."""
+    own = ["replicas.codec=float8:Float8", "replicas.options.codec.shift=4", "data.validation_fraction=0"]
+    config = tiny(elsewhere / "text.txt", *own, method=method)
+    results = VirtualWorkers(train_worker, 2, config, (config, None, None, load_corpus(config.data))).join()
+    assert plan_run(config).bytes_sent == tuple(result["bytes_sent"] for result in results)
+    plain = changed(config, {"replicas.codec": "int8", "replicas.options": None})
+    assert plan_run(config).bytes_sent < plan_run(plain).bytes_sent
+
+
+def test_a_reading_and_a_landing_of_ones_own(elsewhere: Path) -> None:
+    own = ["replicas.reading=plain:Mean", "replicas.landing=plain:Anchor"]
+    configs = [tiny(elsewhere / "text.txt", *more, method="custom") for more in ([], own)]
+    plain, named = (
+        VirtualWorkers(train_worker, 2, one, (one, None, None, load_corpus(one.data))).join() for one in configs
+    )
+    assert [{**one, **dict.fromkeys(CLOCKS)} for one in plain] == [{**one, **dict.fromkeys(CLOCKS)} for one in named]
+
+
+def test_parts_are_at_most_60_lines() -> None:
+    assert all(len(text.splitlines()) <= 60 for text in PARTS.values())
+
+
+def test_the_parts_do_what_they_say(elsewhere: Path, runs: dict[str, dict[str, Path]]) -> None:
+    """Numbers that follow from each part's own docstring."""
+
+    plans = {row: plan_run(read_config(str(elsewhere / "rows.toml"), {"replicas.method": row}, [])) for row in ROWS}
+    config = plans["rule"].config
+    before, after = build(config.model, config.run.seed), load_file(runs["train"]["rule"] / "model.safetensors")
+    moved = {name: (start.detach() - after[name]) * 128 for name, start in before.named_parameters()}
+    assert all((steps - steps.round()).abs().max() < 1e-4 and steps.abs().max() < 3.001 for steps in moved.values())
+    assert max(float(steps.abs().max()) for steps in moved.values()) > 2.999, "three rounds of 1/128 an entry"
+
+    outlines = {row: plan.outline for row, plan in plans.items()}
+    quarter = -(-plans["codec"].parameters // 4)  # a byte an entry, in two shots, of three workers' quarters each
+    headers = outlines["codec"].sent[0] - 2 * 2 * 3 * quarter
+    assert 0 < headers < 2 * 2 * 3 * 64, "what leaves in two rounds beside the entries"
+    assert [one.sent for one in outlines["cadence"].first] == [2, 4, 7], "and a last, shorter round at the end"
+    odd, even = ((0, 3), (1, 2)), ((0, 1), (2, 3))
+    assert [one.groups for one in outlines["mixing"].first] == [odd, even, odd]
+
+    for row, width in (("router", 16), ("boundary", 4)):
+        microbatch = 2 * 16 * width * 4 + 17 + 4  # 16 tokens there and back, their ids, the loss
+        first = 2  # bytes: a replica's stages learn whether there is text to validate with
+        assert plans[row].between_stages == (2 * 2 * STEPS * microbatch + first) / WORKERS
+
+
+WRONG = {
+    "a module that is not there": ("rule", "rule=nowhere.at:All", ".rule = .*No module named 'nowhere'; .*PYTHONPATH"),
+    "a class that is not there": ("rule", "rule=sign_momentum:Sine", ".rule = .*has no attribute 'Sine'; correct"),
+    "no class": ("rule", "rule=sign_momentum:dataclass", ".rule = .* is a function: name a class"),
+    "another part": ("codec", "codec=doubling:Doubling", ".codec = .*: derive the class from isles.Codec"),
+    "a missing method": ("mixing", "mixing=doubling:Doubling", ".mixing = .* lacks agrees, members: isles.Mixing"),
+    "a missing option": ("cadence", "rule=sign_momentum:SignMomentum", ".options.rule.lr is missing: sign_momentum"),
+    "an unknown option": ("cadence", "options.cadence.last=3", ".options.cadence.last = 3: .*; choose one of first"),
+    "a refused option": ("codec", "options.codec.shift=x", ".codec = .* cannot be made; .* options.codec: TypeError"),
+    "options without code": ("codec", "codec=int8", r".options.codec is for code .*, and codec = .int8. is none: "),
+    "options of no part": ("codec", "options.rule.lr=1", ".options.rule belongs to no part: choose one of "),
+    "two that say when": ("cadence", "sync_every=5", ".sync_every = 5 and cadence = .*: leave one of them out"),
+    "other fragments": ("cadence", "fragments=sequential", ".cadence = .* is of 1 fragments; .* options.cadence"),
+    "what does not go together": ("mixing", "codec=powersgd:2", ".codec powersgd x mixing own .groups.: the factors"),
+    "a stream that does not fit": ("boundary", "pipeline.options.boundary.of=3", ".boundary.kind = .* width of 16: "),
+    "a router's option": ("router", "pipeline.options.router.to=3", ".options.router.to = 3: .*; choose one of by"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_a_wrong_part_is_one_line(
+    what: str, elsewhere: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Exit code 2, before anything is started or written; no traceback."""
+    row, setting, line = WRONG[what]
+    setting = setting if setting.startswith("pipeline.") else f"replicas.{setting}"
+    arguments = [
+        "train",
+        str(elsewhere / "rows.toml"),
+        "--method",
+        row,
+        "--set",
+        setting,
+        "--out",
+        str(tmp_path / "no"),
+    ]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["isles", *arguments])
+        assert _run() == 2
+    *notes, said = capsys.readouterr().err.strip().splitlines()
+    assert re.match(f"isles: (replicas|pipeline){line}", said), said
+    assert all(note.startswith("note: ") for note in notes) and not (tmp_path / "no").exists()

@@ -21,7 +21,7 @@ from typing import Any
 
 from benchmarks.comparison.cases import TOPOLOGIES, Case, Key
 from isles.experts.jobs import ExpertTask, JobProgress, run_tasks
-from isles.plan.prices import priced
+from isles.plan.run_plan import priced
 from isles.report.comparison import never_talks
 from isles.report.rundir import read_run
 from isles.report.units import format_seconds

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -28,24 +29,33 @@ def import_target(key: str, target: str) -> Any:
 
 
 def on_first_use(
-    package: str, homes: Mapping[str, str]
+    package: str, targets: Iterable[str] = ()
 ) -> tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]:
-    """`__all__`, `__getattr__` and `__dir__` of `package`, whose names are imported when they are first asked for.
+    """`__all__`, `__getattr__` and `__dir__` of `package`, whose names are imported when they are first asked for. They
+    are those that its source imports under `if TYPE_CHECKING:`: one list for type checkers and Python.
 
-    homes: by module, such as ".config", the names that it has, in one string.
+    targets: further ones, package.module:name.
     """
-    modules = {name: home for home, names in homes.items() for name in names.split()}
     here = vars(sys.modules[package])
+    source = ast.parse(Path(here["__file__"]).read_text(encoding="utf-8"))
+    block = next(node for node in source.body if isinstance(node, ast.If))
+    homes = {
+        alias.asname or alias.name: (str(statement.module), alias.name)
+        for statement in block.body
+        if isinstance(statement, ast.ImportFrom)
+        for alias in statement.names
+        if alias.name != "*"
+    }
+    homes |= {name: (module, name) for module, _, name in (target.partition(":") for target in targets)}
 
     def load(name: str) -> Any:
-        if name not in modules:
+        if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        here[name] = getattr(
-            import_module(modules[name], package), name
-        )  # the next access no longer comes through here
+        module, own = homes[name]
+        here[name] = getattr(import_module(module), own)  # the next access no longer comes through here
         return here[name]
 
-    return sorted(modules), load, lambda: sorted({*here, *modules})
+    return sorted(homes), load, lambda: sorted({*here, *homes})
 
 
 def describe(error: Exception) -> str:

@@ -147,7 +147,7 @@ def generate(
     import torch
 
     from isles.experts.ensemble import Joining, Speaker
-    from isles.models.generate import generate as sample
+    from isles.models.factory import generate as sample
 
     joining = Joining(prior=prior, top=top_experts, prefix=prefix, route=route)  # type: ignore[arg-type]
     if trust:

@@ -34,7 +34,7 @@ def generate(
     trust: Trust = False,
 ) -> None:
     """Continue a prompt with the run's consolidated model."""
-    from isles.models.generate import generate as sample
+    from isles.models.factory import generate as sample
     from isles.training.records.saved_run import load_run
 
     saved = load_run(run, device=device, trust=trust)
@@ -61,6 +61,7 @@ def export(
     from isles.base.errors import unknown_name
     from isles.data.tokenizer import HuggingFaceTokenizer
     from isles.models.hf import save_as_llama
+    from isles.pipeline.boundaries.names import boundary_name
     from isles.training.config.trust import SAVED_WITH_RUN
     from isles.training.records.saved_run import load_run
 
@@ -69,7 +70,7 @@ def export(
     folder = out or run / f"export-{format}"
     saved = load_run(run, device=device, trust=trust)
     own, boundary = saved.config.model.own, saved.config.pipeline.boundary.kind
-    if format == "hf" and boundary.partition(":")[0] in ("dct", "bottleneck", "maxout"):
+    if format == "hf" and boundary_name(boundary).kind in ("dct", "bottleneck", "maxout", "own"):
         raise ValueError(
             f'{run}: what crosses its boundaries (pipeline.boundary.kind = "{boundary}") is part of the model, and '
             "transformers knows no such model; write it with --format safetensors"

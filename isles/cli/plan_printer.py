@@ -8,10 +8,12 @@ from collections.abc import Callable, Sequence
 from math import ceil
 from typing import TYPE_CHECKING, Any
 
+from isles.base.errors import as_typed
 from isles.cli.terminal import aligned
 from isles.models.sizes import SIZES
 from isles.plan.run_plan import plan_run
 from isles.report.units import compare, format_bytes, format_count, format_percent, format_seconds, format_short
+from isles.training.config.trust import names_of
 
 if TYPE_CHECKING:
     from isles.network.exchange_plan import PlannedExchange
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
 
 _LABEL = 12  # characters of the left column
 _NAMED = 3  # groups of a round, or ranks, that are named
+_SHOWN = ("replicas.method", "model.factory", "model.options")  # in other lines of the head
 
 
 def show(config: Config, *, probe: bool, as_json: bool, machines: int = 1, machine: str = "") -> None:
@@ -48,8 +51,10 @@ def _head(plan: RunPlan) -> dict[str, list[str]]:
         model = "a decoder of your own numbers"
     workers = f"{plan.size} workers{f' = {plan.placement}' if plan.placement else ''}"
     flops = "" if plan.flops is None else f", {format_short(plan.flops)} FLOPs a token (with backward)"
+    own = [f"{key} = {as_typed(value)}" for key, value in names_of(config).items() if key not in _SHOWN]
     return {
         "method": [f"{config.method}, {workers}, {steps} steps, {config.world.backend} backend"],
+        "your own": own,
         "model": [f"{model}: {format_count(plan.parameters)} parameters{flops}"],
         "tokens": [f"{format_count(tokens)} a step of all workers, {format_count(tokens * steps)} in all"],
     }

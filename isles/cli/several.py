@@ -47,7 +47,7 @@ from isles.base.durable import write_text
 from isles.base.parsing import parse_toml
 from isles.base.tables import changed
 from isles.network.noise import hash64
-from isles.replicas.search_space import Dimension, settings_of
+from isles.replicas.config import Dimension, settings_of
 from isles.report.comparison import ALONE, NEVER, TUNED, complete, read_tuning, validation_loss_of
 from isles.training.config.reading import to_toml, tokens_a_step
 from isles.training.config.sections import Config
@@ -144,7 +144,7 @@ def swept(shared: SharedSettings, rows: Sequence[ComparisonRow], sweep: str) -> 
     key, equals, text = sweep.partition("=")
     if not equals or "." not in key:
         raise ValueError(f"--sweep {sweep}: write --sweep section.key=A,B,C")
-    values, found, name = names(text, f"--sweep {key}"), list[ComparisonRow](), key.partition(".")[2]
+    values, found, name = names(text, f"--sweep {key}"), list[ComparisonRow](), key.split(".")[1]
     read = read_all(shared, rows, [0])
     for row in rows:
         one = read[row.label, 0]
@@ -196,7 +196,7 @@ def of_runs(folders: Sequence[Path], out: Path, as_: str | None, over: Sequence[
     """Finished runs by label, as compare.json in `out` holds them: runs that differ in the seed alone are one row. A
     note where they are not at equal terms. as_: what they are priced as, over their own links or each of these.
     """
-    from isles.plan.prices import priced
+    from isles.plan.run_plan import priced
     from isles.report.rundir import read_run
     from isles.training.config.reading import read_config
 
@@ -233,7 +233,7 @@ def of_runs(folders: Sequence[Path], out: Path, as_: str | None, over: Sequence[
 def estimate(configs: Configs) -> Table:
     """What is to be run, a line a row, and about how long it takes here. Measures a step."""
     from isles.models.model_limits import limits
-    from isles.plan.computing import measured_step
+    from isles.plan.memory_fit import measured_step
     from isles.report.panels import Table
     from isles.report.units import format_seconds
     from isles.training.config.reading import tokens_a_step
@@ -311,8 +311,7 @@ def run_all(
     from isles.cli.terminal import Progress
     from isles.cli.train import report_device
     from isles.launch.workers import refuse_too_many
-    from isles.plan.prices import priced
-    from isles.plan.run_plan import refuse
+    from isles.plan.run_plan import priced, refuse
     from isles.report import write_report
     from isles.report.comparison import run_folder
     from isles.report.units import format_seconds

@@ -16,7 +16,7 @@ import typer
 from isles.cli.terminal import ConfigFile, Set, end_in_order
 
 if TYPE_CHECKING:
-    from isles.replicas.search_space import Dimension
+    from isles.replicas.config import Dimension
     from isles.training.config.sections import Config
 
 _AT = ("tokens", "steps", "seconds")
@@ -105,7 +105,7 @@ def _dimension(text: str, config: Config) -> Dimension:
     """Of --over."""
     from isles.base.tables import parse_value
     from isles.cli.several import names
-    from isles.replicas.search_space import Dimension
+    from isles.replicas.config import Dimension
 
     key, equals, values = text.partition("=")
     try:

@@ -21,13 +21,4 @@ if TYPE_CHECKING:
     from isles.data.prepare import load_corpus
     from isles.data.tokenizer import ByteTokenizer, load_tokenizer
 
-__all__, __getattr__, __dir__ = on_first_use(
-    __name__,
-    {
-        ".config": "DataConfig",
-        ".corpus": "Corpus",
-        ".prepare": "load_corpus",
-        ".loader": "Loader",
-        ".tokenizer": "ByteTokenizer load_tokenizer",
-    },
-)
+__all__, __getattr__, __dir__ = on_first_use(__name__)

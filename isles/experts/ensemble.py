@@ -173,7 +173,7 @@ def evaluated_on(path: Path, data: str, joining: Joining) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Voice:
-    """What `isles.models.generate` needs for one prompt, and a line about who speaks."""
+    """What `isles.models.factory` needs for one prompt, and a line about who speaks."""
 
     logits: Callable[[Tensor], Tensor]
     tokens: Tensor

@@ -8,7 +8,7 @@ run directory of `isles train` (config.toml, model.safetensors, summary.json); n
 `Served`: a forest with its models in memory, which scores sequences by each expert and by all.
 
 tokens (N, T + 1)  --every expert-->  scores (E, N, T)  --mixture-->  perplexity
-tokens (N, T)      --every expert, mixture-->  log-probabilities of the next token (N, V)  --models.generate-->  text
+tokens (N, T)      --every expert, mixture-->  log-probabilities of the next token (N, V)  --generate-->  text
 """
 
 from __future__ import annotations
@@ -207,7 +207,7 @@ class Served:
         return mixture.mix(logs_ENTV[:, :, -1].double(), weights_ENT[:, :, -1, None])
 
     def logits(self, log_prior: Tensor) -> Callable[[Tensor], Tensor]:
-        """`next_token` in the form that `isles.models.generate` calls: (1, T) to (1, 1, V)."""
+        """`next_token` in the form that `isles.models.factory` calls: (1, T) to (1, 1, V)."""
         return lambda tokens: self.next_token(tokens, log_prior)[:, None]
 
     def average(self, weights: Sequence[float]) -> dict[str, Tensor]:

@@ -21,13 +21,4 @@ if TYPE_CHECKING:
     from isles.models.model_limits import limits
     from isles.models.sizes import SIZES, Shape, flops_per_token, non_embedding_parameters, parameters, shape_of
 
-__all__, __getattr__, __dir__ = on_first_use(
-    __name__,
-    {
-        ".config": "ModelConfig",
-        ".decoder": "Decoder Output next_token_loss",
-        ".factory": "autocast build choose_device sketch",
-        ".model_limits": "limits",
-        ".sizes": "SIZES Shape flops_per_token non_embedding_parameters parameters shape_of",
-    },
-)
+__all__, __getattr__, __dir__ = on_first_use(__name__)

@@ -4,14 +4,14 @@ one from a Hugging Face folder, or the user's own by `model.factory = "package.m
 The contract of one's own (docs/own-model.md): the function returns an `nn.Module`; called with windows `tokens` (B,
 T+1), int64, the module returns an object with `.loss`, the mean cross-entropy in nats of the T tokens after the first
 (a scalar that gradients flow from). With `.logits` (B, T, V) on it, the scores of those T tokens, generation and
-multiple choice work too.
+multiple choice work too. `generate` samples the text after a prompt.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -151,7 +151,7 @@ def build(config: ModelConfig, seed: int, rank: int = 0, home: torch.device | No
 
     The weights depend on the configuration and `seed` alone: every rank and every device starts from the same model,
     and the global random generators stay as they were. A compiled model is compiled in place: its parameter names and
-    its class are those of the plain one. ValueError as in `choose_device`, `autocast`, `load_hf` and `own.make`.
+    its class are those of the plain one. ValueError as in `choose_device`, `autocast`, `load_hf` and `make`.
     """
     device = choose_device(config, rank)
     _refuse_fp16_on_cpu(config, device)
@@ -207,3 +207,37 @@ def _refuse_fp16_on_cpu(config: ModelConfig, device: torch.device) -> None:
         raise ValueError(
             'model.autocast = "fp16" needs a GPU and this worker computes on the CPU; use "bf16" or "none"'
         )
+
+
+@torch.no_grad()
+def generate(
+    logits: Callable[[Tensor], Tensor],
+    tokens_T: Tensor,
+    *,
+    new_tokens: int,
+    context: int,
+    temperature: float = 0.8,
+    top_k: int = 0,
+    seed: int = 0,
+) -> Iterator[int]:
+    """Yield `new_tokens` ids that follow `tokens_T` (T,), int64, at least one.
+
+    logits: from tokens (B, T) to the scores (B, T, V) of what follows each. context: the model sees at most the last
+    `context` tokens. temperature: 0 takes the likeliest token. top_k: choose among so many likeliest (0: all). seed: of
+    the draws; the global generator is not used.
+    """
+    if not len(tokens_T):
+        raise ValueError("the prompt is empty: give at least one character")
+    generator = torch.Generator(device="cpu").manual_seed(seed)
+    for _ in range(new_tokens):
+        scores_V = logits(tokens_T[-context:][None])[0, -1].float().cpu()
+        token = int(scores_V.argmax()) if temperature == 0 else _draw(scores_V / temperature, top_k, generator)
+        yield token
+        tokens_T = torch.cat((tokens_T, tokens_T.new_tensor([token])))
+
+
+def _draw(scores_V: Tensor, top_k: int, generator: torch.Generator) -> int:
+    if 0 < top_k < len(scores_V):
+        least = scores_V.topk(top_k).values[-1]
+        scores_V = scores_V.masked_fill(scores_V < least, float("-inf"))
+    return int(torch.multinomial(scores_V.softmax(0), 1, generator=generator))

@@ -28,17 +28,6 @@ from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import Any
 
-__all__ = [
-    "SIZES",
-    "Shape",
-    "embedding_parameters",
-    "flops_per_token",
-    "like_size",
-    "non_embedding_parameters",
-    "parameters",
-    "shape_of",
-]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:

@@ -46,7 +46,13 @@ _SECONDS = {"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0, "day": 86400.0, "y
 
 @dataclass(frozen=True, slots=True, order=True)
 class ChurnEvent:
-    """At `at` seconds. number: of the worker; for "join" how many come, for "lighthouse" the seconds of its absence."""
+    """Something that happens to a worker.
+
+    Args:
+        at: seconds from the start.
+        kind: what.
+        number: of the worker; for "join" how many come, for "lighthouse" the seconds of its absence.
+    """
 
     at: float
     kind: Change
@@ -96,10 +102,16 @@ class Poisson:
 
 
 def churn(name: str, *, workers: int, seconds: float, seed: int = 0) -> list[ChurnEvent]:
-    """The trace in the file `name`, by the rate `name` ("10%/h", "1%/h, repair 600"), or of the pool called `name`.
+    """A trace of workers that come and go.
 
-    workers: founders; of a pool: its largest size. seconds: length of the run. ValueError, in one line, for none of
-    these, or for a file in which something cannot be.
+    Args:
+        name: a file, a rate ("10%/h", "1%/h, repair 600"), or one of `POOLS`.
+        workers: founders; of a pool: its largest size.
+        seconds: length of the run.
+        seed: of what is drawn.
+
+    Raises:
+        ValueError: in one line, for none of these, or for a file in which something cannot be.
     """
     rate = rate_of(name)
     if rate is not None:
@@ -149,7 +161,11 @@ def pool(shares: Sequence[float], *, workers: int, seconds: float) -> list[Churn
 
 
 def read_trace(path: str, *, workers: int) -> list[ChurnEvent]:
-    """The events of a file. ValueError that names the file and the line, and what to write."""
+    """The events of a file of JSON lines, as `write_trace` writes it.
+
+    Raises:
+        ValueError: that names the file and the line, and what to write.
+    """
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:

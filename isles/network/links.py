@@ -383,34 +383,25 @@ WORLD = (
 )
 
 
-class _Rate:
-    """See `Links.period`."""
+class _BySite:
+    """Numbers of the sites of `WORLD`, or of pairs of them, by ranks; see `Links.period`."""
 
     period = len(WORLD)
 
-    def __init__(self, rates: Sequence[float]) -> None:
-        self._rates = rates
+    def __init__(self, numbers: Sequence[Any]) -> None:
+        self._numbers = numbers
 
-    def __call__(self, rank: int) -> float:
-        return self._rates[rank % self.period]
-
-
-class _Latency:
-    """See `Links.period`."""
-
-    period = len(WORLD)
-
-    def __init__(self) -> None:
-        self._between = [[latency(one, other) for other in WORLD] for one in WORLD]
-
-    def __call__(self, source: int, target: int) -> float:
-        return self._between[source % self.period][target % self.period]
+    def __call__(self, *ranks: int) -> float:
+        found: Any = self._numbers
+        for rank in ranks:
+            found = found[rank % self.period]
+        return found
 
 
 WORLDWIDE = Links(
-    bandwidth=_Rate([site.upload for site in WORLD]),
-    downlink=_Rate([site.download for site in WORLD]),
-    latency=_Latency(),
+    bandwidth=_BySite([site.upload for site in WORLD]),
+    downlink=_BySite([site.download for site in WORLD]),
+    latency=_BySite([[latency(one, other) for other in WORLD] for one in WORLD]),
     jitter=0.4,
 )
 """Rank r lives in site r mod 12, on a link of its own."""
@@ -576,10 +567,9 @@ PRESETS: dict[str, Links] = {
     "home-fibre": Links(bandwidth=300e6, latency=15e-3, jitter=0.3),  # upload rate of a symmetric consumer link
     # Upload is a small share of what is advertised.
     "home-cable": Links(bandwidth=40e6, latency=25e-3, jitter=0.5, downlink=500e6),
+    "worldwide": WORLDWIDE,
 }
 """Round numbers of the right size for a first look; measure your own for a decision. Latencies are one way."""
-ELSEWHERE = ("worldwide",)
-"""Presets that are made from others' parts: volunteers in the twelve sites of `isles.network.links`."""
 
 
 def links(name: str) -> Links:
@@ -596,9 +586,7 @@ def links(name: str) -> Links:
         return PRESETS[name]
     if name.endswith(".toml"):
         return read_links(name)
-    if name in ELSEWHERE:
-        return WORLDWIDE
     raise ValueError(
-        unknown_name("links", name, [*PRESETS, *ELSEWHERE])
+        unknown_name("links", name, PRESETS)
         + ", a rate and a latency such as '40Mbit/s, 25ms', or a .toml file of your own"
     )

@@ -43,9 +43,8 @@ from isles.memory.lanes import LaneRun, LaneTimeline
 from isles.memory.search import Counts, Search, expand, possible
 from isles.network.links import Links
 from isles.network.machines import Machine
-from isles.network.routing.events import in_flight
+from isles.network.routing.events import MOST_VISITS, in_flight
 from isles.network.routing.replay import Sizes, TaskSeconds, fixed_step
-from isles.network.routing.routes import MOST_VISITS
 
 CONTEXT = 1_000_000_000
 """Bytes that a device's own context takes."""

@@ -36,9 +36,16 @@ from functools import lru_cache
 
 import numpy as np
 
-from isles.replicas.parts.quadratic import Quadratic, heavy_ball, mean_path, simulate, variance
-from isles.replicas.parts.quadratic import radius as radius_of
-from isles.replicas.parts.stability import largest_gamma, radius
+from isles.replicas.parts.quadratic import (
+    Quadratic,
+    group_radius,
+    heavy_ball,
+    largest_gamma,
+    mean_path,
+    radius,
+    simulate,
+    variance,
+)
 from isles.report.charts import short
 from isles.report.panels import Chart, Panel, Point, Polyline, Table, chart_panel, coloured
 from isles.report.sheet import Sheet
@@ -345,7 +352,7 @@ def quadratic() -> Sheet:
     for alpha in _MOMENTA:
         top = largest_gamma(alpha)
         gammas = np.linspace(0, top, 301)[1:-1]
-        found = [radius(alpha, float(gamma)) for gamma in gammas]
+        found = [group_radius(alpha, float(gamma)) for gamma in gammas]
         best = int(np.argmin(found))
         # Equation 74 of the paper for groups of two.
         rows.append((alpha, top, float(gammas[best]), found[best], alpha, math.sqrt(2 + alpha * alpha)))
@@ -374,7 +381,7 @@ def _mean_panel() -> Panel:
     lines, keys = {}, []
     for rate in (0.001, 0.01, 0.1):
         setting = Quadratic(rate=rate)
-        factor = radius_of(heavy_ball(setting.alpha, setting.beta * setting.progress))
+        factor = radius(heavy_ball(setting.alpha, setting.beta * setting.progress))
         lines[f"rate {rate:g}"] = _points(range(31), mean_path(setting, 30))
         keys.append(f"rate {rate:g} (x {factor:.3f} a round)")
     heading = "Mean over the workers, from 1"
@@ -438,7 +445,7 @@ def _region_panel() -> Panel:
 
 def _radius_panel() -> Panel:
     gammas = np.linspace(0.005, 2, 200)
-    lines = {f"alpha {alpha:g}": _points(gammas, [radius(alpha, float(g)) for g in gammas]) for alpha in _MOMENTA}
+    lines = {f"alpha {alpha:g}": _points(gammas, [group_radius(alpha, float(g)) for g in gammas]) for alpha in _MOMENTA}
     note = "Below 1 they come together; above it they drift apart."
     return _panel("Variance between replicas, factor a round", "gamma", lines, note=note, top=2.0)
 

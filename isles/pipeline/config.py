@@ -5,10 +5,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from isles.base.errors import demand
+from isles.base.parts import check_options, one_of_or_code
 from isles.base.tables import refuse
 from isles.network.routing.events import in_flight
 from isles.pipeline.boundaries.names import StreamCodec, boundary_name
@@ -21,7 +23,7 @@ class BoundaryConfig:
     kind: str = "none"
     """What of the stream crosses between stages: "none", all of it; "subspace:16", 16 numbers a token of a stream that
     is kept in a subspace (Protocol Models); "dct:0.75", the quarter of a token's entries of largest size;
-    "bottleneck:16" and "maxout:16", 16 numbers of learned layers.
+    "bottleneck:16" and "maxout:16", 16 numbers of learned layers; or package.module:Class of your own.
     """
     codec: StreamCodec = "none"
     """Form of what the boundary sends forward; all but "none" lose something."""
@@ -193,12 +195,12 @@ class PipelineConfig:
     """Workers in a row that hold a replica's blocks, a part each; 1: every worker holds the whole model."""
     microbatches: int = 4
     """Into how many a replica's batch is cut; more keep the stages busier, on smaller products."""
-    routing: Literal["fixed", "random", "skippipe", "swarm", "ravnest"] = "fixed"
+    routing: str = "fixed"
     """Which way they go: "fixed" through their own replica's stages; "random" at every boundary to a replica drawn for
     each (NoLoCo), which keeps the replicas' stages alike and makes all replicas wait for each other in every step;
     "skippipe" by the paths of a plan, which leave out stages and exchange them; "swarm" at every boundary to a peer of
     the next stage chosen by its speed, where peers may be lost; "ravnest" through clusters of stages that update
-    without waiting for each other, each microbatches times a step.
+    without waiting for each other, each microbatches times a step; or package.module:Class of your own.
     """
     loss_at: Literal["auto", "last", "origin"] = "auto"
     """Where the loss is computed: "last" stage; or "origin", where the text is, which a model needs whose embedding is
@@ -225,6 +227,8 @@ class PipelineConfig:
     """Virtual only: a replica's stages reach each other over world.virtual.inner_links; false, and where clusters are
     named: over world.virtual.links.
     """
+    options: dict[str, dict[str, Any]] | None = None
+    """What parts of your own are called with: [pipeline.options.router], [pipeline.options.boundary]."""
 
     swarm: SwarmConfig = field(default_factory=SwarmConfig)
     ravnest: RavnestConfig = field(default_factory=RavnestConfig)
@@ -233,6 +237,8 @@ class PipelineConfig:
     recovery: RecoveryConfig = field(default_factory=RecoveryConfig)
 
     def __post_init__(self) -> None:
+        one_of_or_code("router", self.routing, ("fixed", "random", *_ROUTINGS))
+        check_options(self.options, {"router": self.routing, "boundary": self.boundary.kind})
         if self.routing == "swarm" and self.swarm.peers:
             self._take_stages("peers", list(self.swarm.peers), len(self.swarm.peers))
         if self.routing == "ravnest" and self.ravnest.clusters:
@@ -258,6 +264,10 @@ class PipelineConfig:
                 f"cut = {list(self.cut)}: {self.stages} stages begin at {self.stages - 1} blocks after the first; name "
                 "as many, or leave it out"
             )
+
+    def options_of(self, axis: str) -> Mapping[str, Any]:
+        """What the code that an axis, router or boundary, names is called with."""
+        return (self.options or {}).get(axis, {})
 
     def _take_stages(self, key: str, value: list[Any], stages: int) -> None:
         """`key` of the routing's own table says how many stages there are; whoever asks sees them in `stages`."""

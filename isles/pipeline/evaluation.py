@@ -25,7 +25,7 @@ from isles.comm.tags import MAX_FRAGMENTS, MAX_MICROBATCHES
 from isles.comm.transport import AnyOf, Steps, Work
 from isles.models.cuts import Piece
 from isles.models.stages import Stage
-from isles.network.routing.routes import Task
+from isles.network.routing.events import Task
 from isles.pipeline.compute import Goes, StageCompute
 from isles.pipeline.wire import StageForm, phase
 

@@ -10,19 +10,18 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
 
-from isles.network.routing.events import orders_of
+from isles.network.routing.events import Route, orders_of, visited
 from isles.network.routing.plan import PipelinePlan
 from isles.network.routing.problem import replay_paths
 from isles.network.routing.replay import TaskSeconds
-from isles.network.routing.routes import Route, visited
 from isles.pipeline.config import PipelineConfig
 from isles.pipeline.executor import Ways
-from isles.pipeline.routers import Router, always
+from isles.pipeline.routers import StepRoutes, always
 
 
 def planned_routes(
     plan: PipelinePlan, ranks: Sequence[int], config: PipelineConfig, order: Literal["plan", "arrival"]
-) -> tuple[Router, Ways]:
+) -> tuple[StepRoutes, Ways]:
     """How steps of `plan` run in a pipeline's group of `ranks`, in its order: its routes in positions, and ways for
     steps whose gradients are averaged over the nodes of a stage afterwards. A clock is charged with the plan's seconds,
     as multiples of its `step_seconds`.

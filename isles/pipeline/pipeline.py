@@ -29,23 +29,25 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from isles.base.imports import describe
+from isles.base.part_maker import make
+from isles.base.parts import names_code
 from isles.comm.codecs import codec
 from isles.comm.group import same_text
 from isles.comm.mesh import Mesh
 from isles.models.cuts import Piece, PieceCosts, cut_points, pieces
 from isles.models.stages import Stage, costs_of, is_tied, width_of
-from isles.network.routing.events import in_flight
+from isles.network.routing.events import fixed_routes, in_flight
 from isles.network.routing.plan import PipelinePlan
-from isles.network.routing.routes import fixed_routes
+from isles.pipeline.boundaries.base import Boundary
 from isles.pipeline.boundaries.names import boundary_name
 from isles.pipeline.boundaries.scheme import Crossings, Inside, Scheme, scheme_of, turned
-from isles.pipeline.compute import Context
+from isles.pipeline.compute import Context, task_shares
 from isles.pipeline.config import PipelineConfig
 from isles.pipeline.evaluation import assembled, mean_loss
 from isles.pipeline.executor import Announce, Executor, Ways
 from isles.pipeline.partial import planned_routes
-from isles.pipeline.routers import Router, always, exchanged_routes, random_router
-from isles.pipeline.shares import task_shares
+from isles.pipeline.routers import PipelineGrid, StepRoutes, always, exchanged_routes, own_routes, random_router
 from isles.pipeline.wire import StageForm
 
 
@@ -92,6 +94,11 @@ class Cut:
     costs: PieceCosts
     width: int
 
+    @property
+    def begins(self) -> tuple[int, ...]:
+        """The first block of each stage but the first."""
+        return tuple(piece.blocks.start for piece in self.pieces[1:])
+
     def scheme(self, config: PipelineConfig, *, vocab: int | None, seed: int) -> Scheme:
         """What crosses between the pieces, for one worker. vocab: token ids; seed: of what is drawn. ValueError where
         the stream has no such boundary.
@@ -108,7 +115,7 @@ class Cut:
                 "so the stream must come home, and what leaves the last stage does not fit through; choose "
                 'model.tie_embeddings = false, or "dct:0.75"'
             )
-        cuts = tuple(piece.blocks.start for piece in self.pieces[1:])
+        cuts = self.begins
         crossings = Crossings(cuts=cuts, home=self.home, width=self.width, vocab=vocab or 0)
         bound, layers = config.boundary.blocks, len(self.costs.blocks)
         if bound and not cuts[-1] <= bound <= layers:
@@ -117,7 +124,11 @@ class Cut:
                 f"write into the subspace; choose {cuts[-1]} to {layers}, or 0"
             )
         turns = bool(config.boundary.update_every)
-        return scheme_of(name, crossings, form=config.boundary.form, seed=seed, blocks=bound, turns=turns)
+        own = None
+        if name.kind == "own":
+            own = make("boundary", config.boundary.kind, config.options_of("boundary"), self.width)
+            refuse_misfit(config.boundary.kind, own, self.width)
+        return scheme_of(name, crossings, form=config.boundary.form, seed=seed, blocks=bound, turns=turns, own=own)
 
 
 def cut_of(
@@ -252,6 +263,23 @@ class Pipeline:
         return None if filled is None else self.scheme.unsplit(filled)
 
 
+def refuse_misfit(name: str, boundary: Boundary, width: int) -> None:
+    """ValueError where a boundary of one's own fails on a small stream, or makes what it does not say."""
+    x_BTD, tokens = (
+        torch.zeros(1, 2, width, dtype=torch.float32, device="cpu"),
+        torch.zeros(1, 3, dtype=torch.int64, device="cpu"),
+    )
+    try:
+        payload, side = boundary.encode(x_BTD, tokens)
+        made = tuple(payload.shape), 0 if side is None else side.numel()
+        stated, back = boundary.sizes(1, 2), tuple(boundary.decode(payload, side, tokens).shape)
+    except Exception as error:  # the class is the user's: whatever it raises
+        raise ValueError(f'pipeline.boundary.kind = "{name}" fails at a width of {width}: {describe(error)}') from error
+    if (made, back) != (stated, tuple(x_BTD.shape)):
+        what = f"encode makes {made} and sizes says {stated}, decode makes {back} of {tuple(x_BTD.shape)}"
+        raise ValueError(f'pipeline.boundary.kind = "{name}": {what}')
+
+
 def form_of(
     stage: Stage, scheme: Scheme, config: PipelineConfig, *, batch_size: int, context: int, vocab: int | None
 ) -> StageForm:
@@ -277,8 +305,11 @@ def ways_of(config: PipelineConfig, cut: Cut, replicas: int) -> Ways:
     )
 
 
-def router_of(config: PipelineConfig, replicas: int, *, home: bool, seed: int) -> Router:
-    """Which way the microbatches go. seed: of random routes."""
+def router_of(config: PipelineConfig, replicas: int, *, home: bool, seed: int) -> StepRoutes:
+    """Which way the microbatches go. seed: of random routes. ValueError as `isles.base.part_maker.make`."""
+    if names_code("router", config.routing):
+        grid = PipelineGrid(replicas, config.stages, config.microbatches, home, seed)
+        return own_routes(make("router", config.routing, config.options_of("router")), grid, config.routing)
     if config.recovery.stage_loss and config.recovery.kind == "checkfree+":
         return always(exchanged_routes(replicas, config.stages, config.microbatches))
     if config.routing == "random":

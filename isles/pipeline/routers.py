@@ -1,20 +1,86 @@
 """Which way each microbatch goes.
 
-A router is told an inner step, counted from 1, and says the ways of its microbatches, the same at every worker that
-asks. Positions are those of `mesh.pipeline`: replica x stages + stage.
+Routes of a step are a function of the step, counted from 1, the same at every worker that asks. Positions are those of
+`mesh.pipeline`: replica x stages + stage.
+
+    [pipeline]
+    routing = "mine:Ring"           # a `Router` of your own, called as Ring(shift=1)
+    [pipeline.options.router]
+    shift = 1
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
-from isles.network.routing.routes import Route, fixed_routes, random_routes
+from isles.network.routing.events import Route, check_routes, fixed_routes, position, random_routes, visited
 
-Router = Callable[[int], Sequence[Route]]
+StepRoutes = Callable[[int], Sequence[Route]]
 
 
-def always(routes: Iterable[Route]) -> Router:
-    """These in every step, such as those of `isles.network.routing.routes.fixed_routes`."""
+class PipelineGrid(NamedTuple):
+    """What a router leads microbatches through.
+
+    replicas, stages: of the run. microbatches: of each replica in a step, so that there are replicas x microbatches.
+    home: the loss is computed where the text is, so every route leads back. seed: of the run.
+    """
+
+    replicas: int
+    stages: int
+    microbatches: int
+    home: bool
+    seed: int
+
+    def worker(self, replica: int, stage: int) -> int:
+        """The position, as routes name it, of the worker that serves `stage` in `replica`."""
+        return position(replica, stage, self.stages)
+
+
+class Router(ABC):
+    """Which way each microbatch goes: a router of your own, `pipeline.routing = "package.module:Class"`."""
+
+    @abstractmethod
+    def routes(self, step: int, grid: PipelineGrid) -> Sequence[Route]:
+        """The routes of an inner step: a pure function, for every worker asks by itself.
+
+        Args:
+            step: counted from 1.
+            grid: see there.
+
+        Returns:
+            One route a microbatch, numbered from 0. Each visits one worker of stage 0, 1, ..., in this order, and each
+            worker gets as many as `grid.microbatches`; see `PipelineGrid.worker`.
+        """
+
+
+def own_routes(router: Router, grid: PipelineGrid, name: str) -> StepRoutes:
+    """Those of a router of one's own. ValueError, from the step on that breaks the rules of `Router.routes`."""
+    stages, replicas, each = list(range(grid.stages)), grid.replicas, grid.microbatches
+
+    def routes_of(step: int) -> Sequence[Route]:
+        routes = tuple(router.routes(step, grid))
+        try:
+            check_routes(routes, replicas * len(stages))
+            for route in routes:
+                if [one % len(stages) for one in route.visits] != stages or route.home != grid.home:
+                    what = f"visits {route.visits} with home = {route.home}: visit one worker of each stage"
+                    raise ValueError(f"microbatch {route.microbatch} {what}, in order, with home = {grid.home}")
+            count = visited(routes)
+            if set(count.values()) != {each} or len(count) != replicas * len(stages):
+                raise ValueError(f"workers are visited {dict(count)} times: lead {each} microbatches to each")
+            if {route.microbatch for route in routes} != set(range(replicas * each)):
+                raise ValueError(f"number the microbatches from 0 to {replicas * each - 1}")
+        except ValueError as error:
+            raise ValueError(f'pipeline.routing = "{name}", step {step}: {error}') from None
+        return routes
+
+    return routes_of
+
+
+def always(routes: Iterable[Route]) -> StepRoutes:
+    """These in every step, such as those of `isles.network.routing.events.fixed_routes`."""
     made = tuple(routes)
     return lambda step: made
 
@@ -48,7 +114,7 @@ def _exchanged(visits: tuple[int, ...], number: int) -> tuple[int, ...]:
     return tuple(made)
 
 
-def random_router(replicas: int, stages: int, microbatches: int, *, home: bool, seed: int) -> Router:
+def random_router(replicas: int, stages: int, microbatches: int, *, home: bool, seed: int) -> StepRoutes:
     """NoLoCo's random routing (arXiv 2506.10911, section 3.1): a permutation of the replicas at every boundary, anew
     for each microbatch, so that all stages of one depth see everybody's text and stay close without an exchange of
     weights. Each worker gets each of the `microbatches` exactly once.

@@ -31,7 +31,7 @@ from isles.comm.codecs.scaled import Identity
 from isles.comm.collectives.basic import all_done, any_done
 from isles.comm.group import Group
 from isles.comm.transport import Work
-from isles.network.routing.routes import MOST_VISITS, Route, Task
+from isles.network.routing.events import MOST_VISITS, Route, Task
 from isles.pipeline.boundaries.base import Boundary
 
 _KINDS = {"F": 0, "L": 1, "B": 2}

@@ -21,24 +21,22 @@ is last; what does not fit into memory comes behind all others.
 from __future__ import annotations
 
 import math
-import warnings
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache, partial
+from functools import cache, cached_property, lru_cache, partial
 from typing import Any, Literal
 
 from isles.network.exchange_plan import PlannedExchange, Rhythm, WorkerMemory, sent_by_all
 from isles.network.links import Links, Topology, links
 from isles.pipeline.config import PipelineConfig
 from isles.plan.memory_fit import memory_fit
-from isles.plan.pipelines import staged_steps
 from isles.plan.question import KINDS, Candidate, InSite, PlanQuestion, candidates
 from isles.plan.record import MemoryFit, stage_fillings
 from isles.plan.replay import ExchangeRecords, RunReplay, TimeAccount
-from isles.plan.replicas import replayed, worker_memory
-from isles.plan.sketch import RunSketch, sketch_run
+from isles.plan.replicas import replayed, staged_steps, worker_memory
+from isles.plan.sketch import RunSketch, sketch_quietly
 from isles.plan.worker_classes import LEVELS, Representatives, links_of_all, links_of_partners, wanted_rate
 from isles.replicas import method
 from isles.replicas.sync import ReplicaSync
@@ -101,7 +99,7 @@ class PlannedMethod:
             )
         else:
             made = config
-        self._sketch = _sketched(made)
+        self._sketch = sketch_quietly(made)
         (self.optimizer,) = self._sketch.optimizers
         alike = [self.optimizer] if question.devices == 1 else _in_site(config, question)
         self.memory = [worker_memory(config, one) for one in alike]
@@ -113,8 +111,9 @@ class PlannedMethod:
         self.config = _in_world(config, step_seconds=self.computing * question.stages)
         self.has_rounds = hasattr(config.replicas, "sync_every")
         self.every: int = getattr(config.replicas, "sync_every", 1)
-        self._schedules: dict[tuple[int, int], list[PlannedExchange]] = {}
-        self._few: dict[tuple[int, int, float, int | None], tuple[TimeAccount, bool]] = {}
+        # Also by H, with which `retime` changes them.
+        self._schedule_of = lru_cache(maxsize=8)(lambda every, steps: self.optimizer.schedule(steps))
+        self._of_few = cache(self._of_representatives)
 
     def signature(self, every: int | None) -> object:
         """Equal for methods that send the same at the same moments."""
@@ -180,16 +179,8 @@ class PlannedMethod:
         sent = [sum(one.sent_by_all for one in self._schedule(rhythm.start + n * rhythm.every)) for n in (1, 3)]
         return (sent[1] - sent[0]) / (2 * rhythm.every) / self.optimizer.group.size / self.question.devices
 
-    def _of_few(
-        self, every: int, messages: int, rate: float = 1.0, steps: int | None = None
-    ) -> tuple[TimeAccount, bool]:
-        key = every, messages, rate, steps
-        if key not in self._few:
-            self._few[key] = self._of_representatives(*key)
-        return self._few[key]
-
     def _of_representatives(
-        self, every: int, messages: int, rate: float, steps: int | None
+        self, every: int, messages: int, rate: float = 1.0, steps: int | None = None
     ) -> tuple[TimeAccount, bool]:
         self._at(every)
         between = self._few_links
@@ -230,7 +221,7 @@ class PlannedMethod:
 
     @cached_property
     def _whole(self) -> RunSketch:
-        return self._sketch if self.question.devices == 1 else _sketched(self.config)
+        return self._sketch if self.question.devices == 1 else sketch_quietly(self.config)
 
     @property
     def _spread(self) -> float:
@@ -262,13 +253,9 @@ class PlannedMethod:
         if every != self.every:
             self.optimizer.retime(every)
             self.every = every
-            self._schedules.clear()
 
     def _schedule(self, steps: int) -> list[PlannedExchange]:
-        key = self.every, steps
-        if key not in self._schedules:
-            self._schedules[key] = self.optimizer.schedule(steps)
-        return self._schedules[key]
+        return self._schedule_of(self.every, steps)
 
     @property
     def _rhythm(self) -> Rhythm:
@@ -322,7 +309,7 @@ def inside_share(question: PlanQuestion) -> float:
         if question.batches * question.stages > _MOST_MICROBATCHES:
             raise ValueError(f"{question.batches * question.stages} microbatches in a site: too many to be played")
         config = _config(question, Candidate(method="none", kind=0, why=""), _STEPS)
-        site = _sketched(_in_world(config, workers=question.devices, shares_uplink=False))
+        site = sketch_quietly(_in_world(config, workers=question.devices, shares_uplink=False))
         account = replayed(site, site.config.network, staged_steps(site))
         assert account is not None, "so few are played"
         return account.share
@@ -334,13 +321,7 @@ def inside_share(question: PlanQuestion) -> float:
 
 def _in_site(config: Config, question: PlanQuestion) -> Sequence[ReplicaSync]:
     """The optimizers of a device, or of each stage, among those of two sites."""
-    return _sketched(_in_world(config, workers=2 * question.devices, links=_ANY), size=question.stages).optimizers
-
-
-def _sketched(config: Config, size: int | None = None) -> RunSketch:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a run says it
-        return sketch_run(config, size=size)
+    return sketch_quietly(_in_world(config, workers=2 * question.devices, links=_ANY), size=question.stages).optimizers
 
 
 def _config(question: PlanQuestion, candidate: Candidate, steps: int) -> Config:

@@ -11,9 +11,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from isles.network.exchange_plan import MessagePattern, gathered
-from isles.network.routing.events import orders
+from isles.network.routing.events import Kind, Route, Task, orders
 from isles.network.routing.replay import Sizes, TaskSeconds, bytes_sent, seconds_of
-from isles.network.routing.routes import Kind, Route, Task
 
 ANSWER = 8
 """Bytes of a stage's part of the gradient's norm."""
@@ -56,10 +55,10 @@ class StagedSteps:
 
     routes: of each step, from 1. most_in_flight: forwards that each position holds, as in `orders`. shares: of an inner
     step's computing, by position. sizes: of the messages. columns: the rank at each position, of each of the workers
-    that share a stage; position = replica x stages + stage. exchanges_norm: the stages of a replica send each other
+    that share a stage; position = replica x stages + stage. exchanges_norm: the stages of a replica tell each other
     their gradient's norm after their tasks. listed: the tasks of each position, in their order; None: `orders` makes
-    them of the routes. rest: a share that is computed after a task has sent its result. With a plan all nodes are
-    one replica together, and count as its `stages`.
+    them of the routes. rest: a share that is computed beside, after a task has sent what it made. With a plan all nodes
+    are together one replica, and count as its `stages`.
     """
 
     routes: Callable[[int], Sequence[Route]]

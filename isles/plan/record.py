@@ -8,13 +8,19 @@ from typing import Any
 
 from isles.base.parsing import parse_json
 from isles.memory.plan import MemoryPlan
+from isles.models import choose_device
 from isles.network.exchange_plan import PlannedExchange, WorkerMemory
-from isles.plan.computing import device_of
 from isles.plan.replay import TimeAccount
 from isles.replicas.exchange_schedule import Outline
 from isles.training.config.sections import Config
+from isles.training.config.trust import names_of
 
 _SHOWN = ("sent", "lands", "fragment", "what", "groups", "bytes_sent")  # of an exchange, for machines
+
+
+def device_of(config: Config) -> str:
+    """Where workers compute; for "auto", what this machine has."""
+    return choose_device(config.model).type if config.model.device == "auto" else config.model.device
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,7 +170,7 @@ class RunPlan:
     def as_json(self) -> dict[str, Any]:
         own, config = {field.name: _plain(getattr(self, field.name)) for field in fields(self)[1:]}, self.config
         named = {"method": config.method, "backend": config.world.backend, "steps": config.run.steps}
-        return named | {"device": self.device} | own
+        return named | {"code": names_of(config), "device": self.device} | own
 
 
 def _plain(value: Any) -> Any:

@@ -170,6 +170,13 @@ def sketch_run(config: Config, here: int | None = None, size: int | None = None)
     )
 
 
+def sketch_quietly(config: Config, size: int | None = None) -> RunSketch:
+    """`sketch_run` without its warnings, which the run itself gives."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return sketch_run(config, size=size)
+
+
 def _inside(optimizer: ReplicaSync) -> ReplicaSync | None:
     """The method that makes the workers of an island one replica, where there are islands."""
     return optimizer.replica.inside if isinstance(optimizer.replica, Together) else None
@@ -197,6 +204,4 @@ def _spread(
 def refuse_known(config: Config) -> None:
     """ValueError for what is refused where replicas are made; of models and methods that Isles knows alone."""
     if config.model.factory is None and config.model.hf is None and config.method in METHODS:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the run says it again
-            sketch_run(config)
+        sketch_quietly(config)

@@ -9,7 +9,6 @@ waiting. Left out: the time to encode.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,12 +19,11 @@ from isles.network.links import Topology, links
 from isles.pipeline.boundaries.names import boundary_name
 from isles.plan.memory_fit import memory_fit
 from isles.plan.pipeline_steps import StagedSteps
-from isles.plan.pipelines import staged_steps, subspace_updates
 from isles.plan.question import PlanQuestion
 from isles.plan.record import stage_fillings
 from isles.plan.replay import ExchangeRecords, RunReplay, TimeAccount
-from isles.plan.replicas import worker_memory
-from isles.plan.sketch import RunSketch, sketch_run
+from isles.plan.replicas import staged_steps, subspace_updates, worker_memory
+from isles.plan.sketch import RunSketch, sketch_quietly
 from isles.plan.worker_classes import LEVELS, Representatives, fewer
 from isles.replicas import method
 from isles.training.config.reading import resolve
@@ -156,14 +154,17 @@ def plan_splits(splits: SplitsQuestion, found: Sequence[WorkerSplit]) -> list[Sp
 
 def plan_split(splits: SplitsQuestion, split: WorkerSplit) -> SplitPlan:
     """One split. ValueError where it cannot be."""
-    run, every, island = _sketched(splits, split), splits.every, split.stages * split.inner
+    run, every, island = sketch_quietly(splits.config(split)), splits.every, split.stages * split.inner
     memory = [worker_memory(run.config, one) for one in run.optimizers[:: split.inner]]
     fullest, here = max(memory, key=lambda one: one.peak), splits.question.machine
     fit = None if here is None else memory_fit(run.config, stage_fillings(memory), None, here)
     if fit is not None and "pipeline.recompute = true" in fit.suggestions:
         return plan_split(replace(splits, recompute=True), split)
     few = min(split.replicas, max(_REPLICAS, _WORKERS // island))
-    part = run if few == split.replicas else _sketched(*_part(splits, split, few))
+    part = run
+    if few < split.replicas:
+        some, own = _part(splits, split, few)
+        part = sketch_quietly(some.config(own))
     records = partial(_exchanges_of, run, few * island, island)
     config, near = part.config, None if splits.near is None else links(splits.near)
     topology = Topology(few * island, config.network, near, 1 if near is None else island)
@@ -190,12 +191,6 @@ def plan_split(splits: SplitsQuestion, split: WorkerSplit) -> SplitPlan:
         fits=None if fit is None else fit.fits,
         recompute=splits.recompute and part.cut is not None,
     )
-
-
-def _sketched(splits: SplitsQuestion, split: WorkerSplit) -> RunSketch:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a run says it
-        return sketch_run(splits.config(split))
 
 
 def _part(splits: SplitsQuestion, split: WorkerSplit, few: int) -> tuple[SplitsQuestion, WorkerSplit]:

@@ -20,7 +20,7 @@ from isles.base.imports import import_target, is_import_target
 
 if TYPE_CHECKING:  # for type checkers, which see `isles.DiLoCo` through these; the names themselves come from METHODS
     from isles.replicas.config import MethodConfig
-    from isles.replicas.methods.custom import Custom as Custom
+    from isles.replicas.methods.custom.custom import Custom as Custom
     from isles.replicas.methods.dct_dp import DCTDP as DCTDP
     from isles.replicas.methods.ddp import DDP as DDP
     from isles.replicas.methods.delayed import DelayedDiLoCo as DelayedDiLoCo
@@ -103,10 +103,12 @@ METHODS: dict[str, MethodRow] = {
         "the largest coefficients of every worker's momentum, every step",
     ),
     "ist": _row(
-        "ist.ist:IST", "methods.ist.config:ISTConfig", "a narrow part of the model each, divided anew every H steps"
+        "ist.ist:IST", "methods.config:ISTConfig", "a narrow part of the model each, divided anew every H steps"
     ),
     "custom": _row(
-        "custom:Custom", "methods.config:CustomConfig", "any cadence, mixing, codec, reading, rule and landing"
+        "custom.custom:Custom",
+        "methods.custom.config:CustomConfig",
+        "any cadence, mixing, codec, reading, rule and landing",
     ),
 }
 

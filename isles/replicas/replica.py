@@ -28,7 +28,7 @@ from isles.comm.tags import Channel
 from isles.network.exchange_plan import MemoryItem
 from isles.replicas.island.fsdp import own_rows
 from isles.replicas.start import same_settings
-from isles.replicas.step_guards import Scaled
+from isles.replicas.watch import Scaled
 
 PeerQuestion = Literal["norm", "largest"]
 """What a step asks the other workers of its replica; each answer is one number of 8 bytes."""

@@ -5,7 +5,7 @@ apart they are later; and proof that they end as one.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from numbers import Real
 from typing import Any, TypeVar
@@ -21,7 +21,6 @@ from isles.comm.tags import Channel
 from isles.replicas.flat import FlatParameters, digest
 
 T = TypeVar("T")
-OverThoseLeft = Callable[[Callable[[Group], Any]], Any]
 OTHER_STATE = "it goes on from another state than this worker: load the states of one run and step on all, or none"
 OTHER_SETTINGS = (
     "its inner optimizer has other settings (learning rate, weight decay, scale of the loss, ...): set them alike on "
@@ -31,7 +30,6 @@ EVEN = (
     "give all workers the same number of inner steps: drop the rest of the longer loader, skip no step on one alone, "
     "load states of one step"
 )
-_ROUNDED = 1e-12  # of the sum of squares: more than what rounding a mean of equal numbers makes
 
 
 def same_settings(group: Group, settings: str, names: Sequence[str] = ()) -> None:
@@ -158,32 +156,6 @@ def settings_of(groups: Sequence[dict[str, Any]], *, everywhere: bool = False) -
 def _is_number(value: Any, everywhere: bool) -> bool:
     is_one = isinstance(value, Tensor) and value.numel() == 1
     return isinstance(value, Real) or (is_one and (everywhere or value.is_cpu))
-
-
-def replica_std(shares: Sequence[Tensor], together: OverThoseLeft, total: Callable[[Tensor], Tensor]) -> float:
-    """sqrt(sum over replicas and parameters of (p - mean p)^2 / (replicas * parameters)), on all who are left.
-
-    together: has one collective done over them. shares: this worker's part of its replica's parameters. total: adds up
-    what the workers of one replica, who have the other parts, give (2,). Costs one mean over the group on the channel
-    "eval"; nothing is changed.
-    """
-    flat, sums = FlatParameters(shares), torch.zeros(2, dtype=torch.float64, device="cpu")
-    if flat.numel:
-        own = flat.read(flat.new())
-        digest = torch.tensor(flat.digest(own), dtype=torch.int64, device="cpu").view(torch.float64)
-        own_square = float(own.square().sum(dtype=torch.float64))
-        average = together(lambda group: mean_over(group, own.clone(), "eval"))
-        apart = [mine.sub_(mean) for mine, mean in zip(flat.parts(own), flat.parts(average), strict=True)]  # in place
-        square = torch.stack([part.square_().sum(dtype=torch.float64) for part in apart]).sum()
-        report = torch.stack((square, digest))
-        gathered = torch.stack(together(lambda group: group.all_gather(report, channel="eval")))
-        squares = gathered[:, 0].sum()
-        alike = bool((gathered[:, 1].view(torch.int64) == digest.view(torch.int64)).all())
-        if alike and squares < _ROUNDED * len(gathered) * own_square:
-            squares = torch.zeros((), dtype=torch.float64, device="cpu")  # a mean of equal numbers is rounded
-        sums = torch.stack([squares, torch.tensor(len(gathered) * flat.numel, dtype=torch.float64, device="cpu")])
-    squares, count = total(sums)
-    return float(squares / count) ** 0.5 if count else 0.0
 
 
 def mean_over(group: Group, vector: Tensor, channel: Channel) -> Tensor:

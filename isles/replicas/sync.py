@@ -48,9 +48,9 @@ from isles.replicas.flat import (
 )
 from isles.replicas.replica import PeerQuestion, Replica, as_replica, largest
 from isles.replicas.start import T
-from isles.replicas.step_guards import Guarded, Scaled, TakesScalers, asked_by_torch
-from isles.replicas.watch import ModelWatch, copies_of, refuse_unfit
+from isles.replicas.watch import Guarded, ModelWatch, Scaled, TakesScalers, asked_by_torch, copies_of, refuse_unfit
 
+_ROUNDED = 1e-12  # of the sum of squares: more than what rounding a mean of equal numbers makes
 _OWN = "isles"  # in a group, as bytes, which torch leaves as they are: what its tools would leave behind
 
 
@@ -239,7 +239,24 @@ class ReplicaSync(OwnModes, TakesScalers, Guarded):
         / (replicas * parameters)). Costs one mean over the group; the weights are not touched.
         """
         self.catch_up()
-        return start.replica_std(self.shares, self.together, lambda sums: self.replica.total(sums, "eval"))
+        flat, sums = FlatParameters(self.shares), torch.zeros(2, dtype=torch.float64, device="cpu")
+        if flat.numel:
+            own = flat.read(flat.new())
+            digest = torch.tensor(flat.digest(own), dtype=torch.int64, device="cpu").view(torch.float64)
+            own_square = float(own.square().sum(dtype=torch.float64))
+            average = self.together(lambda group: start.mean_over(group, own.clone(), "eval"))
+            apart = [mine.sub_(mean) for mine, mean in zip(flat.parts(own), flat.parts(average), strict=True)]
+            square = torch.stack([part.square_().sum(dtype=torch.float64) for part in apart]).sum()
+            report = torch.stack((square, digest))
+            gathered = torch.stack(self.together(lambda group: group.all_gather(report, channel="eval")))
+            squares = gathered[:, 0].sum()
+            alike = bool((gathered[:, 1].view(torch.int64) == digest.view(torch.int64)).all())
+            if alike and squares < _ROUNDED * len(gathered) * own_square:
+                squares = torch.zeros((), dtype=torch.float64, device="cpu")  # a mean of equal numbers is rounded
+            entries = torch.tensor(len(gathered) * flat.numel, dtype=torch.float64, device="cpu")
+            sums = torch.stack([squares, entries])
+        squares, count = self.replica.total(sums, "eval")
+        return float(squares / count) ** 0.5 if count else 0.0
 
     def charge(self, share: float) -> None:
         """Charge `share` of an inner step's computation to a virtual clock, unless somebody else does."""

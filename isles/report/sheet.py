@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from isles.base.schema import TASK_KINDS
-from isles.network.routing.problem import Paths, Problem, lower_bounds, replay_paths
+from isles.network.routing.plan import slips
+from isles.network.routing.problem import Paths, RoutingProblem, lower_bounds, replay_paths
 from isles.network.routing.replay import Replay, Sizes
-from isles.network.routing.search import Strategy
-from isles.network.routing.speeds import slips
+from isles.network.routing.search import RoutingStrategy
 from isles.report import settled
 from isles.report.charts import TASK_KEYS, TASK_LOOKS
 from isles.report.page import document, section, wide_table
@@ -92,7 +92,7 @@ WHAT = {
 }
 
 
-def pipeline_sheet(problem: Problem, found: Sequence[Strategy], sizes: Sizes, network: str) -> Sheet:
+def pipeline_sheet(problem: RoutingProblem, found: Sequence[RoutingStrategy], sizes: Sizes, network: str) -> Sheet:
     """`found` as `strategies` gives them, the plan last. sizes: of messages. network: its name in words."""
     plan, whole = found[-1], found[0]
     assert plan.paths is not None
@@ -132,7 +132,7 @@ def pipeline_sheet(problem: Problem, found: Sequence[Strategy], sizes: Sizes, ne
     )
 
 
-def gantt(problem: Problem, played: Replay) -> Panel:
+def gantt(problem: RoutingProblem, played: Replay) -> Panel:
     """Every node's tasks."""
     lanes = [
         Lane(
@@ -157,7 +157,7 @@ def gantt(problem: Problem, played: Replay) -> Panel:
     return Panel(heading="A step, node by node", picture=picture, keys=TASK_KEYS)
 
 
-def way_map(problem: Problem, paths: Paths) -> Panel:
+def way_map(problem: RoutingProblem, paths: Paths) -> Panel:
     """Seconds between every two nodes, stage by stage, and the ways that the plan uses."""
     nodes = [node for stage in problem.stages for node in stage]
     position = {node: number for number, node in enumerate(nodes)}
@@ -186,7 +186,7 @@ def way_map(problem: Problem, paths: Paths) -> Panel:
     return Panel(heading="Ways between nodes", picture=picture, notes=[note])
 
 
-def _strategy_row(problem: Problem, one: Strategy, whole: Strategy, sizes: Sizes) -> list[str]:
+def _strategy_row(problem: RoutingProblem, one: RoutingStrategy, whole: RoutingStrategy, sizes: Sizes) -> list[str]:
     idle = 1 - sum(one.played.busy.values()) / (problem.nodes * one.played.makespan)
     return [
         one.name,
@@ -199,7 +199,7 @@ def _strategy_row(problem: Problem, one: Strategy, whole: Strategy, sizes: Sizes
     ]
 
 
-def _share(problem: Problem, full: float, step: float) -> str:
+def _share(problem: RoutingProblem, full: float, step: float) -> str:
     """How much of what is saved comes from leaving stages out."""
     fewer = problem.path_length / len(problem.stages)
     sentence = f"The plan's step is {100 * (1 - step / full):.0f} % shorter than the full pipelines'"

@@ -13,6 +13,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from isles.base.parts import names_code
 from isles.comm.group import Group
 from isles.comm.mesh import Mesh
 from isles.models import build, choose_device, limits, sketch
@@ -22,10 +23,11 @@ from isles.models.factory import DTYPES, check_contract
 from isles.models.stages import Stage, check_stages, decoder_stage
 from isles.network.routing.events import Span
 from isles.network.routing.plan import as_json
+from isles.pipeline.boundaries.names import boundary_name
 from isles.pipeline.boundaries.scheme import Scheme
 from isles.pipeline.compute import Context
 from isles.pipeline.executor import Announce
-from isles.pipeline.pipeline import Cut, Pipeline, cut_of
+from isles.pipeline.pipeline import Cut, Pipeline, cut_of, router_of
 from isles.pipeline.recovery import Recovery
 from isles.replicas import method
 from isles.replicas.start import same_settings
@@ -51,7 +53,11 @@ def refuse_stages(config: Config) -> None:
             f'replicas.method = "{config.method}" needs the whole model at every worker: choose another one, or train '
             "without stages (pipeline.stages = 1)"
         )
-    planned_cut(config)
+    cut, pipeline = planned_cut(config), config.pipeline
+    if boundary_name(pipeline.boundary.kind).kind == "own":
+        run_scheme(config, cut)
+    if names_code("router", pipeline.routing):
+        router_of(pipeline, config.replicas_in_all, home=cut.home, seed=config.run.seed)(1)
 
 
 def run_scheme(config: Config, cut: Cut) -> Scheme:
@@ -112,7 +118,7 @@ def hold_against_whole(config: Config, cut: Cut) -> str | None:
             check_contract(whole, config.model.factory, context)
     where = next(whole.parameters()).device
     tokens = torch.arange(context, device=where, dtype=torch.int64).remainder(vocab or 2)[None]
-    check_stages(whole, [piece.blocks.start for piece in cut.pieces[1:]], tokens)
+    check_stages(whole, cut.begins, tokens)
     scheme = run_scheme(config, cut)
     scheme.fit(whole)
     scheme.check(whole, tokens)

@@ -79,7 +79,7 @@ def test_the_settings_of_a_method_are_those_of_its_class() -> None:
     """METHODS names both, and so does the class. Without the class it is known which methods workers may come and go
     under.
     """
-    from isles.replicas.loop.config import OuterConfig
+    from isles.replicas.config import OuterConfig
 
     for name in METHODS:
         assert config_of(name) is method(name).Config

@@ -22,8 +22,8 @@ from isles.base.tables import changed
 from isles.cli import app
 from isles.cli.several import SharedSettings, Study, Terms, quick, read_beside, rows_of, tuned_in
 from isles.cli.terminal import Progress
+from isles.replicas.config import MOMENTUM, STEP, Dimension, settings_of
 from isles.replicas.methods.config import DiLoCoConfig
-from isles.replicas.search_space import MOMENTUM, STEP, Dimension, settings_of
 from isles.report.comparison import complete, read_tuning, saved
 from isles.running.run import launch
 from isles.training.config.reading import read_config, tokens_a_step

@@ -14,9 +14,9 @@ from isles.comm.errors import Diverged, Malformed, WorkerFailed, from_plain, sen
 from isles.comm.mesh import Mesh
 from isles.comm.transport import Deadlines
 from isles.replicas.flat import FlatParameters
-from isles.replicas.gradient.reduction import Rule, Thresholds
-from isles.replicas.methods.demo.momentum import HEADER_BYTES, Bits, Packing
-from isles.replicas.methods.demo.transform import Blocks
+from isles.replicas.gradient.config import DCTDPConfig
+from isles.replicas.methods.dct_dp import Thresholds
+from isles.replicas.methods.demo.momentum import HEADER_BYTES, Bits, Blocks, Packing
 from isles.replicas.methods.dilocox.dilocox import Adaptive
 from tests.replicas.workers import sgd
 
@@ -47,18 +47,10 @@ def test_one_entry_is_contiguous_with_any_stride() -> None:
 
 def thresholds(values: str = "none") -> Thresholds:
     torch.manual_seed(0)
-    rule = Rule(
-        sparsity=0.9,
-        interval=10,
-        feedback=True,
-        guard=4.0,
-        codec=codec(values),
-        indices="indices",
-        exclude_below=10,
-        exact=0,
-        every_step=0,
+    config = DCTDPConfig(sparsity=0.9, threshold_interval=10, indices="indices", exclude_below=10)
+    return Thresholds(
+        FlatParameters([nn.Parameter(torch.zeros(100)), nn.Parameter(torch.zeros(3))]), config, codec(values)
     )
-    return Thresholds(FlatParameters([nn.Parameter(torch.zeros(100)), nn.Parameter(torch.zeros(3))]), rule)
 
 
 @pytest.mark.parametrize("values", ["none", "int8"])

@@ -24,7 +24,7 @@ from isles.experts.jobs import JobProgress, weights_sha256
 from isles.experts.planning import SYSTEMS, opened, settings
 from isles.experts.reading import keep, read, template
 from isles.experts.system import System
-from isles.models.generate import generate
+from isles.models.factory import generate
 from isles.report import write_report
 from isles.training.records.saved_run import load_run
 from tests.experts.small import HDEE, asked, made, write_domains

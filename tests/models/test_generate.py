@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from isles.models.generate import generate
+from isles.models.factory import generate
 
 
 class Counter:

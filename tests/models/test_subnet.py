@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from isles.models import Decoder, Shape
 from isles.models.subnet import Axes, Axis, fit, layers_of, put, split_axes, take
-from isles.replicas.methods.ist.partition import Division
+from isles.replicas.methods.ist.store import Division
 
 SHAPE = Shape(d_model=12, layers=2, heads=3, ffn=10, vocab=16, context=8, tie_embeddings=True)
 MODELS: dict[str, Callable[[], nn.Module]] = {

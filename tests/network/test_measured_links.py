@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from isles.network.links import read_links, refuse_file, write_pair
-from isles.network.routing.speeds import delays_of
+from isles.network.routing.plan import delays_of
 
 
 def test_pairs_make_a_network(tmp_path: Path) -> None:

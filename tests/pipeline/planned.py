@@ -16,7 +16,7 @@ from isles.models import Decoder, Shape
 from isles.models.decoder import next_token_loss
 from isles.network.routing.events import orders_of
 from isles.network.routing.plan import PipelinePlan
-from isles.network.routing.problem import Paths, Problem, replay_paths
+from isles.network.routing.problem import Paths, RoutingProblem, replay_paths
 from isles.pipeline.config import PipelineConfig, SkippipeConfig
 from isles.pipeline.pipeline import Pipeline, cut_of
 
@@ -25,7 +25,7 @@ SHAPE = Shape(d_model=8, layers=4, heads=2, ffn=12, vocab=20, context=CONTEXT, t
 CUT = (2, 3)  # stages of 2, 1 and 1 blocks
 
 
-def any_paths(problem: Problem, seed: int) -> Paths:
+def any_paths(problem: RoutingProblem, seed: int) -> Paths:
     """Any stages after the first in any order, each at any of its nodes."""
     rng, later = random.Random(seed), range(1, len(problem.stages))
     paths = {}
@@ -35,7 +35,7 @@ def any_paths(problem: Problem, seed: int) -> Paths:
     return paths
 
 
-def wire(problem: Problem) -> isles.Links:
+def wire(problem: RoutingProblem) -> isles.Links:
     """Whose messages take the problem's delays."""
     return isles.Links(bandwidth=float("inf"), latency=[list(row) for row in problem.delays])
 
@@ -140,7 +140,7 @@ def sum_of_all(each: dict[int, dict[str, Tensor]]) -> dict[str, Tensor]:
     return sums
 
 
-def faster(problem: Problem, seconds: float) -> Problem:
+def faster(problem: RoutingProblem, seconds: float) -> RoutingProblem:
     """The same with all forwards of so many seconds."""
     return replace(problem, forward=(seconds,) * problem.nodes)
 

@@ -12,15 +12,15 @@ import torch
 import isles
 from benchmarks._reference import paths_of
 from isles.comm.layout import Layout
+from isles.network.routing.events import visited
 from isles.network.routing.plan import PipelinePlan
-from isles.network.routing.problem import Costs, Problem
-from isles.network.routing.routes import visited
+from isles.network.routing.problem import RoutingCosts, RoutingProblem
 from isles.pipeline.partial import gains_of
 from tests.network.routing.instances import drawn, reference
 from tests.pipeline import planned
 from tests.pipeline.planned import SHAPE, any_paths, on_virtual, one_process, sum_of_all, summed_at, whole_model
 
-RESTS = Costs(rest=0.05, rest_at_origin=0.02)
+RESTS = RoutingCosts(rest=0.05, rest_at_origin=0.02)
 
 
 def instance(seed: int) -> PipelinePlan:
@@ -162,7 +162,9 @@ def test_columns_of_unequal_length_have_their_places() -> None:
 def test_a_slow_node_keeps_to_its_clock() -> None:
     """A node four times slower than its equals: the clock is the plan's, as with equal ones."""
     problem = drawn(6, slowest=0.2001)
-    slow: Problem = replace(problem, forward=(*problem.forward[:3], 4 * problem.forward[3], *problem.forward[4:]))
+    slow: RoutingProblem = replace(
+        problem, forward=(*problem.forward[:3], 4 * problem.forward[3], *problem.forward[4:])
+    )
     plan = PipelinePlan(problem=slow, paths=any_paths(slow, 6), links="")
     results = on_virtual(plan)
     assert max(result["seconds"] for result in results) == pytest.approx(plan.step_seconds, abs=1e-9)

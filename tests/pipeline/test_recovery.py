@@ -11,8 +11,7 @@ import isles
 from isles.models import Decoder, Shape
 from isles.models.cuts import pieces
 from isles.models.stages import Stage
-from isles.network.routing.events import in_flight, orders
-from isles.network.routing.routes import check_routes, visited
+from isles.network.routing.events import check_routes, in_flight, orders, visited
 from isles.pipeline.config import RecoveryConfig
 from isles.pipeline.recovery import Recovery, lost_stages, merged, refuse_neighbours, sources
 from isles.pipeline.routers import exchanged_routes

@@ -9,9 +9,8 @@ import torch
 
 import isles
 from isles.network.links import Links, Topology, links
-from isles.network.routing.events import in_flight, orders
+from isles.network.routing.events import Task, in_flight, orders
 from isles.network.routing.replay import LinkWire, Sizes, TaskSeconds, in_order, replay
-from isles.network.routing.routes import Task
 from tests.pipeline import workers
 from tests.pipeline.workers import Cell
 

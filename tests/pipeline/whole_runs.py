@@ -12,8 +12,7 @@ from isles.comm.mesh import Mesh
 from isles.models import Decoder, Shape
 from isles.models.cuts import cut_points, pieces
 from isles.models.stages import Stage
-from isles.network.routing.events import in_flight
-from isles.network.routing.routes import fixed_routes
+from isles.network.routing.events import fixed_routes, in_flight
 from isles.pipeline.boundaries.base import FullStream
 from isles.pipeline.evaluation import assembled, mean_loss
 from isles.pipeline.executor import Executor, Ways

@@ -14,12 +14,11 @@ from isles.comm.mesh import Mesh
 from isles.models import Decoder, Shape
 from isles.models.cuts import cut_points, pieces
 from isles.models.stages import Stage
-from isles.network.routing.events import in_flight
+from isles.network.routing.events import fixed_routes, in_flight
 from isles.network.routing.replay import TaskSeconds
-from isles.network.routing.routes import fixed_routes
 from isles.pipeline.boundaries.base import Boundary, FullStream
 from isles.pipeline.executor import Executor, Ways
-from isles.pipeline.routers import Router, always, random_router
+from isles.pipeline.routers import StepRoutes, always, random_router
 from isles.pipeline.wire import StageForm
 
 SHAPE = Shape(d_model=16, layers=4, heads=2, ffn=32, vocab=50, context=8, tie_embeddings=False)
@@ -40,7 +39,7 @@ class Cell:
     recompute: bool = False
     dtype: torch.dtype = torch.float32
 
-    def router(self) -> Router:
+    def router(self) -> StepRoutes:
         if self.routing == "fixed":
             return always(fixed_routes(self.replicas, self.stages, self.microbatches, home=self.home))
         return random_router(self.replicas, self.stages, self.microbatches, home=self.home, seed=5)

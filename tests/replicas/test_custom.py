@@ -13,7 +13,7 @@ import torch
 
 import isles
 from isles.comm.mesh import Mesh
-from isles.replicas.methods.config import CustomConfig
+from isles.replicas.methods.custom.config import CustomConfig
 from isles.replicas.parts.legal import AXES, refusal, warnings
 from tests.replicas.workers import HALVES, Net, bits, counted, load, save, train_step, weights
 

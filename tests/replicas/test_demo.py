@@ -15,8 +15,18 @@ from torch import Tensor, nn
 import isles
 from isles.comm.mesh import Mesh
 from isles.replicas.methods.demo.config import DeMoConfig
-from isles.replicas.methods.demo.momentum import HEADER_BYTES, Momentum, Packing, orthogonalised, snapped
-from isles.replicas.methods.demo.transform import Blocks, drawn, edge, fixed, largest
+from isles.replicas.methods.demo.momentum import (
+    HEADER_BYTES,
+    Blocks,
+    Momentum,
+    Packing,
+    drawn,
+    edge,
+    fixed,
+    largest,
+    orthogonalised,
+    snapped,
+)
 from isles.running.run import launch
 from isles.training.config.reading import read_config
 from tests.replicas.workers import LINKS, Net, bits, counted, loss_of, sgd, train_step, weights, wrap

@@ -20,8 +20,8 @@ from isles.comm.mesh import Mesh
 from isles.models import Decoder, Shape, flops_per_token
 from isles.models.subnet import Axes, Axis, put, reads, take
 from isles.papers.ist import homogeneous, stationary_mean
-from isles.replicas.methods.ist.config import SAMPLERS
-from isles.replicas.methods.ist.partition import partition, sizes
+from isles.replicas.methods.config import SAMPLERS
+from isles.replicas.methods.ist.store import partition, sizes
 from tests.covers import cover
 from tests.replicas.workers import LINKS, Net, adamw, batch, bits, counted, loss_of, sgd, train_step, weights, wrap
 

@@ -11,7 +11,7 @@ import torch
 from isles.replicas.methods.noloco import DeltaPhi
 from isles.replicas.parts.choices import RandomGroups
 from isles.replicas.parts.interfaces import Answer, RuleState
-from isles.replicas.parts.stability import largest_gamma, matrix, radius, warn_unless_stable
+from isles.replicas.parts.quadratic import group_matrix, group_radius, largest_gamma, warn_unless_stable
 
 
 @pytest.mark.parametrize(
@@ -29,14 +29,14 @@ from isles.replicas.parts.stability import largest_gamma, matrix, radius, warn_u
 )
 def test_spectral_radius_has_the_table_s_digits(alpha: float, gamma: float, printed: float) -> None:
     """Oracle: the spec's table and text, to the digits printed there."""
-    assert round(radius(alpha, gamma), 2) == printed
+    assert round(group_radius(alpha, gamma), 2) == printed
 
 
 @pytest.mark.parametrize(("alpha", "best"), [(0.0, 1.0), (0.3, 0.58), (0.5, 0.30), (0.7, 0.10), (0.9, 0.01)])
 def test_gamma_of_the_smallest_radius(alpha: float, best: float) -> None:
     """Oracle: the table's column of the best gamma."""
     gammas = np.arange(1, 2000) / 1000
-    found = gammas[np.argmin([radius(alpha, gamma) for gamma in gammas])]
+    found = gammas[np.argmin([group_radius(alpha, gamma) for gamma in gammas])]
     assert abs(found - best) < 0.006
 
 
@@ -45,7 +45,7 @@ def test_pairs_are_stable_below_two_times_one_minus_alpha_squared(alpha: float) 
     """Oracle: for n = 2 the bound is 2 (1 - alpha^2) exactly."""
     bound = 2 * (1 - alpha**2)
     assert largest_gamma(alpha) == pytest.approx(bound, abs=1e-6)
-    assert radius(alpha, bound * 0.999) < 1 < radius(alpha, bound * 1.001)
+    assert group_radius(alpha, bound * 0.999) < 1 < group_radius(alpha, bound * 1.001)
 
 
 @pytest.mark.parametrize(("group_size", "alpha"), [(2, 0.3), (3, 0.5), (4, 0.7)])
@@ -59,7 +59,7 @@ def test_matrix_is_one_round_of_the_moments(group_size: int, alpha: float) -> No
     new_delta = alpha * delta - gamma * (phi - phi.mean(0))
     new_phi = phi + new_delta
     after = torch.stack([new_phi.square().mean(), (new_phi * new_delta).mean(), new_delta.square().mean()])
-    expected = torch.from_numpy(matrix(alpha, gamma, group_size)) @ before
+    expected = torch.from_numpy(group_matrix(alpha, gamma, group_size)) @ before
     assert torch.allclose(after, expected, rtol=0.02, atol=0.01)
 
 

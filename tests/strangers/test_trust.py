@@ -10,9 +10,10 @@ import pytest
 from typer.testing import CliRunner
 
 from isles.base.durable import home
+from isles.base.parts import CODE
 from isles.cli import app
 from isles.training.config.reading import gather, read_config
-from isles.training.config.trust import TYPED
+from isles.training.config.trust import TYPED, names_in
 from isles.training.records.saved_run import load_run
 from isles.training.records.writer import write_config
 
@@ -110,3 +111,45 @@ def test_a_config_that_a_person_names_is_that_persons_word(downloaded: tuple[Pat
     run, _ = downloaded
     shutil.copy(run / "config.toml", tmp_path / "mine.toml")
     assert gather(str(tmp_path / "mine.toml"), {}, [])["model"]["factory"] == "os:system"
+
+
+SETTINGS = [
+    (f"{row.section}.{row.key}", f"{row.section}.{row.options}" if row.options else "") for row in CODE.values()
+]
+
+
+def test_every_setting_that_may_name_code_is_in_this_list() -> None:
+    replicas = [f"replicas.{axis}" for axis in ("cadence", "codec", "landing", "mixing", "reading", "rule")]
+    others = ["model.factory", "pipeline.boundary.kind", "pipeline.routing", "replicas.method"]
+    assert sorted(key for key, _ in SETTINGS) == sorted([*others, *replicas])
+
+
+@pytest.mark.parametrize(("key", "options"), SETTINGS)
+def test_no_setting_of_a_downloaded_run_is_imported(
+    key: str, options: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not without --trust, which notes the name and what it would be called with."""
+    run, flag = tmp_path / "downloaded", tmp_path / "owned"
+    run.mkdir()
+    (run / "metrics.jsonl").write_text("")
+    (tmp_path / f"evil_{key.replace('.', '_')}.py").write_text(f"open({str(flag)!r}, 'w')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    target = f"evil_{key.replace('.', '_')}:Part"
+    lines = ['replicas.method = "custom"'] if key != "replicas.method" else []
+    lines += [f'{key} = "{target}"', *([f"{options}.depth = 3"] if options else [])]
+    text = "\n".join([*lines, "model.context = 16", "pipeline.stages = 2", 'world.backend = "virtual"', ""])
+    (run / "config.toml").write_text(text)
+    with pytest.raises(ValueError, match="was not made here") as refused:
+        read_config(str(run / "config.toml"), {}, [])
+    assert f"{key} = {target!r}" in str(refused.value) and not flag.exists()
+    assert not options or f"{options} = {{'depth': 3}}" in str(refused.value)
+    named = {key: target} | ({options: {"depth": 3}} if options else {})
+    gather(str(run / "config.toml"), {}, [], trust=True)
+    assert json.loads((run / TYPED).read_text())["names"] == named
+
+
+@pytest.mark.parametrize("text", ["topk:64", "int8:stochastic", "topk:most", "powersgd:4+int4", "dct_topk:8"])
+def test_a_codec_by_its_own_name_is_no_code(text: str) -> None:
+    """Nor is a boundary's."""
+    assert names_in({"replicas": {"codec": text}, "pipeline": {"boundary": {"kind": "dct:half"}}}) == {}
+    assert names_in({"replicas": {"codec": "int8.more:stochastic"}}) == {"replicas.codec": "int8.more:stochastic"}

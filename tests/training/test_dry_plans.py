@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 
 from isles.network.links import read_links
-from isles.network.routing.plan import as_json
-from isles.network.routing.problem import Costs, Problem, replay_paths
+from isles.network.routing.plan import as_json, fingerprint
+from isles.network.routing.problem import RoutingCosts, RoutingProblem, replay_paths
 from isles.network.routing.search import blind
-from isles.network.routing.speeds import fingerprint
 from isles.plan.record import RunPlan
 from isles.plan.run_plan import plan_run
 from isles.plan.sketch import clips_model
@@ -24,7 +23,7 @@ from tests.network.routing.instances import drawn
 from tests.training.runs import counted, metrics, tiny, write_text
 from tests.training.test_partial import words, write_plan
 
-RESTS = Costs(rest=0.05, rest_at_origin=0.02)
+RESTS = RoutingCosts(rest=0.05, rest_at_origin=0.02)
 QUIET = ["data.validation_fraction=0", "run.log_every=1"]
 
 
@@ -34,7 +33,9 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def of(folder: Path, problem: Problem, seed: int, *more: str, steps: int = 3, **given: Any) -> tuple[Config, float]:
+def of(
+    folder: Path, problem: RoutingProblem, seed: int, *more: str, steps: int = 3, **given: Any
+) -> tuple[Config, float]:
     """A run by a plan of drawn legal paths, and the seconds that the plan says."""
     made = write_plan(folder, problem, blind(problem, seed))
     asked: dict[str, Any] = {"method": "ddp", "workers": problem.nodes, **given}

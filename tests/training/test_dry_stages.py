@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from isles.network.links import links
-from isles.plan.pipelines import staged_steps
 from isles.plan.record import RunPlan
-from isles.plan.replicas import replayed
+from isles.plan.replicas import replayed, staged_steps
 from isles.plan.run_plan import plan_run
 from isles.plan.sketch import clips_model, sketch_run
 from isles.training.config.reading import read_config

@@ -17,10 +17,9 @@ from safetensors.torch import load_file
 from benchmarks._reference import paths_of
 from isles import cli
 from isles.network.links import read_links
-from isles.network.routing.plan import PipelinePlan, as_json, read_plan
-from isles.network.routing.problem import Problem, replay_paths
+from isles.network.routing.plan import PipelinePlan, as_json, delays_of, fingerprint, read_plan
+from isles.network.routing.problem import RoutingProblem, replay_paths
 from isles.network.routing.search import blind
-from isles.network.routing.speeds import delays_of, fingerprint
 from isles.running.run import launch
 from isles.training.config.conflicts import plan_of
 from isles.training.config.reading import read_config, run_name
@@ -33,7 +32,7 @@ from tests.training.test_stage_loss import CHANCE, STEPS, seed_of
 SIZES = (2, 1, 2)
 
 
-def write_links(folder: Path, problem: Problem) -> Path:
+def write_links(folder: Path, problem: RoutingProblem) -> Path:
     """A network of lines that take the problem's delays."""
     rows = ", ".join(str([f"{seconds!r}s" for seconds in row]) for row in problem.delays)
     path = folder / "links.toml"
@@ -41,7 +40,7 @@ def write_links(folder: Path, problem: Problem) -> Path:
     return path
 
 
-def write_plan(folder: Path, problem: Problem, paths: Any = None, **changes: Any) -> PipelinePlan:
+def write_plan(folder: Path, problem: RoutingProblem, paths: Any = None, **changes: Any) -> PipelinePlan:
     """plan.json and links.toml in `folder`."""
     links = read_links(str(write_links(folder, problem)))
     problem = replace(problem, delays=delays_of(links, problem.nodes, 1))
@@ -72,7 +71,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def small() -> Problem:
+def small() -> RoutingProblem:
     return drawn(3, SIZES, path_length=2, memory=2, waves=1)
 
 

@@ -13,8 +13,8 @@ from isles.cli import app
 from isles.models.config import ModelConfig
 from isles.models.sizes import SIZES, parameters
 from isles.plan.methods import plan_methods
-from isles.plan.prices import named, priced
 from isles.plan.question import PlanQuestion, candidates
+from isles.plan.run_plan import named, priced
 from isles.training.config.reading import read_config
 from isles.training.simulated_churn import trace_of
 from tests.training.runs import TINY, write_text

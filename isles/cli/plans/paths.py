@@ -15,9 +15,9 @@ import typer
 from isles.cli.terminal import AsJson, show
 
 if TYPE_CHECKING:
-    from isles.network.routing.assignment import Stages
-    from isles.network.routing.problem import Costs
+    from isles.network.routing.problem import RoutingCosts
     from isles.network.routing.replay import Sizes
+    from isles.network.routing.search import Stages
     from isles.report.sheet import Sheet
 
 
@@ -51,11 +51,9 @@ def plan_paths(
 ) -> None:
     """Find paths for microbatches that leave out stages and exchange them (SkipPipe): seconds of a step by strategy."""
     from isles.network.links import links as named
-    from isles.network.routing.assignment import assign
-    from isles.network.routing.plan import PipelinePlan, as_json, plan_network
-    from isles.network.routing.problem import Problem
-    from isles.network.routing.search import Effort, strategies
-    from isles.network.routing.speeds import delays_of, fingerprint, forward_seconds
+    from isles.network.routing.plan import PipelinePlan, as_json, delays_of, fingerprint, forward_seconds, plan_network
+    from isles.network.routing.problem import RoutingProblem
+    from isles.network.routing.search import SearchEffort, assign, routing_strategies
     from isles.report.sheet import pipeline_sheet
 
     check_out(out)
@@ -67,7 +65,7 @@ def plan_paths(
     times = forward_seconds(sum(sizes), task)
     delays = delays_of(network, len(times), messages.forward, overhead)
     nodes_by_stage = listed or assign(sizes, delays, times, seed=seed, seconds=0.3 * seconds)
-    problem = Problem(
+    problem = RoutingProblem(
         stages=nodes_by_stage,
         delays=delays,
         forward=times,
@@ -78,7 +76,7 @@ def plan_paths(
     )
     cuts = None if cut is None else _cuts(cut, len(problem.stages))
     lines = plan_network(network, problem.nodes, messages, overhead)
-    found = strategies(problem, Effort(seconds=0.6 * seconds), seed, lines)
+    found = routing_strategies(problem, SearchEffort(seconds=0.6 * seconds), seed, lines)
     paths = found[-1].paths
     assert paths is not None
     made = PipelinePlan(
@@ -133,17 +131,17 @@ def message_sizes(text: str, boundary: str | None, codec: str | None) -> tuple[S
             f"--boundary {boundary}: with a plan the loss is computed at the origin, and what leaves the last visit "
             "does not fit through; choose dct:0.75"
         )
-    from isles.plan.pipelines import message_sizes as sizes_of  # which loads torch
+    from isles.plan.replicas import message_sizes as sizes_of  # which loads torch
 
     return sizes_of(round(parse_count("--message", tokens.strip())), int(width), settings), overhead
 
 
-def _costs(text: str) -> Costs:
+def _costs(text: str) -> RoutingCosts:
     from dataclasses import replace
 
-    from isles.network.routing.problem import Costs
+    from isles.network.routing.problem import RoutingCosts
 
-    made = Costs()
+    made = RoutingCosts()
     for part in text.split(","):
         name, _, value = part.strip().partition("=")
         try:
@@ -223,9 +221,8 @@ def check(
 ) -> None:
     """Check a plan of paths: print every rule that it breaks; exit code 2 if there is one."""
     from isles.network.links import links as named
-    from isles.network.routing.plan import complaints, read_unchecked
+    from isles.network.routing.plan import complaints, fingerprint, read_unchecked
     from isles.network.routing.problem import lower_bounds
-    from isles.network.routing.speeds import fingerprint
 
     read, stated = read_unchecked(plan)
     wrong = complaints(read, stated)
@@ -251,10 +248,9 @@ def replan(
     from dataclasses import replace
 
     from isles.cli.terminal import print_table
-    from isles.network.routing.plan import as_json, read_plan
-    from isles.network.routing.routes import visited
-    from isles.network.routing.search import Effort, with_collisions, without_collisions
-    from isles.network.routing.speeds import planned_computing, speed_factors
+    from isles.network.routing.events import visited
+    from isles.network.routing.plan import as_json, planned_computing, read_plan, speed_factors
+    from isles.network.routing.search import SearchEffort, with_collisions, without_collisions
     from isles.report import settled
     from isles.report.panels import Table
 
@@ -265,7 +261,7 @@ def replan(
     factors = speed_factors(plan, measured)
     forward = tuple(own * factor for own, factor in zip(plan.problem.forward, factors, strict=True))
     problem = replace(plan.problem, forward=forward)
-    effort = Effort(seconds=seconds / 2)
+    effort = SearchEffort(seconds=seconds / 2)
     found = with_collisions(problem, effort, without_collisions(problem, effort, seed), seed)
     slowed, fresh = replace(plan, problem=problem), replace(plan, problem=problem, paths=found)
     now, made = slowed.step_seconds, min(fresh, slowed, key=lambda one: one.step_seconds)

@@ -9,10 +9,12 @@ alone, and back. Scales and indices travel inside the buffer, so counted bytes a
     topk:64 dct_topk:64 randk:0.01         some entries (of each 4096: 64; a hundredth)
     topk:64+int4                           the same, and the values in the form of another codec
     powersgd:16 powersgd:16+int4           low-rank factors, for outer methods: `form(name)`
+    package.module:Class                   one of your own, called with the options
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from isles.base.imports import import_target
@@ -25,17 +27,27 @@ if TYPE_CHECKING:
 __all__ = ["codec", "form"]
 
 
-def codec(name: str) -> Codec:
-    """The codec called `name`, see the module. ValueError for any other."""
-    return _made(read_codec(name))
+def codec(name: str, options: Mapping[str, Any] | None = None) -> Codec:
+    """A codec by its name.
+
+    Args:
+        name: see the module.
+        options: what the class of one of your own is called with.
+
+    Raises:
+        ValueError: for any other name, or a class that is no codec.
+    """
+    return _made(read_codec(name), options)
 
 
-def form(name: str) -> Form:
-    """The codec, or the low-rank form, called `name`, see the module. ValueError for any other."""
-    return _made(read_form(name))
+def form(name: str, options: Mapping[str, Any] | None = None) -> Form:
+    """As `codec`, or the low-rank form called `name`."""
+    return _made(read_form(name), options)
 
 
-def _made(parsed: CodecName) -> Any:
+def _made(parsed: CodecName, options: Mapping[str, Any] | None) -> Any:
+    if parsed.is_own:
+        return import_target("codec", "isles.base.part_maker:make")("codec", parsed.target, options)
     kind = import_target("codec", parsed.target)
     values = {} if parsed.values is None else {"values": codec(parsed.values)}
     return kind(**values) if parsed.number is None else kind(parsed.number, **values)

@@ -12,11 +12,20 @@ from isles.comm.errors import Malformed
 
 
 class Codec(ABC):
-    """A pure function from a flat tensor to packed bytes and back. What it does to the entries says its row in `KINDS`,
-    by the name of its kind.
+    """A pure function from a flat tensor to packed bytes and back: the form of a vector on the wire.
+
+    A codec of your own, `replicas.codec = "package.module:Class"`, derives from this class, has a `name`, and says as
+    attributes of its class what it does to the entries:
+
+        lossless      what is decoded is what was encoded, to the bit
+        biased        it shrinks, or leaves out, a part of what it encodes
+        shared_mask   it leaves out the same entries on all members of an exchange, and sends the others exactly
+
+    Isles' own say so in their row of `KINDS`.
     """
 
     name: str
+    """In messages to the user."""
     block = 1
     """Elements that share a scale: a buffer is cut only at multiples of it, so that cutting changes no bits."""
 
@@ -35,7 +44,10 @@ class Codec(ABC):
 
     @property
     def _kind(self) -> CodecKind:
-        return KINDS[self.name.partition(":")[0]]
+        kind = KINDS.get(self.name.partition(":")[0])
+        if kind is None:  # of one's own, which must say it itself: `isles.base.part_maker` asks
+            raise AttributeError(f"codec {self.name}: its class does not say lossless, biased and shared_mask")
+        return kind
 
     @property
     def back(self) -> Codec:
@@ -54,11 +66,30 @@ class Codec(ABC):
 
     @abstractmethod
     def encode(self, x: Tensor) -> Tensor:
-        """Flat x (n,) -> uint8 (wire_bytes(n),). May be a view of x: do not write to x before the wire is gone."""
+        """The bytes of a vector.
+
+        Args:
+            x: (n,), floating point, on the CPU.
+
+        Returns:
+            uint8 (wire_bytes(n),), perhaps a view of x: do not write to x before it is gone.
+        """
 
     @abstractmethod
     def decode(self, wire: Tensor, elements: int, dtype: torch.dtype) -> Tensor:
-        """uint8 wire -> flat tensor (elements,) of `dtype`, perhaps a view. Malformed for a wire of another length."""
+        """The vector of such bytes.
+
+        Args:
+            wire: uint8 (wire_bytes(elements),), from another worker.
+            elements: n.
+            dtype: of the vector.
+
+        Returns:
+            (n,), perhaps a view of wire.
+
+        Raises:
+            Malformed: for a wire of another length; see `refuse_other_length`.
+        """
 
     def refuse_other_length(self, wire: Tensor, elements: int, dtype: torch.dtype) -> None:
         """Malformed unless `wire` is as long as `elements` entries of `dtype` make it: what `decode` begins with."""

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from isles.base.errors import unknown_name
+from isles.base.parts import names_code
 
 CHUNK = 4096
 """Entries of which topk, dct_topk and randk send some."""
@@ -65,34 +66,40 @@ CODECS: dict[str, str] = {kind: row.target for kind, row in KINDS.items() if row
 """The import target of each that sends every entry, in fewer bits."""
 NAMES = (*CODECS, "topk:64", "dct_topk:64", "randk:0.01")
 FORMS = (*NAMES, "powersgd:16")
+_OR_CODE = ", or package.module:Class for your own"
 
 
 class CodecName(NamedTuple):
-    """What a name says: the class, the number behind the colon, and the codec behind a plus."""
+    """What a name says: the class, the number behind the colon, and the codec behind a plus. is_own: the class is none
+    of Isles', and is imported when a codec is made of it.
+    """
 
     target: str
     number: float | None = None
     values: str | None = None
+    is_own: bool = False
 
 
 def read_codec(name: str) -> CodecName:
-    """Of a codec. ValueError for any other name."""
+    """Of a codec, or "package.module:Class" of one's own. ValueError for any other name."""
+    if names_code("codec", name):
+        return CodecName(name, is_own=True)
     if name in CODECS:
         return CodecName(CODECS[name])
     kind, number, values = _split_name(name)
     if kind not in ("topk", "dct_topk", "randk") or (kind == "randk" and values):
-        raise ValueError(unknown_name("codec", name, NAMES))
+        raise ValueError(unknown_name("codec", name, NAMES) + _OR_CODE)
     return CodecName(KINDS[kind].target, _number(name, kind, number), values or None)
 
 
 def read_form(name: str) -> CodecName:
-    """Of a codec, or of the low-rank form. ValueError for any other name."""
+    """As `read_codec`, or of the low-rank form."""
     kind, number, values = _split_name(name)
     if kind == "powersgd":
         return CodecName(KINDS[kind].target, _number(name, kind, number), values or None)
     if kind or name in CODECS:
         return read_codec(name)
-    raise ValueError(unknown_name("codec", name, FORMS))
+    raise ValueError(unknown_name("codec", name, FORMS) + _OR_CODE)
 
 
 def _split_name(name: str) -> tuple[str, str, str]:

@@ -32,9 +32,12 @@ SPLITS: tuple[CutBy, ...] = get_args(CutBy)
 class ModelLoad:
     """What a model asks of the nodes that share it, by block, with what enters at the first and leaves at the last.
 
-    flops: of the forward pass of a microbatch. weights: bytes. saved: bytes that a forward pass keeps for the backward
-    pass of one microbatch. stream: bytes of a microbatch between two blocks. states: bytes of the optimizer's state for
-    each byte of weights (AdamW 2, SGD 0).
+    Args:
+        flops: of the forward pass of a microbatch.
+        weights: bytes.
+        saved: bytes that a forward pass keeps for the backward pass of one microbatch.
+        stream: bytes of a microbatch between two blocks.
+        states: bytes of the optimizer's state for each byte of weights (AdamW 2, SGD 0).
     """
 
     flops: tuple[float, ...]

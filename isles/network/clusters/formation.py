@@ -38,7 +38,12 @@ Grouping = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class NodeCluster:
-    """One copy of the model. nodes: by number, in stage order; the first has the text, the last the loss."""
+    """One copy of the model.
+
+    Args:
+        nodes: by number, in stage order; the first has the text, the last the loss.
+        split: the model's blocks of each.
+    """
 
     nodes: tuple[int, ...]
     split: ModelSplit
@@ -50,9 +55,15 @@ class NodeCluster:
 
 
 class ClusterScore(NamedTuple):
-    """Of a grouping; the least is best. lacking: of the clusters that do not hold the model, by how much the fullest
-    node is over its memory, as a share of it, summed. clusters: their number, negative. spread: slowest over fastest.
-    latency: longest way inside of a cluster, seconds. seconds: of the slowest.
+    """Of a grouping; the least is best.
+
+    Args:
+        lacking: of the clusters that do not hold the model, by how much the fullest node is over its memory, as a share
+            of it, summed.
+        clusters: their number, negative.
+        spread: slowest over fastest.
+        latency: longest way inside of a cluster, seconds.
+        seconds: of a microbatch at the slowest.
     """
 
     lacking: float
@@ -71,8 +82,21 @@ def form_clusters(
     by: CutBy = "time",
     seed: int = 0,
 ) -> list[NodeCluster]:
-    """The clusters, that of the first node first. most: how many at most. by: how each is cut. seed: of the
-    search. ValueError, one line, where no grouping holds the model, or for a limit below 1.
+    """Put nodes together into clusters that each hold the model.
+
+    Args:
+        nodes: what there is.
+        load: what the model asks of them.
+        most: clusters at most.
+        method: all groupings ("exact"), a search, or by the number of nodes.
+        by: what each cluster's cut makes even, time or memory.
+        seed: of the search.
+
+    Returns:
+        The clusters, that of the first node first.
+
+    Raises:
+        ValueError: in one line, where no grouping holds the model, or for a limit below 1.
     """
     if most < 1:
         raise ValueError(f"most = {most}: choose 1 cluster or more")

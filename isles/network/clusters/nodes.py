@@ -29,10 +29,17 @@ _Amount = float | str
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClusterNode:
-    """memory: bytes. speed: FLOP/s of a forward pass. bandwidth: bits per second. latency: seconds one way to the
-    middle of the network, so that two nodes are as far apart as theirs together.
+    """A machine that may serve a stage.
 
-    ValueError that begins with the field's name for a number that cannot be.
+    Args:
+        name: for people.
+        memory: bytes.
+        speed: FLOP/s of a forward pass.
+        bandwidth: bits per second.
+        latency: seconds one way to the middle of the network, so that two nodes are as far apart as theirs together.
+
+    Raises:
+        ValueError: that begins with the field's name, for a number that cannot be.
     """
 
     name: str
@@ -63,7 +70,14 @@ class _NodeTable:
 
 
 def read_nodes(path: str) -> list[ClusterNode]:
-    """The nodes of a file, in its order. ValueError, one line that begins with the path, for anything that is wrong."""
+    """The nodes of a file, in its order.
+
+    Args:
+        path: of a TOML file of tables [[node]], see `ClusterNode.to_toml`.
+
+    Raises:
+        ValueError: in one line that begins with the path, for anything that is wrong.
+    """
     tables = read_toml(path)
     try:
         return _nodes(tables)

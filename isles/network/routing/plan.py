@@ -1,7 +1,12 @@
-"""A plan of paths as a file: JSON that holds all that a run and a replay need; and the checks whether it can be run."""
+"""A plan of paths as a file: JSON that holds all that a run and a replay need; and the checks whether it can be run.
+
+Also the numbers that it starts from: each node's forward seconds (given, by machine, or corrected by a measured run),
+seconds of a message between every two nodes, and a fingerprint of the network.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections import Counter
@@ -9,32 +14,38 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path as File
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any, ClassVar
 
 from isles.base.parsing import parse_json
 from isles.base.tables import typed
 from isles.network.links import Links, Topology
+from isles.network.machines import machine
+from isles.network.routing.events import Route
 from isles.network.routing.problem import (
-    Costs,
     PathRules,
     Paths,
-    Problem,
+    RoutingCosts,
+    RoutingProblem,
     faults,
     replay_paths,
     replay_shared,
     routes_of,
 )
 from isles.network.routing.replay import LinkWire, Replay, Sizes
-from isles.network.routing.routes import Route
+from isles.network.units import parse_count, parse_latency
 
 FORM = "isles plan paths 1"
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanNetwork:
-    """Lines that messages share. links: with rates and latencies as numbers. sizes: of the messages. overhead: seconds
-    of each beside its link.
+    """Lines that messages share.
+
+    Args:
+        links: with rates and latencies as numbers, see `plan_network`.
+        sizes: bytes of the messages.
+        overhead: seconds of each beside its link.
     """
 
     DRAWS: ClassVar[int] = 16
@@ -44,7 +55,7 @@ class PlanNetwork:
     sizes: Sizes
     overhead: float = 0.0
 
-    def replays(self, problem: Problem, routes: Sequence[Route]) -> list[Replay]:
+    def replays(self, problem: RoutingProblem, routes: Sequence[Route]) -> list[Replay]:
         """A step of `routes`; some of them where latencies vary."""
         draws = self.DRAWS if self.links.jitter else 1
         topology = Topology(problem.nodes, self.links)
@@ -53,7 +64,14 @@ class PlanNetwork:
 
 
 def plan_network(links: Links, nodes: int, sizes: Sizes, overhead: float = 0.0) -> PlanNetwork:
-    """`links` as they are written to a plan: every rate and latency a number."""
+    """`links` as they are written to a plan: every rate and latency a number.
+
+    Args:
+        links: between the nodes.
+        nodes: how many.
+        sizes: bytes of the messages.
+        overhead: seconds of each message beside its link.
+    """
 
     def rates(of: Callable[[int], float]) -> tuple[float, ...]:
         return tuple(min(of(uplink), _ENDLESS) for uplink in range(links.uplink_count(nodes)))
@@ -78,12 +96,17 @@ _ENDLESS = 1e300
 
 @dataclass(frozen=True, kw_only=True)
 class PipelinePlan:
-    """Paths for the slots of a problem. links: the `fingerprint` of the network that they are made for. cuts: the first
-    block of every stage but the first; None: as the run cuts by itself. network: the links of it; None: each message
-    takes the problem's delay, as if it were alone.
+    """Paths for the slots of a problem, which a run takes as `pipeline.skippipe.plan`.
+
+    Args:
+        problem: the nodes.
+        paths: by slot, nodes in the order of execution.
+        links: the `fingerprint` of the network that they are made for.
+        cuts: the first block of every stage but the first; None: as the run cuts by itself.
+        network: the lines; None: each message takes the problem's delay, as if it were alone.
     """
 
-    problem: Problem
+    problem: RoutingProblem
     paths: Paths
     links: str
     cuts: tuple[int, ...] | None = None
@@ -183,15 +206,21 @@ class _Written:
     expected: _Expected
     forward_seconds: tuple[float, ...]
     delay_seconds: tuple[tuple[float, ...], ...]
-    costs: Costs = field(default_factory=Costs)
+    costs: RoutingCosts = field(default_factory=RoutingCosts)
     rules: PathRules = field(default_factory=PathRules)
     cuts: tuple[int, ...] | None = None
     network: _Network | None = None
 
 
 def read_plan(path: str | File) -> PipelinePlan:
-    """The plan in a file. ValueError, one line that begins with the file's name, for whatever is wrong, and for a plan
-    that breaks a rule or does not take the time that it says.
+    """The plan in a file.
+
+    Args:
+        path: of a file that `isles plan paths` wrote.
+
+    Raises:
+        ValueError: in one line that begins with the file's name, for whatever is wrong, and for a plan that breaks a
+            rule or does not take the time that it says.
     """
     plan, expected_seconds = read_unchecked(path)
     wrong = complaints(plan, expected_seconds)
@@ -234,7 +263,7 @@ def _table(path: File) -> Mapping[str, Any]:
 
 def _plan(table: Mapping[str, Any]) -> tuple[PipelinePlan, float]:
     written: _Written = typed("plan", _Written, table)
-    problem = Problem(
+    problem = RoutingProblem(
         stages=written.stages,
         delays=written.delay_seconds,
         forward=written.forward_seconds,
@@ -268,7 +297,7 @@ def _listed(numbers: Sequence[int]) -> str:
     return ", ".join(map(str, numbers)) or "none"
 
 
-def broken_rules(problem: Problem, paths: Paths) -> list[str]:
+def broken_rules(problem: RoutingProblem, paths: Paths) -> list[str]:
     """One line for each rule that `paths` break; nothing for a legal plan.
 
     Each slot of each origin has one path, which begins there, runs `path_length` stages in a legal order, and no node
@@ -277,7 +306,7 @@ def broken_rules(problem: Problem, paths: Paths) -> list[str]:
     return [*_slots(problem, paths), *_orders(problem, paths), *_loads(problem, paths)]
 
 
-def _slots(problem: Problem, paths: Paths) -> Iterator[str]:
+def _slots(problem: RoutingProblem, paths: Paths) -> Iterator[str]:
     for slot in problem.slots:
         if slot not in paths:
             yield f"origin {slot[0]}, slot {slot[1]} has no path"
@@ -288,7 +317,7 @@ def _slots(problem: Problem, paths: Paths) -> Iterator[str]:
             yield f"origin {origin}, slot {number}: slots are numbered 0 to {problem.memory - 1}"
 
 
-def _orders(problem: Problem, paths: Paths) -> Iterator[str]:
+def _orders(problem: RoutingProblem, paths: Paths) -> Iterator[str]:
     for (origin, number), path in paths.items():
         name = f"origin {origin}, slot {number}"
         strange = [node for node in path if not 0 <= node < problem.nodes]
@@ -303,7 +332,7 @@ def _orders(problem: Problem, paths: Paths) -> Iterator[str]:
             yield f"{name} {fault}"
 
 
-def _loads(problem: Problem, paths: Paths) -> Iterator[str]:
+def _loads(problem: RoutingProblem, paths: Paths) -> Iterator[str]:
     loads = Counter(node for path in paths.values() for node in path if 0 <= node < problem.nodes)
     for number, stage in enumerate(problem.stages):
         slots, room = sum(loads[node] for node in stage), len(stage) * problem.memory
@@ -312,3 +341,107 @@ def _loads(problem: Problem, paths: Paths) -> Iterator[str]:
         for node in stage:
             if loads[node] > problem.memory:
                 yield f"node {node} is on the paths of {loads[node]} slots: it holds {problem.memory}"
+
+
+def forward_seconds(nodes: int, task: str) -> tuple[float, ...]:
+    """Seconds of a forward of one microbatch, by node.
+
+    Args:
+        nodes: How many there are.
+        task: The words of `isles plan paths --task`, for all nodes or for each, with commas between: times such as
+            "440ms"; or the operations of a forward and machines that do them at the share of their peak that they
+            reach, each so many times as slow, such as "1.2T on A100-40,RTX 3060*4".
+
+    Raises:
+        ValueError: One line that names the option.
+    """
+    work, on, names = task.partition(" on ")
+    if on:
+        operations = parse_count("--task", work.strip())
+        return _spread([_on_machine(entry.strip(), operations) for entry in names.split(",")], nodes)
+    seconds = [parse_latency("--task", entry.strip()) for entry in task.split(",")]
+    if not all(one > 0 for one in seconds):
+        raise ValueError(f"--task {task}: choose times above 0, such as 440ms")
+    return _spread(seconds, nodes)
+
+
+def planned_computing(plan: PipelinePlan) -> dict[int, float]:
+    """Seconds of a step in which each node that is visited computes or rests."""
+    problem = plan.problem
+    seconds: dict[int, float] = {}
+    for worker, task, start, end in replay_paths(problem, plan.paths).spans:
+        seconds[worker] = seconds.get(worker, 0.0) + end - start + problem.rest(task)
+    return seconds
+
+
+def speed_factors(plan: PipelinePlan, measured: Mapping[int, float]) -> tuple[float, ...]:
+    """How many times as long as planned each node takes. measured: seconds of computing in a step, by node; a node that
+    is not visited, or not measured, is taken to be as planned.
+    """
+    planned = planned_computing(plan)
+    return tuple(
+        measured[node] / planned[node] if node in planned and node in measured else 1.0
+        for node in range(plan.problem.nodes)
+    )
+
+
+def _spread(values: Sequence[float], nodes: int) -> tuple[float, ...]:
+    if len(values) not in (1, nodes):
+        raise ValueError(f"--task has {len(values)} values: give one, or one for each of {nodes} nodes")
+    return tuple(values) if len(values) == nodes else (values[0],) * nodes
+
+
+def _on_machine(entry: str, operations: float) -> float:
+    name, slower, factor = entry.partition("*")
+    try:
+        times = float(factor) if slower else 1.0
+    except ValueError:
+        times = 0.0
+    if not 0 < times < float("inf"):
+        raise ValueError(f"--task {entry}: write how many times as slow the machine is, above 0, such as A100-40*4")
+    try:
+        return times * machine(name.strip()).seconds(operations)
+    except ValueError as error:
+        raise ValueError(f"--task {entry}: {error}") from None
+
+
+_SLIP = 50
+"""Times the median from which on a way is probably a slip of whoever wrote the table."""
+
+
+def delays_of(links: Links, nodes: int, nbytes: float, overhead: float = 0.0) -> tuple[tuple[float, ...], ...]:
+    """[source][target]: seconds of a message of `nbytes` that is alone on the way, its mean latency and `overhead` (the
+    copies at both ends) included; 0 from a node to itself. ValueError where `links` do not connect so many.
+    """
+    links.check(nodes)
+    return tuple(
+        tuple(
+            0.0
+            if source == target
+            else links.base_latency(source, target) + 8 * nbytes / links.way_rate(source, target) + overhead
+            for target in range(nodes)
+        )
+        for source in range(nodes)
+    )
+
+
+def slips(delays: tuple[tuple[float, ...], ...]) -> list[str]:
+    """A line for each way that takes over 50 times as long as the median one."""
+    ways = {(u, v): delay for u, row in enumerate(delays) for v, delay in enumerate(row) if u != v}
+    usual = median(ways.values()) if ways else 0.0
+    return [
+        f"the way from {u} to {v} takes {delay:.3g} s, {delay / usual:.0f} times the median: check the table"
+        for (u, v), delay in ways.items()
+        if delay > _SLIP * usual
+    ]
+
+
+def fingerprint(links: Links, nodes: int) -> str:
+    """Sixteen letters that tell whether two networks are the same: rates and latencies of all ways, what is shared."""
+    ways = [(source, target) for source in range(nodes) for target in range(nodes) if source != target]
+    known = {
+        "ways": [[links.way_rate(*way), links.base_latency(*way)] for way in ways],
+        "lines": [links.link_of(*way) for way in ways],
+        "jitter": links.jitter,
+    }
+    return hashlib.sha256(json.dumps(known).encode()).hexdigest()[:16]

@@ -28,15 +28,19 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from isles.base.errors import demand
-from isles.network.routing.events import TaskWire, orders_of
+from isles.network.routing.events import MOST_VISITS, Route, Task, TaskWire, orders_of
 from isles.network.routing.replay import Delays, Replay, TaskSeconds, first_come, in_order, replay
-from isles.network.routing.routes import MOST_VISITS, Route, Task
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PathRules:
-    """swaps: in one path. distance: of one swap. total: of all of them together. jump: to how far above the highest
-    stage so far the next one may lie.
+    """Which orders of stages are legal.
+
+    Args:
+        swaps: in one path, at most.
+        distance: of one swap, in stages.
+        total: of all of them together.
+        jump: to how far above the highest stage so far the next one may lie.
     """
 
     swaps: int = 2
@@ -98,9 +102,14 @@ Paths = Mapping[Slot, Path]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Costs:
-    """A node's seconds of loss and head, and of a backward, as shares of its forward; seconds that it rests after a
-    task, and after the forward of a microbatch of its own.
+class RoutingCosts:
+    """What a node's tasks cost.
+
+    Args:
+        loss: of loss and head, as a share of its forward.
+        backward: the same of a backward.
+        rest: seconds that it rests after a task.
+        rest_at_origin: the same after the forward of a microbatch of its own.
     """
 
     loss: float = 0.25
@@ -113,12 +122,19 @@ class Costs:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Problem:
-    """stages: the nodes of each stage, numbered from 0 without gaps, each in one. delays: seconds of a microbatch from
-    node to node, [source][target]. forward: seconds of a forward, by node. path_length: stages that a microbatch runs,
-    stage 0 included. memory: forwards that a node holds. waves: microbatches of a slot in a step.
+class RoutingProblem:
+    """Nodes in stages, and microbatches that want paths through some of them.
 
-    ValueError, one line, for what cannot be planned.
+    Args:
+        stages: the nodes of each stage, numbered from 0 without gaps, each in one.
+        delays: seconds of a microbatch from node to node, [source][target].
+        forward: seconds of a forward, by node.
+        path_length: stages that a microbatch runs, stage 0 included.
+        memory: forwards that a node holds.
+        waves: microbatches of a slot in a step.
+
+    Raises:
+        ValueError: in one line, for what cannot be planned.
     """
 
     stages: tuple[tuple[int, ...], ...]
@@ -127,7 +143,7 @@ class Problem:
     path_length: int
     memory: int = 3
     waves: int = 2
-    costs: Costs = field(default_factory=Costs)
+    costs: RoutingCosts = field(default_factory=RoutingCosts)
     rules: PathRules = field(default_factory=PathRules)
 
     def __post_init__(self) -> None:
@@ -204,12 +220,12 @@ def routes_of(paths: Paths, waves: int) -> list[Route]:
     ]
 
 
-def replay_paths(problem: Problem, paths: Paths) -> Replay:
+def replay_paths(problem: RoutingProblem, paths: Paths) -> Replay:
     """A step of `paths`, first come, first served."""
     return replay_routes(problem, routes_of(paths, problem.waves))
 
 
-def replay_shared(problem: Problem, routes: Sequence[Route], wires: Sequence[TaskWire]) -> list[Replay]:
+def replay_shared(problem: RoutingProblem, routes: Sequence[Route], wires: Sequence[TaskWire]) -> list[Replay]:
     """A step of `routes` over each of the `wires`, whose links messages share. Every node does its tasks in the order
     that they have where each message is alone on its way, as a run with `pipeline.order = "plan"` does.
     """
@@ -217,13 +233,13 @@ def replay_shared(problem: Problem, routes: Sequence[Route], wires: Sequence[Tas
     return [replay(routes, problem.seconds, wire, in_order(tasks), pause=problem.rest) for wire in wires]
 
 
-def replay_routes(problem: Problem, routes: Sequence[Route]) -> Replay:
+def replay_routes(problem: RoutingProblem, routes: Sequence[Route]) -> Replay:
     """A step of `routes`, otherwise as `replay_paths`."""
     room = dict.fromkeys(range(problem.nodes), problem.memory)
     return replay(routes, problem.seconds, Delays(problem.delays), first_come, room=room, pause=problem.rest)
 
 
-def lower_bounds(problem: Problem) -> dict[str, float]:
+def lower_bounds(problem: RoutingProblem) -> dict[str, float]:
     """Seconds of a step by bound; the largest counts. ValueError where an origin has no legal path."""
     best, costs = BestPaths(problem), problem.costs
     trips, works = [], []
@@ -249,7 +265,7 @@ class BestPaths:
     once it is known for the order without it (Viterbi); orders that begin alike share what they have in common.
     """
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: RoutingProblem) -> None:
         self._problem = problem
         self._orders = legal_orders(len(problem.stages), problem.path_length, problem.rules)
 

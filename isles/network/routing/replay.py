@@ -14,8 +14,20 @@ from dataclasses import dataclass
 
 from isles.network.engine import ARRIVED, ENTERS, EventQueue, Wire, WireMessage
 from isles.network.links import Links, Topology
-from isles.network.routing.events import FirstCome, Listed, Queue, Span, StepPlay, TaskWire, in_flight, orders
-from isles.network.routing.routes import Route, Task, check_routes, fixed_routes
+from isles.network.routing.events import (
+    FirstCome,
+    Listed,
+    Queue,
+    Route,
+    Span,
+    StepPlay,
+    Task,
+    TaskWire,
+    check_routes,
+    fixed_routes,
+    in_flight,
+    orders,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

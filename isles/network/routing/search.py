@@ -1,4 +1,4 @@
-"""Paths for the slots of a problem: legal, and as fast as a search finds them; `strategies` compares four ways.
+"""Paths for the slots of a problem: legal, and as fast as a search finds them; `routing_strategies` compares four ways.
 
 SkipPipe (arXiv 2502.19913) resolves three kinds of conflict between the best paths of single microbatches: more slots
 in a stage than it holds, more on a node than it holds, and visits that collide. Here
@@ -17,6 +17,17 @@ takes a node that has room. Everything follows from the seed, unless the time is
 tasks in the order in which they become ready, so one heap of ready tasks is enough: a task that is taken from it starts
 when it is ready and its node is free. No forward waits where no more slots come by a node than it holds, for a slot has
 one microbatch on the way.
+
+`assign`: which node takes which stage, by a genetic search, as DT-FM's (Yuan et al., arXiv 2206.01288) with SkipPipe's
+score.
+
+    score = D + 2 P
+    D: the longest delay between two nodes of one stage, who average their gradients
+    P: the shortest closed tour over the stages from stage 0, where going from one stage to another costs as much as the
+       worst pair in the best pairing of their nodes (bottleneck matching), and a pair u, v costs d(u, v) + forward of u
+
+Nodes left over in the larger of two stages stay without a partner. A child takes five nodes' stages from one parent and
+the rest from the other, sizes are repaired, and then it is improved by exchanges of two nodes.
 """
 
 from __future__ import annotations
@@ -28,13 +39,207 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heapreplace
+from itertools import pairwise
+from operator import add
 from statistics import fmean
 
-from isles.network.routing.assignment import aligned
+from isles.network.routing.events import Route
 from isles.network.routing.plan import PlanNetwork
-from isles.network.routing.problem import Path, Paths, Problem, legal_orders, replay_routes, routes_of
+from isles.network.routing.problem import Path, Paths, RoutingProblem, legal_orders, replay_routes, routes_of
 from isles.network.routing.replay import Replay, Sizes, bytes_sent
-from isles.network.routing.routes import Route
+
+Stages = tuple[tuple[int, ...], ...]
+CostMatrix = Sequence[Sequence[float]]
+
+MOST_STAGES = 10
+"""Of the exact tour, whose cost doubles with every stage."""
+_POPULATION, _CHILDREN, _INHERITED = 6, 12, 5
+_EXCHANGES = 200
+"""Tried in a round of improvement, at most."""
+
+
+class Scores:
+    """The score of an assignment. delays and forward: as in `RoutingProblem`; pairings are remembered."""
+
+    def __init__(self, delays: CostMatrix, forward: Sequence[float]) -> None:
+        self._delays, self._forward = delays, forward
+        self._pairings: dict[tuple[tuple[int, ...], tuple[int, ...]], float] = {}
+
+    def __call__(self, stages: Stages) -> float:
+        """Of stages, the first of which has the origins; the order of the others does not count."""
+        inside = (self._delays[u][v] for stage in stages for u in stage for v in stage if u != v)
+        return max(inside, default=0.0) + 2 * self.tour(stages)[0]
+
+    def tour(self, stages: Stages) -> tuple[float, tuple[int, ...]]:
+        """(length, order) of the shortest closed tour from stage 0, by Held and Karp's recursion."""
+        count = len(stages)
+        if count > MOST_STAGES:
+            raise ValueError(
+                f"{count} stages: nodes are assigned to at most {MOST_STAGES}; give the nodes of each stage"
+            )
+        between = [[self._pairing(one, other) for other in stages] for one in stages]
+        table = _tours(between)
+        order, seen = [0], (1 << count) - 1
+        last = min(range(count), key=lambda stage: table[seen][stage] + between[stage][0])
+        length = table[seen][last] + between[last][0]
+        while last:  # back along the way that the table was filled
+            order.insert(1, last)
+            seen ^= 1 << last
+            last = min(range(count), key=lambda stage: table[seen][stage] + between[stage][order[1]])
+        return length, tuple(order)
+
+    def _pairing(self, one: tuple[int, ...], other: tuple[int, ...]) -> float:
+        if one == other:
+            return 0.0
+        known = self._pairings.get((one, other))
+        if known is None:
+            costs = [[self._delays[u][v] + self._forward[u] for v in other] for u in one]
+            known = self._pairings[one, other] = bottleneck(costs)[0]
+        return known
+
+
+def _tours(between: CostMatrix) -> list[list[float]]:
+    """[set of stages as bits][last of them]: length of the shortest way from stage 0 through all of the set."""
+    count = len(between)
+    table = [[math.inf] * count for _ in range(1 << count)]
+    table[1][0] = 0.0
+    towards = list(zip(*between, strict=True))
+    for seen in range(1, 1 << count, 2):
+        row = table[seen]
+        for stage in range(1, count):
+            if not seen >> stage & 1:
+                table[seen | 1 << stage][stage] = min(map(add, row, towards[stage]))
+    return table
+
+
+def bottleneck(costs: CostMatrix) -> tuple[float, list[tuple[int, int]]]:
+    """(largest cost, pairs) of the pairing of rows and columns, as many as the fewer of them, whose largest cost is the
+    least: bisection over the costs, augmenting paths.
+    """
+    if len(costs) > len(costs[0]):
+        worst, pairs = bottleneck(list(zip(*costs, strict=True)))
+        return worst, sorted((row, column) for column, row in pairs)
+    levels = sorted({cost for row in costs for cost in row})
+    low, high = 0, len(levels) - 1
+    while low < high:
+        middle = (low + high) // 2
+        if len(_matched(costs, levels[middle])) == len(costs):
+            high = middle
+        else:
+            low = middle + 1
+    return levels[low], sorted((row, column) for column, row in _matched(costs, levels[low]).items())
+
+
+def _matched(costs: CostMatrix, most: float) -> dict[int, int]:
+    """Row by column of a largest matching of pairs that cost `most` or less."""
+    partner: dict[int, int] = {}
+
+    def augment(row: int, tried: set[int]) -> bool:
+        for column, cost in enumerate(costs[row]):
+            if cost <= most and column not in tried:
+                tried.add(column)
+                if column not in partner or augment(partner[column], tried):
+                    partner[column] = row
+                    return True
+        return False
+
+    for row in range(len(costs)):
+        augment(row, set())
+    return partner
+
+
+def assign(
+    sizes: Sequence[int], delays: CostMatrix, forward: Sequence[float], *, seed: int = 0, seconds: float | None = None
+) -> Stages:
+    """Stages of `sizes` nodes, in the order of their tour, with a low score. seconds: after which what is found counts.
+    ValueError where sizes do not fit.
+    """
+    if not sizes or min(sizes) < 1 or sum(sizes) != len(forward):
+        raise ValueError(
+            f"stages of {', '.join(map(str, sizes))} nodes are {sum(sizes)}: there are {len(forward)} nodes"
+        )
+    rng, score = random.Random(seed), Scores(delays, forward)
+    deadline = math.inf if seconds is None else time.monotonic() + seconds
+    crowd = [_improved(score, _drawn(sizes, rng), rng, deadline)]
+    while len(crowd) < _POPULATION and time.monotonic() < deadline:
+        crowd.append(_improved(score, _drawn(sizes, rng), rng, deadline))
+    for _ in range(_CHILDREN):
+        if len(crowd) < 2 or time.monotonic() > deadline:
+            break
+        one, other = rng.sample(crowd, 2)
+        child = _improved(score, _child(sizes, one[1], other[1], rng), rng, deadline)
+        worse = max(one, other)
+        if child < worse and child not in crowd:
+            crowd[crowd.index(worse)] = child
+    best = min(crowd)[1]
+    order = score.tour(best)[1]
+    # Stages of equal size may change places in the tour; those of other sizes keep theirs.
+    ordered = [best[stage] for stage in order]
+    return tuple(ordered) if [len(stage) for stage in ordered] == list(sizes) else best
+
+
+def aligned(stages: Stages, delays: CostMatrix, forward: Sequence[float]) -> list[tuple[int, ...]]:
+    """Fixed pipelines through all stages, as many as the smallest has nodes: each stage's nodes beside those before
+    them, by the pairing with the least largest cost.
+    """
+    count = min(map(len, stages))
+    pipelines: list[tuple[int, ...]] = [(node,) for node in stages[0]]
+    for stage in stages[1:]:
+        costs = [[delays[pipeline[-1]][node] + forward[pipeline[-1]] for node in stage] for pipeline in pipelines]
+        pipelines = [(*pipelines[row], stage[column]) for row, column in bottleneck(costs)[1]]
+    return pipelines[:count]
+
+
+def _drawn(sizes: Sequence[int], rng: random.Random) -> Stages:
+    nodes = list(range(sum(sizes)))
+    rng.shuffle(nodes)
+    cuts = [sum(sizes[:number]) for number in range(len(sizes) + 1)]
+    return tuple(tuple(sorted(nodes[low:high])) for low, high in pairwise(cuts))
+
+
+def _child(sizes: Sequence[int], one: Stages, other: Stages, rng: random.Random) -> Stages:
+    """The stages of `other`, but for some nodes that are where `one` has them."""
+    stage_by_node = {node: number for number, stage in enumerate(other) for node in stage}
+    theirs = {node: number for number, stage in enumerate(one) for node in stage}
+    inherited = set(rng.sample(sorted(stage_by_node), min(_INHERITED, len(stage_by_node))))
+    stage_by_node |= {node: theirs[node] for node in inherited}
+    members = [[node for node, stage in stage_by_node.items() if stage == number] for number in range(len(sizes))]
+    spare = []
+    for number, size in enumerate(sizes):
+        members[number].sort(key=lambda node: (node not in inherited, rng.random()))
+        spare += members[number][size:]
+        members[number] = members[number][:size]
+    for number, size in enumerate(sizes):
+        while len(members[number]) < size:
+            members[number].append(spare.pop())
+    return tuple(tuple(sorted(stage)) for stage in members)
+
+
+def _improved(score: Scores, stages: Stages, rng: random.Random, deadline: float) -> tuple[float, Stages]:
+    """Exchanges of two nodes, each taken where it makes the score less, until none in a round helped."""
+    value, helped = score(stages), True
+    pairs = [
+        (one, u, other, v)
+        for one in range(len(stages))
+        for other in range(one)
+        for u in range(len(stages[one]))
+        for v in range(len(stages[other]))
+    ]
+    while helped and time.monotonic() < deadline:
+        helped = False
+        for one, u, other, v in rng.sample(pairs, min(len(pairs), _EXCHANGES)):
+            changed = list(stages)
+            changed[one] = _replaced(stages[one], u, stages[other][v])
+            changed[other] = _replaced(stages[other], v, stages[one][u])
+            after = tuple(changed)
+            found = score(after)
+            if found < value:
+                stages, value, helped = after, found, True
+    return value, stages
+
+
+def _replaced(stage: tuple[int, ...], index: int, node: int) -> tuple[int, ...]:
+    return tuple(sorted((*stage[:index], node, *stage[index + 1 :])))
 
 
 class Stopwatch:
@@ -43,7 +248,7 @@ class Stopwatch:
     Equal to `replay_paths` to the bit for legal plans.
     """
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: RoutingProblem) -> None:
         self._problem = problem
         self._seconds = problem.seconds
         self._chains: dict[Path, list[tuple[int, float, float, float]]] = {}
@@ -95,9 +300,12 @@ _HOT, _COLD = 0.03, 0.0005
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Effort:
-    """How long to search. moves: tried in each of the three searches. seconds: after which what has been found counts;
-    None: no limit, and the same plan on every machine.
+class SearchEffort:
+    """How long to search.
+
+    Args:
+        moves: tried in each of the three searches.
+        seconds: after which what has been found counts; None: no limit, and the same plan on every machine.
     """
 
     moves: int = 20_000
@@ -110,12 +318,12 @@ class Effort:
             raise ValueError(f"time_budget_s = {self.seconds}: choose more than 0 s")
 
 
-def blind(problem: Problem, seed: int = 0) -> Paths:
+def blind(problem: RoutingProblem, seed: int = 0) -> Paths:
     """Legal paths that are chosen without a look at the network. ValueError where there are none."""
     return dict(zip(problem.slots, _Moves(problem, random.Random(seed)).start(), strict=True))
 
 
-def without_collisions(problem: Problem, effort: Effort, seed: int = 0) -> Paths:
+def without_collisions(problem: RoutingProblem, effort: SearchEffort, seed: int = 0) -> Paths:
     """Legal paths with the least slowest round trip alone that was found, with one path an origin or with one a slot:
     of the two those whose step is shorter. ValueError where there are none.
     """
@@ -141,7 +349,7 @@ def without_collisions(problem: Problem, effort: Effort, seed: int = 0) -> Paths
     return dict(zip(problem.slots, found, strict=True))
 
 
-def with_collisions(problem: Problem, effort: Effort, begin: Paths, seed: int = 0) -> Paths:
+def with_collisions(problem: RoutingProblem, effort: SearchEffort, begin: Paths, seed: int = 0) -> Paths:
     """Legal paths with the least seconds of a step that were found; never more than those of `begin`."""
     rng = random.Random(seed + 1)
     stopwatch = Stopwatch(problem)
@@ -160,7 +368,9 @@ def with_collisions(problem: Problem, effort: Effort, begin: Paths, seed: int = 
     return dict(zip(problem.slots, min(best, fine, key=stopwatch), strict=True))
 
 
-def _coarse(problem: Problem, score: Score, count: int, deadline: float, rng: random.Random) -> list[Path] | None:
+def _coarse(
+    problem: RoutingProblem, score: Score, count: int, deadline: float, rng: random.Random
+) -> list[Path] | None:
     """One path for all slots of each origin; None where the nodes are too few for that."""
     moves = _Moves(replace(problem, memory=1), rng)
     try:
@@ -174,7 +384,7 @@ def _coarse(problem: Problem, score: Score, count: int, deadline: float, rng: ra
     return spread(_anneal(moves, begun, lambda paths: score(spread(paths)), count, deadline, rng))
 
 
-def _deadline(effort: Effort, share: float) -> float:
+def _deadline(effort: SearchEffort, share: float) -> float:
     return math.inf if effort.seconds is None else time.monotonic() + share * effort.seconds
 
 
@@ -207,7 +417,7 @@ def _anneal(
 class _Moves:
     """Changes of a legal set of paths, one path for each slot."""
 
-    def __init__(self, problem: Problem, rng: random.Random) -> None:
+    def __init__(self, problem: RoutingProblem, rng: random.Random) -> None:
         self._problem, self._rng = problem, rng
         self._orders: dict[frozenset[int], list[tuple[int, ...]]] = {}
         """Legal orders of the later stages, by their set."""
@@ -310,7 +520,7 @@ class _Moves:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Strategy:
+class RoutingStrategy:
     """One way. played: a step on links that messages share. seconds: that it takes; the mean where latencies vary.
     planning: seconds that it took to find. paths: of the slots, where it has such.
     """
@@ -326,11 +536,25 @@ class Strategy:
         return bytes_sent(self.routes, sizes)
 
 
-def strategies(problem: Problem, effort: Effort, seed: int = 0, network: PlanNetwork | None = None) -> list[Strategy]:
-    """All four, the plan last, replayed on `network`, whose links messages share; None: each message is alone.
+def routing_strategies(
+    problem: RoutingProblem, effort: SearchEffort, seed: int = 0, network: PlanNetwork | None = None
+) -> list[RoutingStrategy]:
+    """Four ways of the microbatches, each with the seconds of its step.
 
     The search counts each message as if it were alone. Of the paths that are fast alone and those whose collisions are
-    counted the plan takes those with the shorter step on `network`. ValueError where no legal paths fit.
+    counted the plan takes those with the shorter step on `network`.
+
+    Args:
+        problem: the nodes.
+        effort: how long to search.
+        seed: of the search.
+        network: lines that messages share; None: each message takes the problem's delay.
+
+    Returns:
+        Fixed pipelines, random paths, paths that are fast alone, and the plan.
+
+    Raises:
+        ValueError: where no legal paths fit.
     """
     began = time.monotonic()
     by_chance = blind(problem, seed)
@@ -346,7 +570,7 @@ def strategies(problem: Problem, effort: Effort, seed: int = 0, network: PlanNet
     return [full(problem, network), _replayed("random", problem, network, by_chance, drawn - began), without, plan]
 
 
-def full(problem: Problem, network: PlanNetwork | None = None) -> Strategy:
+def full(problem: RoutingProblem, network: PlanNetwork | None = None) -> RoutingStrategy:
     """Fixed pipelines; microbatches are dealt out to their slots in turn."""
     pipelines = aligned(problem.stages, problem.delays, problem.forward)
     latest: dict[int, int] = {}
@@ -359,11 +583,15 @@ def full(problem: Problem, network: PlanNetwork | None = None) -> Strategy:
 
 
 def _replayed(
-    name: str, problem: Problem, network: PlanNetwork | None, found: Paths | Sequence[Route], planning: float = 0.0
-) -> Strategy:
+    name: str,
+    problem: RoutingProblem,
+    network: PlanNetwork | None,
+    found: Paths | Sequence[Route],
+    planning: float = 0.0,
+) -> RoutingStrategy:
     """found: paths of the slots, or the routes of a step."""
     paths = found if isinstance(found, Mapping) else None
     routes = found if isinstance(found, Sequence) else routes_of(found, problem.waves)
     played = [replay_routes(problem, routes)] if network is None else network.replays(problem, routes)
     seconds = fmean(step.makespan for step in played)
-    return Strategy(name=name, routes=routes, played=played[0], seconds=seconds, planning=planning, paths=paths)
+    return RoutingStrategy(name=name, routes=routes, played=played[0], seconds=seconds, planning=planning, paths=paths)

@@ -16,7 +16,19 @@ from torch import Tensor
 
 
 class Boundary(ABC):
-    """Shapes: B sequences of T tokens, the stream's width D; `tokens` (B, T+1) int64, known on both sides."""
+    """What of the stream crosses between two stages. Shapes: B sequences of T tokens, the stream's width D; `tokens`
+    (B, T+1) int64, known on both sides.
+
+    A boundary of your own, `pipeline.boundary.kind = "package.module:Class"`, derives from this class, has no
+    parameters, and is called with D and what [pipeline.options.boundary] says. It is part of the model from then on;
+    where that runs in one process, `tokens` is empty.
+
+    Args:
+        width: D, numbers a token.
+    """
+
+    def __init__(self, width: int) -> None:
+        self.width = width
 
     @abstractmethod
     def encode(self, x_BTD: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -35,9 +47,6 @@ class Boundary(ABC):
 
 class FullStream(Boundary):
     """The stream (B, T, D) itself: what leaves a stage is what the next one reads."""
-
-    def __init__(self, width: int) -> None:
-        self.width = width
 
     def encode(self, x_BTD: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
         return x_BTD, None

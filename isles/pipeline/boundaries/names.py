@@ -6,15 +6,19 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-BoundaryKind = Literal["none", "subspace", "dct", "bottleneck", "maxout"]
+from isles.base.parts import names_code
+
+BoundaryKind = Literal["none", "subspace", "dct", "bottleneck", "maxout", "own"]
 StreamCodec = Literal["none", "fp16", "bf16", "int8", "int4", "fp4"]
 """Codecs of every entry: each message has a length that both sides know."""
-_EXAMPLES = {"subspace": "subspace:16", "dct": "dct:0.75", "bottleneck": "bottleneck:16", "maxout": "maxout:16"}
+EXAMPLES = {"subspace": "subspace:16", "dct": "dct:0.75", "bottleneck": "bottleneck:16", "maxout": "maxout:16"}
 
 
 @dataclass(frozen=True, slots=True)
 class BoundaryName:
-    """rank: numbers a token, of all but "dct", whose sparsity is the share of entries that stay behind."""
+    """rank: numbers a token, of all but "dct", whose sparsity is the share of entries that stay behind. kind "own": a
+    class of somebody's own, whose numbers its code knows.
+    """
 
     kind: BoundaryKind
     rank: int = 0
@@ -55,24 +59,28 @@ def index_bytes(width: int) -> int:
 
 
 def boundary_name(text: str) -> BoundaryName:
-    """ValueError, in a line without the section, for anything else than the five."""
+    """ValueError, in a line without the section, for anything else than the five, or the name of code."""
+    if names_code("boundary", text):
+        return BoundaryName("own")
     kind, colon, number = text.partition(":")
     if kind == "none" and not colon:
         return BoundaryName("none")
-    if kind not in _EXAMPLES:
-        raise ValueError(f'kind = "{text}" is not known: choose "none", {_listed()}')
+    if kind not in EXAMPLES:
+        raise ValueError(
+            f'kind = "{text}" is not known: choose "none", {_listed()}, or package.module:Class for your own'
+        )
     try:
         value = float(number) if kind == "dct" else int(number)
     except ValueError:
-        raise ValueError(f'kind = "{text}": write it with a number, such as "{_EXAMPLES[kind]}"') from None
+        raise ValueError(f'kind = "{text}": write it with a number, such as "{EXAMPLES[kind]}"') from None
     if kind == "dct":
         if not 0 <= value < 1:
-            raise ValueError(f'kind = "{text}": the sparsity is a share from 0 to below 1, such as "{_EXAMPLES[kind]}"')
+            raise ValueError(f'kind = "{text}": the sparsity is a share from 0 to below 1, such as "{EXAMPLES[kind]}"')
         return BoundaryName("dct", sparsity=value)
     if value < 1:
-        raise ValueError(f'kind = "{text}": choose 1 number a token or more, such as "{_EXAMPLES[kind]}"')
+        raise ValueError(f'kind = "{text}": choose 1 number a token or more, such as "{EXAMPLES[kind]}"')
     return BoundaryName(kind, rank=int(value))  # type: ignore[arg-type]
 
 
 def _listed() -> str:
-    return " or ".join(f'"{example}"' for example in _EXAMPLES.values())
+    return " or ".join(f'"{example}"' for example in EXAMPLES.values())

@@ -106,7 +106,8 @@ class LargestEntries(Boundary):
     """The `entries` largest entries of each token's stream of `width`."""
 
     def __init__(self, width: int, entries: int) -> None:
-        self.width, self.entries = width, entries
+        super().__init__(width)
+        self.entries = entries
         self.index_dtype = torch.uint8 if index_bytes(width) == 1 else torch.uint16
 
     def encode(self, x_BTD: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -180,15 +181,15 @@ class Scheme:
         return [cut - 1 for cut in self.crossings.cuts]
 
 
-class Sparse(Scheme):
-    """Masks: `LargestEntries`."""
+class Between(Scheme):
+    """A boundary without parameters, which is part of the function that is trained: masks, or one of somebody's own."""
 
-    def __init__(self, crossings: Crossings, sparsity: float) -> None:
+    def __init__(self, crossings: Crossings, boundary: Boundary) -> None:
         super().__init__(crossings)
-        self.entries = entries_sent(crossings.width, sparsity)
+        self._boundary = boundary
 
     def boundary(self, stage: Any) -> Boundary:
-        return LargestEntries(self.crossings.width, self.entries)
+        return self._boundary
 
     def unsplit(self, model: nn.Module) -> nn.Module:
         last = [len(cast(Any, model).blocks) - 1] if self.crossings.home else []
@@ -272,15 +273,19 @@ def scheme_of(
     seed: int = 0,
     blocks: int = 0,
     turns: bool = False,
+    own: Boundary | None = None,
 ) -> Scheme:
-    """The scheme called `name`. form, blocks, turns: of a subspace. ValueError where the stream is too narrow for
-    it.
+    """The scheme called `name`. form, blocks, turns: of a subspace. own: the boundary that `name` only says to be
+    somebody's own. ValueError where the stream is too narrow for it.
     """
+    if own is not None:
+        return Between(crossings, own)
     name.check_width(crossings.width)
     if name.kind == "subspace":
         return Inside(crossings, name.rank, form, seed, blocks=blocks, turns=turns)
     if name.kind == "dct" and name.sparsity:
-        return Sparse(crossings, name.sparsity)
+        entries = entries_sent(crossings.width, name.sparsity)
+        return Between(crossings, LargestEntries(crossings.width, entries))
     if name.kind == "bottleneck" or name.kind == "maxout":
         return Layers(crossings, name.kind, name.rank, seed)
     return Scheme(crossings)

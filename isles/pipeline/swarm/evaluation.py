@@ -22,7 +22,7 @@ from isles.comm.collectives.message_queue import MessageHeader, QueuedMessage
 from isles.comm.errors import Malformed, Refused
 from isles.models.cuts import Piece
 from isles.models.stages import Stage
-from isles.network.routing.routes import Task
+from isles.network.routing.events import Task
 from isles.pipeline.peers.inbox import HOME, LOOK, LOSS, STATE, as_bits, as_number
 from isles.pipeline.swarm.swarm import Swarm
 from isles.pipeline.wire import StageForm

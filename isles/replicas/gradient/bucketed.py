@@ -28,7 +28,7 @@ from typing_extensions import override
 
 from isles.base.modes import HostCopies, arena, is_away, own_modes, pinned_bytes
 from isles.base.wrapping import Deferred, Phased, Sharing, host_work, is_within_function
-from isles.comm.collectives.headers import packed
+from isles.comm.collectives.basic import packed
 from isles.comm.errors import DeadlinePassed, WorkerFailed
 from isles.comm.tags import MAX_FRAGMENTS
 from isles.comm.transport import Transfer
@@ -43,8 +43,8 @@ from isles.replicas.gradient.reduction import Reduction, together
 from isles.replicas.island.island import Copies, SpreadRows, planned_spreads, spread_fragment
 from isles.replicas.replica import PeerQuestion, Replica
 from isles.replicas.start import among_even
-from isles.replicas.step_guards import Scaled
 from isles.replicas.sync import ReplicaSync
+from isles.replicas.watch import Scaled
 
 _NOBODYS = -0.0
 """First entry of what has no gradient here. -0.0 is the sum of nothing but such ones, and a gradient's own is made 0.0:

@@ -8,9 +8,9 @@ from typing import Literal, get_args
 from typing_extensions import override
 
 from isles.base.errors import demand
+from isles.base.parts import one_of_or_code
 from isles.comm.codecs.kinds import read_form
-from isles.replicas.config import Feedback, MethodConfig, at_least, check_feedback, one_of
-from isles.replicas.search_space import Dimension
+from isles.replicas.config import Dimension, Feedback, MethodConfig, PartsConfig, at_least, check_feedback, one_of
 
 VALUES = ("none", "bf16", "fp16", "int8", "int4")
 IndexForm = Literal["auto", "blocks", "indices", "bitmap"]
@@ -28,11 +28,11 @@ class BucketsConfig(MethodConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DDPConfig(BucketsConfig):
+class DDPConfig(PartsConfig, BucketsConfig):
     """Settings of `ddp`."""
 
     codec: str = "none"
-    """Form of the gradients on the wire: none, bf16, fp16, int8, powersgd:4, ..."""
+    """Form of the gradients on the wire: none, bf16, fp16, int8, powersgd:4, ..., or package.module:Class."""
     reduction: Literal["two_shot", "native"] = "two_shot"
     """How means are taken: two_shot (over gloo, the same bits on every backend), or native: torch's own all_reduce,
     over NCCL where gradients are on GPUs (one for each worker), without codecs.
@@ -45,6 +45,7 @@ class DDPConfig(BucketsConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         read_form(self.codec)  # refuses an unknown one
+        self.check_own()
         one_of("reduction", self.reduction, ("two_shot", "native"))
         check_feedback(self.error_feedback, self.feedback_decay)
         if self.reduction == "native" and (self.codec, self.error_feedback) != ("none", "none"):
@@ -54,7 +55,7 @@ class DDPConfig(BucketsConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DCTDPConfig(BucketsConfig):
+class DCTDPConfig(PartsConfig, BucketsConfig):
     """Settings of `dct-dp`."""
 
     sparsity: float = 0.99
@@ -66,7 +67,7 @@ class DCTDPConfig(BucketsConfig):
     density_guard: float = 4.0
     """A threshold that sends this many times more or fewer entries than it should is renewed at once."""
     codec: str = "none"
-    """Form of the values on the wire."""
+    """Form of the values on the wire: none, bf16, fp16, int8, int4, or package.module:Class."""
     indices: IndexForm = "auto"
     """Form of their indices: blocks (2 bytes each), indices (4), bitmap (1 bit an entry of all), auto (smallest)."""
     exclude_below: int = 4096
@@ -84,7 +85,8 @@ class DCTDPConfig(BucketsConfig):
         for key in ("exclude_below", "warmup_dense_steps", "warmup_steps"):
             at_least(key, getattr(self, key), 0)
         one_of("error_feedback", self.error_feedback, ("none", "local"))
-        one_of("codec", self.codec, VALUES)
+        one_of_or_code("codec", self.codec, VALUES)
+        self.check_own()
         one_of("indices", self.indices, get_args(IndexForm))
         if self.sparsity == 0 and self.codec != "none":
             raise ValueError(f'sparsity = 0 sends all entries as they are: use method = "ddp" with codec {self.codec}')

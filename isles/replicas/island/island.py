@@ -28,8 +28,8 @@ from isles.network.exchange_plan import COMPARED, Groups, MemoryItem, PlannedExc
 from isles.replicas.flat import all_finite
 from isles.replicas.island.fsdp import own_rows
 from isles.replicas.replica import Holder, PeerQuestion, Replica, largest, refuse_shared, refuse_survivors, summed
-from isles.replicas.step_guards import Scaled
 from isles.replicas.sync import ReplicaSync
+from isles.replicas.watch import Scaled
 
 
 def spread_fragment(number: int) -> int:

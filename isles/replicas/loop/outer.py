@@ -7,9 +7,9 @@ After inner step t, for the fragments that the cadence names:
     send       encode and start the exchange of the snapshot with this round's group
     land       reading, outer rule on the anchor, landing on the live weights
 
-A worker that is alone in a round does all of it in one sweep over memory (`isles.replicas.loop.sweep`). `reference` is
-what the live weights were when they last landed, in the live dtype: the anchor, rounded where weights are coarser than
-float32: rounding never looks like progress. A hash of the anchor rides in the next transfer's header.
+A worker that is alone in a round does all of it in one sweep over memory (`Sweep`). `reference` is what the live
+weights were when they last landed, in the live dtype: the anchor, rounded where weights are coarser than float32:
+rounding never looks like progress. A hash of the anchor rides in the next transfer's header.
 
 A worker that joins a run starts from the state of another one (`donor_state`, `adopt`, `enter`).
 
@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache
@@ -42,7 +42,7 @@ from isles.comm.roster import FixedRoster, Roster
 from isles.network.exchange_plan import PINNED, MemoryItem, PlannedExchange, Rhythm
 from isles.network.noise import uniform
 from isles.replicas import start
-from isles.replicas.config import MethodConfig, not_finite, rounds_for_momentum, uneven_fragments
+from isles.replicas.config import MethodConfig, OuterConfig, Weights, not_finite, rounds_for_momentum, uneven_fragments
 from isles.replicas.exchange_schedule import (
     idle_low_rank,
     landings,
@@ -52,11 +52,19 @@ from isles.replicas.exchange_schedule import (
     rounds_to_leave_behind,
 )
 from isles.replicas.flat import clean_names
-from isles.replicas.loop.config import OuterConfig, Weights
-from isles.replicas.loop.fragment import Exchange, Fragment, InFlight, fragments_of, on_anchors, show, without_partners
-from isles.replicas.loop.quorum import round_exchange_for
-from isles.replicas.loop.round_exchange import RoundExchange
-from isles.replicas.loop.sweep import FiniteCheck, NoCheck, Sweep
+from isles.replicas.loop.fragment import (
+    Exchange,
+    FiniteCheck,
+    Fragment,
+    InFlight,
+    NoCheck,
+    Sweep,
+    fragments_of,
+    on_anchors,
+    show,
+    without_partners,
+)
+from isles.replicas.loop.round_exchange import RoundExchange, round_exchange_for
 from isles.replicas.parts.choices import EveryH
 from isles.replicas.parts.interfaces import Cadence, Composition
 from isles.replicas.parts.legal import warnings
@@ -493,7 +501,8 @@ class OuterSync(ReplicaSync):
 
     @override
     def advise(self, steps: int) -> list[str]:
-        rounds = _rounds(self.parts.cadence, steps)
+        cadence = self.parts.cadence
+        rounds = (_rounds if isinstance(cadence, Hashable) else _rounds.__wrapped__)(cadence, steps)
         if not rounds:
             raise ValueError(f"sync_every: no exchange falls into a run of {steps} steps; choose sync_every <= {steps}")
         if self.parts.on_peer_failure == "solo":

@@ -12,6 +12,19 @@ mean for all:
 A round whose outcome cannot be had now is postponed: nothing has changed here, training goes on, and the next snapshot
 holds what was learned since the last landing. A pending answer is landed once its outcome is known, and what was
 learned meanwhile is added again.
+
+`QuorumExchange`: likewise, but the mean is that of the members who delivered in time, weighted by their inner steps,
+while all train on (Decoupled DiLoCo, arXiv 2604.21428):
+
+    end of a round   snapshot; it is delivered (`isles.membership.late_shares`), and the next inner steps begin
+    between steps    the members are decided: the exchange begins, behind the computation; it is done: its hash is
+                     reported; the decision is to land: land, and what was learned meanwhile is added again
+    next snapshot    the round before has landed, or this worker waits for it
+    late             the mean was taken without this worker: fetch it, land it, add what was learned again, and deliver
+                     that into the next round at once
+
+A share holds all that was learned since the last one that got into a mean. Anchors stay equal to the bit, because all
+land the same means in the same order. `round_exchange_for` says which of the three a method has.
 """
 
 from __future__ import annotations
@@ -27,12 +40,13 @@ from torch import Tensor
 from typing_extensions import override
 
 from isles.comm.collectives.averaging import Averaging
-from isles.comm.collectives.basic import exchange
-from isles.comm.collectives.headers import Stamp
+from isles.comm.collectives.basic import Stamp, exchange
 from isles.comm.errors import CommError, DeadlinePassed, Diverged, Elsewhere, Malformed, PeerLost, Refused
 from isles.comm.group import Group
 from isles.comm.roster import Roster
+from isles.membership.late_shares import Deliveries, Delivery
 from isles.network.exchange_plan import MemoryItem
+from isles.replicas.config import MethodConfig, WeightedConfig
 from isles.replicas.loop.fragment import Exchange, Fragment, InFlight
 from isles.replicas.parts.interfaces import Composition
 from isles.replicas.start import T, among_even
@@ -43,26 +57,6 @@ ROUND_FAILURES = (PeerLost, DeadlinePassed, Elsewhere, Diverged, Malformed, Refu
 _POSITIVE = (1 << 61) - 1
 MISSES = 8  # deadlines in succession after which a partner counts as lost
 _SLOWER = 2.0  # how many times as long as here a step may take elsewhere, beyond the deadline
-
-
-@dataclass(frozen=True, slots=True)
-class OutgoingRound:
-    """What this worker brings to the exchange of a fragment's `round`.
-
-    buffer: of the fragment's entries, live until its mean lies there. means: how it is formed. stamp: what must be the
-    same at all. own: what the others decode of it, kept with the exchange; fill: where that is still to be written.
-    residual: where what they do not get of it is saved. part: which of the round's buffers it is.
-    """
-
-    fragment: Fragment
-    round: int
-    buffer: Tensor
-    means: Averaging
-    stamp: Stamp
-    own: Tensor | None = None
-    fill: Tensor | None = None
-    residual: Tensor | None = None
-    part: int = _PAYLOAD
 
 
 class RoundExchange:
@@ -131,8 +125,9 @@ class RoundExchange:
             fragment.averaging.share(payload, fragment.rounds, fragment.index, self.transport.rank, own)
         left = fragment.residual if parts.feedback is None or parts.feedback.form == "local" else None
         stamp = fragment.stamp(step, broken=not usable)
-        sending = OutgoingRound(fragment, fragment.rounds, payload, fragment.averaging, stamp, own=own, residual=left)
-        fragment.latest = sent = self._start(self._present(sending.round), sending)
+        group, means = self._present(fragment.rounds), fragment.averaging
+        sent = self._start(group, fragment, fragment.rounds, payload, means, stamp, own=own, residual=left)
+        fragment.latest = sent
         sent.spares, sent.is_own_broken = parts.on_broken == "leave out", not usable
         return sent
 
@@ -142,8 +137,8 @@ class RoundExchange:
         anchor = fragment.staging().copy_(fragment.anchor)
         own = fragment.staging() if not form.lossless or self.parts.cadence.rounds_late else None
         stamp = fragment.stamp(step)
-        sending = OutgoingRound(fragment, round, anchor, means, stamp, part=_ANCHORS, own=own, fill=own)
-        return self._start(self._present(round), sending)
+        group = self._present(round)
+        return self._start(group, fragment, round, anchor, means, stamp, part=_ANCHORS, own=own, fill=own)
 
     def nothing(self, fragment: Fragment, step: int) -> InFlight:
         """What lands before the first answer is due."""
@@ -255,15 +250,32 @@ class RoundExchange:
         residual.mul_(feedback.decay)
         fragment.left_ratio = float(residual.norm()) / fragment.progress if fragment.progress else 0.0
 
-    def _start(self, group: Group, sending: OutgoingRound, attempt: int = 0) -> Exchange:
-        """Begin it in `group`. attempt: how often it was begun before."""
-        fragment, means, own = sending.fragment, sending.means, sending.own
-        call = group.call(round=sending.round, fragment=fragment.index, leeway=self.leeway, attempt=attempt)
-        nbytes = means.sent_bytes(sending.round, group.size, group.rank)
-        steps = means.mean(call, sending.buffer, sending.stamp, sending.fill, sending.residual, sending.part)
-        deadline = group.deadlines.of(group.channel, nbytes) + self._meanwhile(sending.stamp.step)
-        transfer = group.start(steps, deadline=deadline)
-        return Exchange(sending.buffer, transfer, own, group.size, members=group.ranks, round=sending.round)
+    def _start(
+        self,
+        group: Group,
+        fragment: Fragment,
+        round: int,
+        buffer: Tensor,
+        means: Averaging,
+        stamp: Stamp,
+        *,
+        own: Tensor | None = None,
+        fill: Tensor | None = None,
+        residual: Tensor | None = None,
+        part: int = _PAYLOAD,
+        attempt: int = 0,
+    ) -> Exchange:
+        """Begin the exchange of a fragment's `round` in `group`.
+
+        buffer: live until its mean lies there. own: what the others decode of it, kept with the exchange; fill: where
+        that is still to be written. residual: where what they do not get of it is saved. part: which of the round's
+        buffers it is. attempt: how often it was begun before.
+        """
+        call = group.call(round=round, fragment=fragment.index, leeway=self.leeway, attempt=attempt)
+        nbytes = means.sent_bytes(round, group.size, group.rank)
+        deadline = group.deadlines.of(group.channel, nbytes) + self._meanwhile(stamp.step)
+        transfer = group.start(means.mean(call, buffer, stamp, fill, residual, part), deadline=deadline)
+        return Exchange(buffer, transfer, own, group.size, members=group.ranks, round=round)
 
     def _meanwhile(self, step: int) -> float:
         """Seconds that slower workers may take to what is computed between a sending after `step` and its landing."""
@@ -304,8 +316,8 @@ class AttemptExchange(RoundExchange):
             buffer.zero_()
         left = fragment.residual if parts.feedback is not None and parts.feedback.form == "local" else None
         stamp = fragment.stamp(step, broken=not usable)
-        sending = OutgoingRound(fragment, round, buffer, fragment.averaging, stamp, residual=left)
-        answer = self._start(group, sending, attempt)
+        means = fragment.averaging
+        answer = self._start(group, fragment, round, buffer, means, stamp, residual=left, attempt=attempt)
         answer.spares, answer.is_own_broken = parts.on_broken == "leave out", not usable
         return answer
 
@@ -421,3 +433,160 @@ class AgreedExchange(AttemptExchange):
         fragment.release(flight)
         fragment.rounds, fragment.sent = fragment.rounds - 1, self._sent
         flight.payload.postponed = True
+
+
+_STEPS = 4.0  # inner steps that others may be behind when an exchange begins
+
+
+class QuorumExchange(AttemptExchange):
+    """Of one fragment. land: lands a flight. Memory: two vectors a delivery, one more while it is exchanged."""
+
+    def __init__(
+        self, roster: Roster, parts: Composition, deliveries: Deliveries, land: Callable[[InFlight, None], None]
+    ) -> None:
+        super().__init__(roster, parts)
+        self._deliveries, self._land = deliveries, land
+        self._delivery: Delivery | None = None
+        self._flight: InFlight | None = None
+        self._live: Tensor | None = None  # the weights when it was delivered
+        self._answer: Exchange | None = None
+        self._attempt = 0  # that the answer is of
+        self._work = self._since = 0  # inner steps that are in no mean yet; since the last delivery
+        self._pace = self._before = 0.0  # seconds: of an inner step; when the last one ended
+
+    @override
+    def stepped(self, step: int, *, sends: bool) -> None:
+        now = self.transport.now()
+        if self._before:
+            self._pace = now - self._before
+        self._work, self._since, self._before = self._work + 1, self._since + 1, now
+        super().stepped(step, sends=sends)
+
+    @override
+    def extra_memory(self, fragments: Sequence[Fragment]) -> list[MemoryItem]:
+        return [MemoryItem("delivered shares", 3 * sum(fragment.anchor.nbytes for fragment in fragments), "exchange")]
+
+    @override
+    def receive(self, flight: InFlight, snapshot: Callable[[Fragment, Tensor], Tensor]) -> None:
+        """Deliver; nothing lands now."""
+        fragment = flight.fragment
+        flight.payload.postponed = True
+        if self._delivery is not None:  # nobody can say what became of the one before
+            fragment.release(flight)
+            fragment.rounds -= 1
+            return
+        while True:
+            delivery = self._deliveries.new(fragment.rounds, self._work, self._pace * self._since)
+            if delivery.look(self.transport.now()) != "late":
+                break
+            self._deliveries.late += 1
+            fragment.rounds -= 1
+            if not self._catch_up(fragment, delivery):
+                fragment.release(flight)
+                return
+            fragment.rounds += 1
+            flight.payload.buffer = snapshot(fragment, flight.payload.buffer)
+        self._delivery, self._flight = delivery, flight
+        self._live, self._since = fragment.flat.read(fragment.flat.new()), 0
+
+    @override
+    def progress(self, *, blocks: bool) -> None:
+        """Do what can be done between two inner steps. blocks: until the delivery has landed, or cannot be decided."""
+        while self._delivery is not None and self._flight is not None and self._live is not None:
+            match self._delivery.look(self.transport.now()):
+                case "exchanging" if self._answer is None or self._attempt != self._delivery.attempt:
+                    self._exchange(self._delivery, self._flight)
+                case "exchanging" if self._answer is not None and (blocks or self._is_here()):
+                    self._answered(self._delivery, self._flight, self._answer)
+                case "landed":
+                    self._landed(self._delivery, self._flight, self._live)
+                case "late" if blocks:
+                    self._deliveries.late += 1
+                    delivery, fragment = self._delivery, self._flight.fragment
+                    self._drop()
+                    fragment.rounds -= 1
+                    self._catch_up(fragment, delivery)
+                case "over":
+                    self._drop()
+                case _ if blocks and self._deliveries.client.has_answers:
+                    self._delivery.wait()
+                case _:
+                    return
+
+    def _is_here(self) -> bool:
+        answer = self._answer
+        return answer is not None and (answer.transfer is None or answer.transfer.done())
+
+    def _exchange(self, delivery: Delivery, flight: InFlight) -> None:
+        assert delivery.decision is not None
+        group, self._attempt = self._deliveries.group(delivery.decision, _STEPS * self._pace), delivery.attempt
+        self._answer = self.start_attempt(
+            flight, group, round=delivery.round, step=delivery.round, attempt=self._attempt, factor=delivery.factor
+        )
+
+    def _answered(self, delivery: Delivery, flight: InFlight, answer: Exchange) -> None:
+        digest, error = self.finish_attempt(flight.fragment, answer)
+        if error is not None:
+            self._deliveries.fail(delivery, error)
+        else:
+            delivery.answered(digest, self.transport.now())
+
+    def _landed(self, delivery: Delivery, flight: InFlight, live: Tensor) -> None:
+        """It is everybody's: the anchor moves, and what was learned since the delivery is added again."""
+        fragment, answer, decision = flight.fragment, self._answer, delivery.decision
+        assert answer is not None and decision is not None
+        answer.learned_meanwhile = fragment.flat.read(fragment.flat.new()).sub_(live)
+        fragment.release(flight)
+        flight.payload = fragment.latest = answer
+        self._work -= delivery.steps
+        self._drop()
+        if self._deliveries.is_missed(decision):
+            fragment.retain_until = max(fragment.retain_until, delivery.round)
+        self._land(flight, None)
+        self._deliveries.landed(delivery.round)
+
+    def _catch_up(self, fragment: Fragment, delivery: Delivery) -> bool:
+        """Land what the others landed without this worker, whose work stays its own. False where it cannot be had."""
+        missed = self._deliveries.missed(delivery)
+        if missed is None:
+            return False
+        learned = fragment.flat.read(fragment.flat.new()).sub_(fragment.anchor)
+        answer = Exchange(
+            missed.mean, None, participants=missed.participants, whole=missed.whole, learned_meanwhile=learned
+        )
+        fragment.rounds += 1
+        fragment.latest = answer
+        self._land(InFlight(fragment, 0, answer, None), None)
+        self._deliveries.landed(delivery.round)
+        return True
+
+    def _drop(self) -> None:
+        self._delivery = self._flight = self._live = self._answer = None
+
+
+def round_exchange_for(
+    roster: Roster, parts: Composition, config: MethodConfig, land: Callable[[InFlight, None], None], *, agrees: bool
+) -> RoundExchange:
+    """Which one an outer method has for a fragment's rounds: of those that all land together, where workers come and
+    go, or of any other. ValueError for late ones that cannot be left to the next round.
+    """
+    takes_quorum = isinstance(config, WeightedConfig) and config.on_late == "quorum"
+    if not (roster.grows and agrees):
+        if takes_quorum:
+            raise ValueError(
+                'on_late = "quorum": where nobody comes and goes all are waited for; choose "wait", or use isles '
+                "lighthouse, or isles simulate --churn"
+            )
+        return RoundExchange(roster, parts)
+    if not takes_quorum:
+        return AgreedExchange(roster, parts)
+    deliveries = getattr(roster, "deliveries", None)
+    assert isinstance(deliveries, Deliveries), "a roster that grows knows of deliveries"
+    why = None
+    if parts.landing.moves_reference or parts.rule.needs_residual:
+        why = "what was learned meanwhile is added to weights that land on the anchor"
+    elif parts.feedback is not None or parts.codec.name.startswith("powersgd"):
+        why = "what a codec keeps from round to round is not kept of shares that come late"
+    if why is not None:
+        raise ValueError(f'on_late = "quorum": {why}; choose "wait", or other parts')
+    return QuorumExchange(roster, parts, deliveries, land)

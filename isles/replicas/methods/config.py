@@ -1,37 +1,35 @@
-"""Settings of methods that have one file each, of `noloco` and `streaming-noloco`, and of `custom` (one choice an axis
-of `parts.legal`); symbols as in the methods' files. They are together because most take over another one's and change a
-default. Loads no torch.
+"""Settings of methods that have one file each, of `noloco` and of `streaming-noloco`; symbols as in the methods' files.
+They are together because most take over another one's and change a default. Loads no torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from typing_extensions import override
 
 from isles.base.errors import demand
 from isles.comm.codecs.kinds import read_form
 from isles.replicas.config import (
-    Feedback,
-    MethodConfig,
-    at_least,
-    momentum_in_range,
-    one_of,
-    positive_rate,
-)
-from isles.replicas.loop.config import (
     CompressedConfig,
+    Dimension,
+    Feedback,
     FirstSync,
     FragmentedConfig,
     Fragments,
+    MethodConfig,
     OuterConfig,
+    PartsConfig,
     WeightedConfig,
+    at_least,
     check_fragments,
+    momentum_in_range,
+    one_of,
+    positive_rate,
+    rounds,
 )
-from isles.replicas.parts.legal import AXES, PLAIN, refuse
-from isles.replicas.search_space import Dimension
+from isles.replicas.parts.legal import OWN, PLAIN, refuse
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,7 +207,7 @@ ExchangeForm = Literal["delta+phi", "single_vector", "theta_only"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class NoLoCoConfig(OuterConfig):
+class NoLoCoConfig(PartsConfig, OuterConfig):
     """Settings of `noloco`; defaults of the paper, Table 1, and of its code."""
 
     sync_every: int = 50
@@ -227,7 +225,7 @@ class NoLoCoConfig(OuterConfig):
     prefetch_phi: bool = True
     """Send phi as soon as it is final, not with Delta."""
     codec: str = "none"
-    """Form of Delta on the wire; a lossy one needs exchange = "delta+phi"."""
+    """Form of Delta on the wire, or package.module:Class; a lossy one needs exchange = "delta+phi"."""
     anchor_codec: str = "none"
     """Form of phi on the wire: none, bf16, int8; a lossy one needs exchange = "delta+phi"."""
     on_peer_failure: Literal["raise", "solo"] = "raise"
@@ -239,8 +237,10 @@ class NoLoCoConfig(OuterConfig):
         at_least("sync_every", self.sync_every, 1)
         positive_rate(self.outer_lr)
         momentum_in_range(self.outer_momentum)
-        read_form(self.codec)  # refuses an unknown one
-        refuse(PLAIN | {"mixing": "groups", "rule": "noloco", "codec": self.codec.partition(":")[0]})
+        named = read_form(self.codec)  # refuses an unknown one
+        self.check_own()
+        kind = OWN if named.is_own else self.codec.partition(":")[0]
+        refuse(PLAIN | {"mixing": "groups", "rule": "noloco", "codec": kind})
         one_of("anchor_codec", self.anchor_codec, ("none", "bf16", "int8"))
         at_least("group_size", self.group_size, 2)
         at_least("gamma", self.pull, 0)
@@ -283,109 +283,38 @@ class StreamingNoLoCoConfig(FragmentedConfig, NoLoCoConfig):
             raise ValueError(f"merge_alpha = {self.merge_alpha}: choose the local weights' share, 0 to 1")
 
 
-WITH_RATE = ("sgd", "nesterov", "heavy_ball", "noloco")
-ACTS_ON: dict[str, tuple[str, tuple[str, ...]]] = {
-    "group_size": ("mixing", ("groups",)),
-    "outer_lr": ("rule", WITH_RATE),
-    "outer_momentum": ("rule", ("nesterov", "heavy_ball", "noloco")),
-    "gamma": ("rule", ("noloco",)),
-    "anchor_codec": ("rule", ("noloco",)),
-    "merge_alpha": ("landing", ("blend",)),
-}
-"""Settings that only some members of an axis ask for."""
-USUAL = {"group_size": 2, "outer_lr": 1.0, "outer_momentum": 0.0, "anchor_codec": "none", "merge_alpha": 0.5}
-DEFAULTS: dict[str, dict[str, float]] = {
-    "nesterov": {"outer_lr": 0.7, "outer_momentum": 0.9},
-    "heavy_ball": {"outer_momentum": 0.5},
-    "noloco": {"outer_lr": 0.7, "outer_momentum": 0.5},
-}
+SAMPLERS = ("random", "stratified", "rolling", "fixed")
+SERVERS = ("partitioned", "central")
 
 
 @dataclass(frozen=True, kw_only=True)
-class CustomConfig(FragmentedConfig, CompressedConfig):
-    """Settings of `custom`: one choice an axis, and what the chosen members want to know. What is left out takes the
-    default of the method that the member comes from.
-    """
+class ISTConfig(MethodConfig):
+    """Settings of `ist`."""
 
     sync_every: int = 50
-    """Inner steps a round (H)."""
-    overlap_steps: int = 0
-    """Inner steps after which the answer to a fragment lands, below sync_every; 0: at once."""
-    outer_delay: int = 0
-    """Rounds that an answer comes late; 0: see overlap_steps."""
-    first_sync: FirstSync = "full_window"
-    """When a fragment is first sent: "full_window", after H steps; "offset", at its own offset."""
-    every_step_until: int = 0
-    """Last inner step of a first phase that exchanges after each."""
-    mixing: str = "all"
-    """With whom: all, groups (random ones, new each round), nobody."""
-    group_size: int | None = None
-    """Workers a group; left out, 2."""
+    """Inner steps between two divisions (H)."""
+    split: str = "all"
+    """What is divided: heads, ffn, heads+ffn, or "all" that the model can (never whole blocks)."""
+    sampler: Literal["random", "stratified", "rolling", "fixed"] = "random"
+    """Who trains which units: random; stratified (equally from each server); rolling (moved on by 1 a round); fixed."""
+    server: Literal["partitioned", "central"] = "partitioned"
+    """Who keeps them between rounds: partitioned (1/n each) or central (worker 0)."""
+    optimizer_state: Literal["travel", "reset"] = "travel"
+    """What becomes of the inner optimizer's moments: travel (they go with their units) or reset (fresh every round)."""
+    eval_scale: Literal["keep_fraction", "none"] = "keep_fraction"
+    """Of what reads divided units, in the full model: keep_fraction (1/n) or none."""
     seed: int = 0
-    """Seed of the groups."""
-    reading: str = "received"
-    """What counts of an answer: received (all of it), or eager (the own stale share replaced by the fresh one)."""
-    rule: str = "nesterov"
-    """What an answer does to the anchor: average, sgd, nesterov, heavy_ball, noloco."""
-    outer_lr: float | None = None
-    """The rule's rate; left out, its method's."""
-    outer_momentum: float | None = None
-    """The rule's momentum; left out, its method's."""
-    gamma: float | None = None
-    """Pull to the anchors of the group; left out, outer_lr."""
-    anchor_codec: str | None = None
-    """Form of anchors on the wire: none, bf16, int8; left out, none."""
-    landing: str = "replace"
-    """What the anchor does to the live weights: replace, blend, carry."""
-    merge_alpha: float | None = None
-    """The live weights' share where they blend; left out, 0.5."""
+    """Seed of the divisions."""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        for axis in ("mixing", "reading", "rule", "landing"):
-            one_of(axis, getattr(self, axis), AXES[axis])
-        check_fragments(self.fragments, self.layers_per_fragment, self.first_sync)
-        refuse(self.choice)
-        for setting, (axis, members) in ACTS_ON.items():
-            value, member = getattr(self, setting), getattr(self, axis)
-            if value is not None and member not in members:
-                raise ValueError(
-                    f'{setting} = {value} has nothing to act on with {axis} = "{member}": leave it out, or choose '
-                    f"{axis} = {' or '.join(members)}"
-                )
-        self._check_numbers()
-
-    def _check_numbers(self) -> None:
         at_least("sync_every", self.sync_every, 1)
-        at_least("outer_delay", self.outer_delay, 0)
-        at_least("group_size", self.filled("group_size"), 2)
-        if not 0 <= self.overlap_steps < self.sync_every:
-            raise ValueError(f"overlap_steps = {self.overlap_steps}: choose 0 to {self.sync_every - 1}")
-        if self.overlap_steps and self.outer_delay:
-            raise ValueError("overlap_steps and outer_delay both say when an answer lands: set one of them")
-        if self.every_step_until and (self.overlap_steps or self.outer_delay):
-            raise ValueError("every_step_until wants answers at once: leave out overlap_steps and outer_delay")
-        at_least("every_step_until", self.every_step_until, 0)
-        if self.rule in WITH_RATE:
-            positive_rate(self.filled("outer_lr"))
-            momentum_in_range(self.filled("outer_momentum"))
-        at_least("gamma", self.filled("gamma"), 0)
-        one_of("anchor_codec", self.filled("anchor_codec"), ("none", "bf16", "int8"))
-        if not 0 <= self.filled("merge_alpha") <= 1:
-            raise ValueError(f"merge_alpha = {self.merge_alpha}: choose the local weights' share, 0 to 1")
+        one_of("sampler", self.sampler, SAMPLERS)
+        one_of("server", self.server, SERVERS)
+        one_of("optimizer_state", self.optimizer_state, ("travel", "reset"))
+        one_of("eval_scale", self.eval_scale, ("keep_fraction", "none"))
 
-    @property
-    def choice(self) -> Mapping[str, str]:
-        """The member of each axis, see `legal`."""
-        cut = not isinstance(self.fragments, str) or self.fragments != "whole"
-        at_once = "fragments" if cut else "every_h"
-        late = "one_round" if self.outer_delay == 1 else "more_rounds" if self.outer_delay > 1 else None
-        own = {axis: getattr(self, axis) for axis in ("mixing", "error_feedback", "reading", "rule", "landing")}
-        kind = self.codec.partition(":")[0]
-        return {"cadence": late or ("overlap" if self.overlap_steps else at_once), "codec": kind, **own}
-
-    def filled(self, setting: str) -> Any:
-        value = getattr(self, setting)
-        if value is None and setting == "gamma":
-            return self.filled("outer_lr")
-        return DEFAULTS.get(self.rule, {}).get(setting, USUAL[setting]) if value is None else value
+    @override
+    def space(self, steps: int, *, timed: bool) -> list[Dimension]:
+        """H counts at equal tokens, too: what a worker does not hold for long it does not learn."""
+        who = Dimension(name="replicas.sampler", start=self.sampler, choices=("random", "stratified", "rolling"))
+        return [who, rounds(self, steps)]

@@ -38,7 +38,7 @@ class DDP(BucketedSync):
 
     def _begin(self) -> None:
         self.native = self.config.reduction == "native"
-        self.form = form(self.config.codec)
+        self.form = form(self.config.codec, self.config.options_of("codec"))
         super()._begin()
         if not self.native:
             return

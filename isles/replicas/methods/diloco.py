@@ -76,6 +76,6 @@ class DiLoCo(OuterSync):
             mixing=Everyone(),
             rule=Nesterov(lr=self.config.outer_lr, momentum=self.config.outer_momentum),
             landing=Replace(),
-            codec=form(self.config.codec),
+            codec=form(self.config.codec, self.config.options_of("codec")),
             feedback=feedback(self.config.error_feedback, self.config.feedback_decay),
         )

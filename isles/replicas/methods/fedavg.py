@@ -48,6 +48,6 @@ class FedAvg(OuterSync):
             mixing=Everyone(),
             rule=Descent(lr=self.config.outer_lr),
             landing=Replace(),
-            codec=form(self.config.codec),
+            codec=form(self.config.codec, self.config.options_of("codec")),
             feedback=feedback(self.config.error_feedback, self.config.feedback_decay),
         )

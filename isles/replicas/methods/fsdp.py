@@ -27,8 +27,8 @@ from isles.replicas.island.fsdp import Sharding, as_sharded, gathered, shard, sh
 from isles.replicas.island.island import Shards
 from isles.replicas.replica import Replica
 from isles.replicas.start import bytes_by_format, same_settings
-from isles.replicas.step_guards import Scaled
 from isles.replicas.sync import MethodConfig, StepsAlike
+from isles.replicas.watch import Scaled
 
 _NORM_BYTES = 8  # the square of a gradient's norm, float64
 

@@ -36,7 +36,7 @@ from isles.replicas.loop.outer import OuterSync
 from isles.replicas.methods.config import NoLoCoConfig
 from isles.replicas.parts.choices import EveryH, RandomGroups, Replace
 from isles.replicas.parts.interfaces import Answer, Composition, OuterRule, RuleState
-from isles.replicas.parts.stability import warn_unless_stable
+from isles.replicas.parts.quadratic import warn_unless_stable
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +115,7 @@ class NoLoCo(OuterSync):
         return Composition(
             cadence=EveryH(config.sync_every),
             mixing=RandomGroups(config.group_size, config.seed),
-            codec=form(config.codec),
+            codec=form(config.codec, config.options_of("codec")),
             anchor_codec=codec(config.anchor_codec),
             rule=RULES[config.exchange](beta=config.outer_lr, momentum=config.outer_momentum, gamma=config.pull),
             landing=Replace(),

@@ -33,13 +33,6 @@ class EveryH:
     every_step_until: int = 0
     origin: int = 0
 
-    @property
-    def name(self) -> str:
-        """What `legal.AXES` calls it."""
-        if self.rounds_late:
-            return "one_round" if self.rounds_late == 1 else "more_rounds"
-        return "overlap" if self.overlap_steps else "fragments" if self.fragments > 1 else "every_h"
-
     @cached_property
     def _offsets(self) -> tuple[int, ...]:
         return tuple(round(q * self.sync_every / self.fragments) for q in range(self.fragments))

@@ -26,7 +26,7 @@ from isles.comm.codecs.base import Codec
 from isles.comm.codecs.lowrank import Form, LowRank
 from isles.replicas.config import Feedback, OnBroken, one_of
 from isles.replicas.parts.choices import Received
-from isles.replicas.parts.legal import refuse
+from isles.replicas.parts.legal import AXES, member, refuse
 
 
 class Cadence(Protocol):
@@ -271,13 +271,9 @@ class Composition:
 
     @property
     def choice(self) -> dict[str, str]:
-        """Its members by axis, for `legal`; parts of one's own without a name are "own"."""
-        parts = {"cadence": self.cadence, "mixing": self.mixing, "reading": self.reading, "landing": self.landing}
-        return {axis: getattr(part, "name", "own") for axis, part in parts.items()} | {
-            "codec": self.codec.name.partition(":")[0],
-            "error_feedback": "none" if self.feedback is None else self.feedback.form,
-            "rule": self.rule.name,
-        }
+        """Its members by axis, for `legal`."""
+        made = {axis: member(axis, getattr(self, axis)) for axis in AXES if axis != "error_feedback"}
+        return made | {"error_feedback": "none" if self.feedback is None else self.feedback.form}
 
     @property
     def own_answer(self) -> bool:

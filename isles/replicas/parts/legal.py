@@ -1,16 +1,17 @@
 """Which parts go together: a table, and what it says of a choice.
 
-A choice names one member an axis (`AXES`); anything else, such as a part of one's own, is a member that no row knows.
-What a row says of lossy or biased codecs it says by what each codec says of itself, so a new one needs no word here.
+A choice names one member an axis (`AXES`). What a row says of lossy or biased codecs it says by what each codec says of
+itself, so a new one needs no word here. A part of one's own is the member `OWN`, of which rows say nothing; once it is
+made, `member` asks it what it is: when a cadence lands, whether a mixing agrees, what a codec does to the entries.
 Rows are read in order; the first that refuses is told, and every one that warns.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from isles.comm.codecs.kinds import KINDS
+from isles.comm.codecs.kinds import KINDS, CodecKind
 
 AXES: dict[str, tuple[str, ...]] = {
     "cadence": ("every_h", "fragments", "overlap", "one_round", "more_rounds"),
@@ -27,10 +28,19 @@ sent; when its fragment is sent next; later.
 
 PLAIN = {axis: members[0] for axis, members in AXES.items()}
 """The first member of each: parameters averaged by all at once."""
-_EXACT = tuple(kind for kind, form in KINDS.items() if form.lossless)
-_LOSSY = tuple(kind for kind, form in KINDS.items() if not form.lossless)
-_BIASED = tuple(kind for kind, form in KINDS.items() if form.biased)
-_SHARED_MASK = tuple(kind for kind, form in KINDS.items() if form.shared_mask)
+OWN, OWN_ALL, OWN_GROUPS = "own", "own (agrees)", "own (groups)"
+OWN_CODECS = {
+    f"own ({what})": CodecKind("", what == "lossless", "biased" in what, "shared mask" in what)
+    for what in ("lossless", "lossy", "biased", "shared mask", "biased, shared mask")
+}
+"""What a codec of one's own says of itself."""
+_CODECS = KINDS | OWN_CODECS
+_EXACT = tuple(kind for kind, form in _CODECS.items() if form.lossless)
+_LOSSY = tuple(kind for kind, form in _CODECS.items() if not form.lossless)
+_BIASED = tuple(kind for kind, form in _CODECS.items() if form.biased)
+_SHARED_MASK = tuple(kind for kind, form in _CODECS.items() if form.shared_mask)
+_HARMLESS = (*_EXACT, *_SHARED_MASK)
+_GROUPS = ("groups", OWN_GROUPS)
 AT_ONCE = ("every_h", "fragments")
 LATE = ("overlap", "one_round", "more_rounds")
 
@@ -73,7 +83,7 @@ TABLE: tuple[Row, ...] = (
     ),
     Row(
         "refused",
-        {"codec": ("powersgd",), "mixing": ("groups",)},
+        {"codec": ("powersgd",), "mixing": _GROUPS},
         "the factors start from a basis that all workers have in common, and random groups have none",
         'mixing = "all", or a codec without memory such as int4',
     ),
@@ -109,9 +119,9 @@ TABLE: tuple[Row, ...] = (
     ),
     Row(
         "refused",
-        {"rule": ("average",), "codec": tuple(kind for kind in _LOSSY if kind not in _SHARED_MASK)},
+        {"rule": ("average",), "codec": tuple(kind for kind in _LOSSY if kind not in _HARMLESS)},
         "parameters travel, and without an anchor what a codec takes from them stays wrong for good",
-        f'rule = "sgd" with outer_lr = 1, or codec {" or ".join((*_EXACT, *_SHARED_MASK))}',
+        f'rule = "sgd" with outer_lr = 1, or codec {" or ".join(one for one in _HARMLESS if one in KINDS)}',
     ),
     Row(
         "refused",
@@ -127,13 +137,13 @@ TABLE: tuple[Row, ...] = (
     ),
     Row(
         "warned",
-        {"mixing": ("groups",), "rule": ("sgd", "nesterov", "heavy_ball")},
+        {"mixing": _GROUPS, "rule": ("sgd", "nesterov", "heavy_ball")},
         "nothing pulls the anchors of different groups together, so replicas drift apart",
         'rule = "noloco"',
     ),
     Row(
         "warned",
-        {"codec": _BIASED, "error_feedback": ("none",), "rule": (*AXES["rule"][1:], "own")},
+        {"codec": _BIASED, "error_feedback": ("none",), "rule": (*AXES["rule"][1:], OWN)},
         "the codec takes a part of every outer gradient that never comes back",
         'error_feedback = "local"',
     ),
@@ -157,7 +167,7 @@ TABLE: tuple[Row, ...] = (
     ),
     Row(
         "warned",
-        {"mixing": ("all",), "rule": ("noloco",)},
+        {"mixing": ("all", OWN_ALL), "rule": ("noloco",)},
         "all anchors are equal, so they are sent for nothing",
         'rule = "heavy_ball"',
     ),
@@ -186,6 +196,23 @@ BY_NUMBERS: tuple[tuple[Literal["refused", "warned"], str, str], ...] = (
     ("warned", "sync_every no multiple of the fragments", "they are sent at uneven steps"),
 )
 """What numbers decide, and methods that are no choice of parts: said where they are known."""
+
+
+def member(axis: str, part: Any) -> str:
+    """What rows know a part as: by its name, or by what it says of itself."""
+    if axis == "cadence":
+        if part.rounds_late:
+            return "one_round" if part.rounds_late == 1 else "more_rounds"
+        return "overlap" if part.lands(0) > 0 else "fragments" if part.fragments > 1 else "every_h"
+    name = str(getattr(part, "name", OWN)).partition(":")[0]
+    if name in AXES[axis]:
+        return name
+    if axis == "mixing":
+        return OWN_ALL if part.agrees else OWN_GROUPS
+    if axis == "codec":
+        said = part.lossless, part.biased, part.shared_mask
+        return next((name for name, kind in OWN_CODECS.items() if kind[1:4] == said), OWN)
+    return OWN
 
 
 def refusal(choice: Mapping[str, str]) -> str | None:

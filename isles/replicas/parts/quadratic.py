@@ -19,11 +19,22 @@ is multiplied each round by `disagreement`, and beta^2 p var xi adds to all thre
 The paper says that the variance goes with omega^2. Exactly, that of the replicas about their mean does, while
 m omega lambda is well below 1: its hold is gamma, which does not depend on omega. Beyond that, and for the mean
 everywhere, which is held by h alone, the variance goes with omega.
+
+When random groups pull replicas together faster than momentum throws them apart (`warn_unless_stable`): with no inner
+progress, independent random groups of n and many workers, c = (n-1)/n, `disagreement` is
+
+    M = [ 1 - 2 gamma c + gamma^2 c    2 alpha - 2 alpha gamma c    alpha^2 ]
+        [ -gamma c + gamma^2 c         alpha - 2 alpha gamma c      alpha^2 ]
+        [ gamma^2 c                    -2 alpha gamma c             alpha^2 ]
+
+Replicas stay together exactly if the spectral radius of M is below 1; for pairs that is 0 < gamma < 2 (1 - alpha^2).
+The interval printed in the paper (eq. 74) is another one and not the true one. Small worlds forgive more.
 """
 
 from __future__ import annotations
 
 import math
+import warnings
 from dataclasses import dataclass
 
 import numpy as np
@@ -151,3 +162,32 @@ def _settled(matrix: np.ndarray, added: float) -> float:
     if radius(matrix) >= 1:
         return math.inf
     return float(np.linalg.solve(np.eye(3) - matrix, np.full(3, added))[0])
+
+
+def group_matrix(alpha: float, gamma: float, group_size: int = 2) -> np.ndarray:
+    """M, (3, 3)."""
+    return disagreement(alpha, gamma, 1 / group_size)
+
+
+def group_radius(alpha: float, gamma: float, group_size: int = 2) -> float:
+    """Spectral radius of M: the factor by which the replicas' variance changes per round in the long run."""
+    return radius(group_matrix(alpha, gamma, group_size))
+
+
+def largest_gamma(alpha: float, group_size: int = 2) -> float:
+    """The upper end of the stable interval of gamma, by bisection to 1e-9."""
+    low, high = 1e-6, 4.0 * group_size
+    while high - low > 1e-9:
+        middle = (low + high) / 2
+        low, high = (middle, high) if group_radius(alpha, middle, group_size) < 1 else (low, middle)
+    return low
+
+
+def warn_unless_stable(alpha: float, gamma: float, group_size: int) -> None:
+    """Warn where replicas drift apart in large worlds."""
+    if group_radius(alpha, gamma, group_size) > 1 - 1e-9:
+        warnings.warn(
+            f"gamma = {gamma:g} with outer_momentum = {alpha:g} lets replicas drift apart in large worlds: "
+            f"choose 0 < gamma < {largest_gamma(alpha, group_size):.3g}",
+            stacklevel=3,
+        )

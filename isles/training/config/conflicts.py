@@ -17,11 +17,10 @@ from isles.base.errors import as_typed
 from isles.base.parsing import parse_toml
 from isles.base.tables import non_defaults, parse_value
 from isles.network.links import links as named
-from isles.network.routing.plan import PipelinePlan, read_plan
-from isles.network.routing.speeds import fingerprint
+from isles.network.routing.plan import PipelinePlan, fingerprint, read_plan
 from isles.pipeline.config import PipelineConfig
 from isles.replicas import METHODS, method
-from isles.replicas.loop.config import OuterConfig
+from isles.replicas.config import OuterConfig
 from isles.training.config.sections import Config
 from isles.training.kinds import kind_of
 

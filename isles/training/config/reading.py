@@ -2,8 +2,8 @@
 
 embedded.toml (only without a CONFIG.toml)  <  CONFIG.toml  <  --method, --workers, --steps  <  --set section.key=value
 
-`gather` does all that needs no method; `resolve` the rest, its settings. Neither loads torch, unless the method is
-somebody's own: `isles.replicas.config_of`.
+`gather` does all that needs no method; `resolve` the rest, its settings. Neither loads torch, unless the method or a
+part is somebody's own: `isles.replicas.config_of`, `isles.training.config.trust.check_code`.
 
 The full configuration as commented TOML: every key with its default and the docstring below its field.
 
@@ -34,7 +34,7 @@ from isles.models.model_limits import limits
 from isles.replicas import METHODS, config_of, method
 from isles.training.config.conflicts import wanted
 from isles.training.config.sections import ORDER, SECTIONS, Config
-from isles.training.config.trust import beside, check, referenced_names
+from isles.training.config.trust import beside, check, check_code, referenced_names
 from isles.training.config.world import WorldConfig
 
 
@@ -98,6 +98,8 @@ def _own(tables: Tables, beside: Sequence[str]) -> Tables:
     known = {field.name for field in fields(config_of(_method_of(tables)))}
     others = {field.name for other in (*METHODS, *beside) for field in fields(config_of(other))} - known
     own = {key: value for key, value in tables.get("replicas", {}).items() if key not in others}
+    if isinstance(options := own.get("options"), dict):
+        own["options"] = {axis: table for axis, table in options.items() if axis in known}
     return {**tables, "replicas": own}
 
 
@@ -114,6 +116,8 @@ def gather(
         if name not in ORDER:
             raise ValueError(unknown_name("section", name, ORDER))
     tables = raw if path is not None else over(_embedded(_method_of(raw)), raw)
+    if path is None and "cadence" in raw.get("replicas", {}):  # which says what the embedded rounds would
+        tables["replicas"] = {key: value for key, value in tables["replicas"].items() if key in raw["replicas"]}
     tables = over(tables, {"world": _numbered(tables, machines)})
     sections(tables)
     return tables
@@ -209,7 +213,9 @@ def resolve(tables: Tables) -> Config:
         typed_sections["data"] = replace(typed_sections["data"], tokenizer=hf)
     if "seed" in known:  # one seed makes the whole run another one
         settings.setdefault("seed", typed_sections["run"].seed)
-    return ending(Config(method=name, replicas=typed("replicas", made_for, settings), **typed_sections))
+    config = Config(method=name, replicas=typed("replicas", made_for, settings), **typed_sections)
+    check_code(config)
+    return ending(config)
 
 
 def sections(tables: Tables) -> dict[str, Any]:

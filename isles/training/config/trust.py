@@ -1,6 +1,6 @@
-"""Code that a configuration names: whose word it takes to import it.
+"""Code that a configuration names: whose word it takes to import it, and that it can be used.
 
-    model.factory = "package.module:function"     replicas.method = "package.module:Class"
+    model.factory = "package.module:function"     replicas.method = "package.module:Class"     `isles.base.parts.CODE`
 
 A CONFIG.toml that somebody gives to a command is that person's word. A run directory is data, and may come from
 anywhere: its names are imported where its own record says that they were typed here,
@@ -34,8 +34,11 @@ from typing import Any
 from isles.base.durable import home, write_text
 from isles.base.errors import printable
 from isles.base.parsing import parse_json
+from isles.base.part_maker import make, part_class
+from isles.base.parts import CODE, names_code
 from isles.base.tables import changed, read_toml, table_of
 from isles.comm.credentials import write_private
+from isles.replicas.parts.legal import member, refuse
 from isles.training.config.sections import Config
 
 TYPED = "typed.json"
@@ -44,15 +47,45 @@ _OF_A_RUN = (TYPED, "metrics.jsonl", "summary.json", "model.safetensors", "check
 
 def names_in(tables: Mapping[str, Any]) -> dict[str, Any]:
     """What of a configuration's tables would be imported, and with which arguments it would be called."""
-    model, replicas = (table if isinstance(table := tables.get(key), Mapping) else {} for key in ("model", "replicas"))
     found: dict[str, Any] = {}
-    if ":" in str(replicas.get("method", "")):
-        found["replicas.method"] = replicas["method"]
-    if model.get("factory") is not None:
-        found["model.factory"] = model["factory"]
-        if model.get("options"):
-            found["model.options"] = model["options"]
+    for axis, setting in CODE.items():
+        keys = (f"{setting.section}.{setting.key}", f"{setting.section}.{setting.options}" if setting.options else "")
+        value, options = (table.get(name) for table, name in (table_of(tables, key) for key in keys))
+        if value is not None and names_code(axis, value):
+            found |= {keys[0]: value} | ({keys[1]: options} if options else {})
     return found
+
+
+def names_of(config: Config) -> dict[str, Any]:
+    """`names_in` of a run's configuration."""
+    pipeline = {**vars(config.pipeline), "boundary": vars(config.pipeline.boundary)}
+    replicas = {"method": config.method, **vars(config.replicas)}
+    return names_in({"replicas": replicas, "model": vars(config.model), "pipeline": pipeline})
+
+
+def check_code(config: Config) -> None:
+    """Import the parts of a run that are somebody's own, and make each once; but for a boundary, which wants to know
+    the stream's width first. Loads torch where there are any.
+
+    Raises:
+        ValueError: in one line, where one is absent, is no such part, or takes other options; or where they do not go
+            together by what they say of themselves.
+    """
+    named, choice = names_of(config), dict(getattr(config.replicas, "choice", {}))
+    for axis, (section, key, options, interface, *_) in CODE.items():
+        name, own = named.get(f"{section}.{key}"), named.get(f"{section}.{options}", {})
+        if name is None or not interface:
+            continue
+        try:
+            if axis == "boundary":
+                part_class(axis, name, own, 1)
+                continue
+            made = make(axis, name, own)
+            if axis in choice:
+                choice[axis] = member(axis, made)
+                refuse(choice)
+        except ValueError as error:
+            raise ValueError(f"{section}.{error}") from error
 
 
 def check(path: Path, tables: Mapping[str, Any], *, trust: bool) -> None:

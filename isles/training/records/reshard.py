@@ -102,7 +102,7 @@ def first_blocks(config: Config) -> list[Any]:
         return [list(cuts) for cuts in config.pipeline.ravnest.clusters]
     if config.pipeline.stages == 1:
         return []
-    return [piece.blocks.start for piece in planned_cut(config).pieces[1:]]
+    return list(planned_cut(config).begins)
 
 
 def run_facts(config: Config) -> dict[str, Any]:
@@ -307,11 +307,12 @@ def cut_notes(saved: Config, config: Config, step: int) -> list[str]:
         f"going on in {new} stage{'s' if new > 1 else ''} a replica instead of {old} after step {step}, cut by name"
     )
     notes = [stated + ": weights, moments, anchors, momenta and what is under way keep their bits"]
-    if first_blocks(saved) != first_blocks(config) and saved.pipeline.boundary.kind.startswith("dct"):
+    kind = saved.pipeline.boundary.kind
+    what = {"dct": "masks", "own": "boundaries"}.get(boundary_name(kind).kind)
+    if what and first_blocks(saved) != first_blocks(config):
         masked = [block - 1 for block in first_blocks(config)]
         notes.append(
-            f"the masks of {saved.pipeline.boundary.kind} are part of the model, and stand behind blocks {masked} now: "
-            "the loss may jump"
+            f"the {what} of {kind} are part of the model, and stand behind blocks {masked} now: the loss may jump"
         )
     codec = str(getattr(config.replicas, "codec", "none"))
     if codec not in ("none", "bf16", "fp16"):

@@ -8,7 +8,7 @@ import random
 import pytest
 
 from benchmarks._reference import REFERENCE, instance
-from isles.network.routing.problem import Costs, Problem
+from isles.network.routing.problem import RoutingCosts, RoutingProblem
 
 
 def drawn(seed, sizes=(2, 2, 2), *, path_length=3, memory=2, waves=2, slowest=1.0, costs=None):
@@ -19,14 +19,14 @@ def drawn(seed, sizes=(2, 2, 2), *, path_length=3, memory=2, waves=2, slowest=1.
         for v in range(u):
             delays[u][v] = delays[v][u] = round(rng.uniform(0.05, 1.5), 3)
     cuts = [sum(sizes[:k]) for k in range(len(sizes) + 1)]
-    return Problem(
+    return RoutingProblem(
         stages=tuple(tuple(range(low, high)) for low, high in itertools.pairwise(cuts)),
         delays=tuple(map(tuple, delays)),
         forward=tuple(round(rng.uniform(0.2, slowest), 3) for _ in range(count)),
         path_length=path_length,
         memory=memory,
         waves=waves,
-        costs=costs or Costs(),
+        costs=costs or RoutingCosts(),
     )
 
 

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from isles.network.routing.assignment import Scores, aligned, assign, bottleneck
+from isles.network.routing.search import Scores, aligned, assign, bottleneck
 from tests.network.routing.instances import drawn, reference
 
 

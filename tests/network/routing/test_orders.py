@@ -5,9 +5,8 @@ import random
 
 import pytest
 
-from isles.network.routing.events import AtOnce, in_flight, orders
+from isles.network.routing.events import AtOnce, Route, fixed_routes, in_flight, orders
 from isles.network.routing.replay import TaskSeconds, in_order, replay
-from isles.network.routing.routes import Route, fixed_routes
 
 
 def words(tasks):

@@ -6,11 +6,10 @@ import math
 import pytest
 
 from isles.network.links import Links, links
-from isles.network.routing.plan import PipelinePlan, as_json, plan_network, read_plan
-from isles.network.routing.problem import Problem, replay_paths
+from isles.network.routing.plan import PipelinePlan, as_json, delays_of, fingerprint, plan_network, read_plan, slips
+from isles.network.routing.problem import RoutingProblem, replay_paths
 from isles.network.routing.replay import Sizes
 from isles.network.routing.search import blind
-from isles.network.routing.speeds import delays_of, fingerprint, slips
 from tests.network.routing.instances import drawn
 
 
@@ -114,7 +113,7 @@ def two_origins(overhead: float = 0.0) -> PipelinePlan:
     network = Links(bandwidth=[1e3, 1e12, 1e12], latency=0.5, uplinks=[0, 0, 1, 2])
     lines = plan_network(network, 4, Sizes(forward=125, home=125, backward=125), overhead)
     delays = delays_of(network, 4, 125, overhead)
-    problem = Problem(
+    problem = RoutingProblem(
         stages=((0, 1), (2, 3)),
         delays=delays,
         forward=(1.0, 1.0, 1e-9, 1e-9),

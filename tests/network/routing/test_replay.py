@@ -10,7 +10,7 @@ import torch
 from isles.comm.transport import Deadlines
 from isles.comm.virtual.cluster import run_virtual
 from isles.network.links import Links, Topology, links
-from isles.network.routing.events import AtOnce, in_flight, orders
+from isles.network.routing.events import AtOnce, Route, fixed_routes, in_flight, orders, random_routes, visited
 from isles.network.routing.replay import (
     Delays,
     LinkWire,
@@ -21,7 +21,6 @@ from isles.network.routing.replay import (
     in_order,
     replay,
 )
-from isles.network.routing.routes import Route, fixed_routes, random_routes, visited
 
 GRID = list(itertools.product((1, 2, 3, 4), (1, 2, 3, 4), range(1, 9)))
 

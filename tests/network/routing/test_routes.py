@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from isles.network.routing.routes import (
+from isles.network.routing.events import (
     Route,
     Task,
     check_routes,

@@ -9,13 +9,12 @@ import pytest
 
 from benchmarks._reference import paths_of
 from isles.network.links import Links, Topology, links
-from isles.network.routing.assignment import assign
-from isles.network.routing.plan import broken_rules
+from isles.network.routing.plan import broken_rules, delays_of
 from isles.network.routing.problem import (
     BestPaths,
-    Costs,
     PathRules,
-    Problem,
+    RoutingCosts,
+    RoutingProblem,
     legal_orders,
     lower_bounds,
     replay_paths,
@@ -23,11 +22,18 @@ from isles.network.routing.problem import (
     routes_of,
 )
 from isles.network.routing.replay import LinkWire, Sizes
-from isles.network.routing.search import Effort, Stopwatch, blind, strategies, with_collisions, without_collisions
-from isles.network.routing.speeds import delays_of
+from isles.network.routing.search import (
+    SearchEffort,
+    Stopwatch,
+    assign,
+    blind,
+    routing_strategies,
+    with_collisions,
+    without_collisions,
+)
 from tests.network.routing.instances import drawn, reference
 
-QUICK = Effort(moves=1500)
+QUICK = SearchEffort(moves=1500)
 
 
 def legal_paths(problem, origin):
@@ -86,7 +92,7 @@ def test_a_plan_over_latencies_alone_is_the_same_over_links():
         )
 
 
-@pytest.mark.parametrize("costs", [Costs(), Costs(rest=0.13, rest_at_origin=0.09)])
+@pytest.mark.parametrize("costs", [RoutingCosts(), RoutingCosts(rest=0.13, rest_at_origin=0.09)])
 def test_stopwatch_is_the_replay(costs):
     for seed in range(20):
         problem = drawn(seed, (3, 2, 2, 3), path_length=3, waves=3, costs=costs)
@@ -121,7 +127,7 @@ def test_every_plan_is_legal_conserves_and_stays_above_the_bounds():
         if visits > 0.8 * problem.memory * sum(sizes[1:]):
             continue
         try:
-            found = strategies(problem, Effort(moves=300), case)
+            found = routing_strategies(problem, SearchEffort(moves=300), case)
         except ValueError as error:
             assert "no legal paths" in str(error)
             continue
@@ -147,7 +153,7 @@ def test_every_plan_is_legal_conserves_and_stays_above_the_bounds():
 
 def test_the_same_seed_gives_the_same_plan():
     problem = drawn(0, (2, 3, 3), path_length=2)
-    once, again = (strategies(problem, QUICK, seed=4) for _ in range(2))
+    once, again = (routing_strategies(problem, QUICK, seed=4) for _ in range(2))
     assert [strategy.paths for strategy in once] == [strategy.paths for strategy in again]
     assert blind(problem, 1) != blind(problem, 2)
 
@@ -155,10 +161,10 @@ def test_the_same_seed_gives_the_same_plan():
 def test_all_strategies_are_equal_where_all_links_are():
     count = 9
     delays = tuple(tuple(0.0 if u == v else 0.5 for v in range(count)) for u in range(count))
-    problem = Problem(
+    problem = RoutingProblem(
         stages=((0, 1, 2), (3, 4, 5), (6, 7, 8)), delays=delays, forward=(0.4,) * count, path_length=3, memory=1
     )
-    found = strategies(replace(problem, rules=PathRules(swaps=0)), QUICK)
+    found = routing_strategies(replace(problem, rules=PathRules(swaps=0)), QUICK)
     assert len({round(strategy.played.makespan, 9) for strategy in found}) == 1
 
 
@@ -169,7 +175,7 @@ def test_a_slow_node_gets_fewer_visits():
     )
     visits = []
     for problem in (even, slow):
-        plan = strategies(problem, QUICK)[-1].paths
+        plan = routing_strategies(problem, QUICK)[-1].paths
         visits.append(sum(3 in path for path in plan.values()))
     assert visits[1] < max(visits[0], 1)
 
@@ -191,9 +197,9 @@ def test_bad_problems_are_one_line(change, reported):
     with pytest.raises(ValueError, match=reported):
         replace(drawn(0), **change)
     with pytest.raises(ValueError, match="moves = 0"):
-        Effort(moves=0)
+        SearchEffort(moves=0)
     with pytest.raises(ValueError, match="time_budget_s = 0"):
-        Effort(seconds=0)
+        SearchEffort(seconds=0)
 
 
 def test_too_many_origins_are_reported():
@@ -232,8 +238,8 @@ def test_forty_two_nodes_around_the_world(seed):
     sizes = (7, 5, 5, 5, 5, 5, 5, 5)
     delays = delays_of(links("worldwide"), 42, 4e6, 0.05)
     stages = assign(sizes, delays, [1.0] * 42, seed=seed, seconds=20)
-    problem = Problem(stages=stages, delays=delays, forward=(1.0,) * 42, path_length=6)
-    plan = strategies(problem, Effort(moves=5000), seed)[-1]
+    problem = RoutingProblem(stages=stages, delays=delays, forward=(1.0,) * 42, path_length=6)
+    plan = routing_strategies(problem, SearchEffort(moves=5000), seed)[-1]
     assert not broken_rules(problem, plan.paths)
     assert plan.played.makespan <= 1.6 * max(lower_bounds(problem).values())
 
@@ -266,7 +272,7 @@ def test_own_plans_of_the_reference():
     wanted = {"instance_shipped": (33.32, 34.4), "instance_head_defaults": (0.91 * 78.694, 80.0)}
     for name, (most, unaware) in wanted.items():
         problem, _ = reference(name)
-        whole, _, without, plan = strategies(problem, Effort(moves=3000))
+        whole, _, without, plan = routing_strategies(problem, SearchEffort(moves=3000))
         assert plan.played.makespan <= most and without.played.makespan <= unaware
         assert not broken_rules(problem, plan.paths)
         assert plan.played.makespan <= 0.45 * whole.played.makespan  # the paper: up to 55 % shorter

@@ -11,7 +11,7 @@ import pytest
 
 from isles.membership.late_shares import Delivery
 from isles.membership.round_commit import Ballot, Graces, RoundState
-from isles.replicas.loop.quorum import QuorumExchange
+from isles.replicas.loop.round_exchange import QuorumExchange
 from tests.membership import test_quorum as rounds
 from tests.membership.interleavings import start, walk
 from tests.training.elastic import test_late as late

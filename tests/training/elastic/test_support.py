@@ -104,6 +104,9 @@ def test_a_lighthouse_names_no_code() -> None:
         _configuration(b'[model]\nfactory = "os:system"\n', LocalSettings(), in_rounds)
     with pytest.raises(ValueError, match=r"os:system.* imports nothing"):
         _configuration(b'[replicas]\nmethod = "os:system"\n', LocalSettings(), in_rounds)
+    for named in (b"replicas.codec", b"replicas.rule", b"pipeline.routing", b"pipeline.boundary.kind"):
+        with pytest.raises(ValueError, match="is code of its own, os:system, and a worker that joins imports nothing"):
+            _configuration(named + b' = "os:system"\n', LocalSettings(), in_rounds)
     for damaged in (b"\xff\xfe", b"run = 3\n", b"a." * 100_000 + b"a = 1"):
         with pytest.raises(ValueError, match="configuration is damaged: ") as told:
             _configuration(damaged, LocalSettings(), in_rounds)

@@ -8,8 +8,7 @@ from typing import Literal, get_args
 from typing_extensions import override
 
 from isles.base.errors import demand
-from isles.replicas.config import MethodConfig, at_least, one_of
-from isles.replicas.search_space import Dimension
+from isles.replicas.config import Dimension, MethodConfig, at_least, one_of
 
 Base = Literal["sign", "sgd", "muon"]
 Projection = Literal["dct", "identity", "random"]

@@ -6,12 +6,20 @@ from dataclasses import dataclass
 from typing import Literal
 
 from isles.comm.codecs.kinds import CODECS, read_codec
-from isles.replicas.config import Feedback, at_least, check_feedback, momentum_in_range, one_of, positive_rate
-from isles.replicas.loop.config import WeightedConfig
+from isles.replicas.config import (
+    Feedback,
+    PartsConfig,
+    WeightedConfig,
+    at_least,
+    check_feedback,
+    momentum_in_range,
+    one_of,
+    positive_rate,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
-class DiLoCoXConfig(WeightedConfig):
+class DiLoCoXConfig(PartsConfig, WeightedConfig):
     """Settings of `dilocox`."""
 
     sync_every: int = 125
@@ -27,7 +35,7 @@ class DiLoCoXConfig(WeightedConfig):
     rank: int | None = None
     """Rank of the factors at first (r_1); left out, an eighth of the width most matrices have; 0: no low rank."""
     codec: str = "int4"
-    """Form of the factors, or of everything with rank = 0."""
+    """Form of the factors, or of everything with rank = 0; package.module:Class, which sends every entry."""
     min_compression_rate: float | None = None
     """Matrices that would not shrink by more travel dense; left out, 2."""
     start_compress: int | None = None
@@ -48,8 +56,9 @@ class DiLoCoXConfig(WeightedConfig):
         momentum_in_range(self.outer_momentum)
         one_of("delay", self.delay, ("carry", "restart", "none"))
         at_least("rank", self.rank or 0, 0)
-        read_codec(self.codec)  # refuses an unknown one
-        if self.codec not in CODECS and self.rank != 0:
+        named = read_codec(self.codec)  # refuses an unknown one
+        self.check_own()
+        if self.codec not in CODECS and not named.is_own and self.rank != 0:
             raise ValueError(
                 f"codec = {self.codec} leaves out entries of factors: choose one such as int4, or rank = 0"
             )

@@ -118,11 +118,12 @@ def resized(basis: Tensor, rank: int, seed: int) -> Tensor:
 
 def factors_form(config: DiLoCoXConfig, shapes: Sequence[Sequence[int]]) -> Form:
     """In what form a model of `shapes` travels."""
+    values = codec(config.codec, config.options_of("codec"))
     if config.rank == 0:
-        return codec(config.codec)
+        return values
     return LowRank(
         rank=config.rank or usual_width(shapes) // 8 or 1,
-        values=codec(config.codec),
+        values=values,
         min_compression_rate=2.0 if config.min_compression_rate is None else config.min_compression_rate,
         start=2 if config.start_compress is None else config.start_compress,
     )

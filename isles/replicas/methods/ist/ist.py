@@ -38,7 +38,7 @@ from typing_extensions import override
 
 from isles.base.modes import HostCopies, arena, is_away, pinned_bytes, to_host
 from isles.comm.codecs import codec
-from isles.comm.collectives.headers import Stamp, packed
+from isles.comm.collectives.basic import Stamp, packed
 from isles.comm.collectives.mean import pattern, working_bytes
 from isles.comm.errors import WorkerFailed
 from isles.comm.tags import Channel
@@ -48,12 +48,11 @@ from isles.models.subnet import fit, put, reads, split_axes, take
 from isles.network.exchange_plan import PINNED, Cross, MemoryItem, PlannedExchange, Rhythm, by_size
 from isles.replicas.exchange_schedule import everyone
 from isles.replicas.flat import FlatParameters, all_finite
-from isles.replicas.methods.ist.config import ISTConfig
-from isles.replicas.methods.ist.partition import Division
-from isles.replicas.methods.ist.store import WEIGHT, Key, Store
+from isles.replicas.methods.config import ISTConfig
+from isles.replicas.methods.ist.store import WEIGHT, Division, Key, Store
 from isles.replicas.start import OTHER_STATE, among_even
-from isles.replicas.step_guards import Scaled
 from isles.replicas.sync import ReplicaSync
+from isles.replicas.watch import Scaled
 
 
 class Subnet:

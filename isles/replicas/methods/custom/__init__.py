@@ -1,0 +1,1 @@
+"""A method put together from parts: any choice of Isles' own, or of yours."""
