@@ -607,7 +607,7 @@ def defined_in(tree: ast.Module) -> set[str]:
 
 
 def test_modules_and_objects_that_texts_name_exist() -> None:
-    """`isles.x.y` in sources and pages."""
+    """`isles.x.y` in sources and pages; modules at the start of a line of a package's docstring."""
     pages = [*(ROOT / "docs").glob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
     named = {
         (name, path)
@@ -619,6 +619,9 @@ def test_modules_and_objects_that_texts_name_exist() -> None:
         module = module_named(name, modules) or ""
         known = defined_in(modules[module][0]) | (methods if module == "isles" else set())
         assert {*name.removeprefix(module).split(".")} <= {"", *known}, f"{where(path)}: {name}"
+    for module, (tree, is_package) in modules.items():
+        listed = re.findall(r"^`(\w+)`  ", ast.get_docstring(tree) or "", re.MULTILINE) if is_package else []
+        assert {f"{module}.{name}" for name in listed} <= {*modules}, module
 
 
 def test_parameters_that_docstrings_explain_exist() -> None:

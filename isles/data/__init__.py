@@ -4,7 +4,7 @@ A `Corpus` is shared and immutable; a `Loader` is one worker's light view of it.
 torch nor NumPy; the names below load on first use.
 
 `config`   the `[data]` section
-`prepare`  files to a corpus; `documents`: texts of source files; `tokenizer`: text to ids
+`prepare`  source files to a corpus; `tokenizer`: text to ids
 `corpus`   tokens for training and validation; `loader`: a worker's batches
 """
 

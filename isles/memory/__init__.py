@@ -3,6 +3,7 @@
 
 Planned, without torch:
 
+`config`        the `[memory]` section
 `costs`         what each choice for a block takes on the device, the host, the disk and every lane
 `flow`          the bytes, weights and lanes of a step, which `lanes` simulates and `runner` does
 `search`        the fastest plan that fits; `plan`: a plan as data

@@ -3,7 +3,7 @@
 `ModelConfig` and the counts of `sizes` are importable without torch; the names below load on first use.
 
 `config`    the `[model]` section; `factory`: from it to a model; `model_limits`: its limits, before it is built
-`decoder`   Isles' own model; `hf`: to and from transformers; `sizes`: named shapes; `generate`: text after a prompt
+`decoder`   Isles' own model; `hf`: to and from transformers; `sizes`: named shapes
 `blocks`    a model's blocks; `cuts`: where it is cut into stages; `stages`: those stages
 `subnet`    narrower models out of its units; `subspace`: a residual stream in a subspace
 """

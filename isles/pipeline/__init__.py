@@ -3,7 +3,7 @@
 `config`      the `[pipeline]` section
 `pipeline`    `Pipeline`: stages for a loop of one's own
 `routers`     the way of each microbatch; `partial`: by a plan of paths (SkipPipe)
-`executor`    one worker's share of a step; `compute`: forward and backward of one microbatch; `shares`: their cost
+`executor`    one worker's share of a step; `compute`: forward and backward of one microbatch
 `wire`        messages between stages; `boundaries`: what crosses, and in which form; `rowwise`: AdamW for a subspace
 `evaluation`  the loss of weights that lie in stages
 `recovery`    a lost stage made anew (CheckFree)

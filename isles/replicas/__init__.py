@@ -6,8 +6,8 @@
 `sync`               `ReplicaSync`, the base of all; `loop`: of those that exchange parameters; `gradient`: gradients
 `island`             several workers that are one replica
 `replica`            what a worker holds of its replica; `flat`: parameters as one vector; `start`: all begin as one
-`step_guards`        guards around `step`; `watch`: changes of a model that the optimizer must notice
-`config`             checks that settings share; `search_space`: what `isles tune` searches
+`watch`              what a user may do beside an optimizer, checked around each step
+`config`             settings that methods share, and what of them `isles tune` searches
 `exchange_schedule`  what a run will exchange and hold, for plans
 """
 

@@ -1,3 +1,3 @@
 """The six parts that outer methods are put together from: `interfaces`, and `choices` of them. `legal`: what goes
-together. `quadratic`, `stability`: rates that converge.
+together. `quadratic`: rates that converge.
 """

@@ -46,9 +46,9 @@ def sizes(units: int, workers: int) -> list[int]:
 def partition(layer: str, units: int, workers: int, sampler: str, seed: int, round: int) -> tuple[Tensor, ...]:
     """The units of every worker in `round`, ascending: within a subnet their order means nothing.
 
-    random: a random permutation, cut. stratified: each worker gets equally many (or one more or less) from each of
-    `workers` neighbouring runs, drawn at random there. rolling: neighbouring units, moved on by one each round. fixed:
-    the same ones in every round.
+    sampler: "random", a random permutation, cut; "stratified", equally many for each worker (or one more or less) from
+    each of `workers` neighbouring runs, drawn at random there; "rolling", neighbouring units, moved on by one each
+    round; "fixed", the same ones in every round.
     """
     if sampler in ("rolling", "fixed"):  # alike in all layers
         layer, seed = "", 0
@@ -83,7 +83,7 @@ def stored_ranges(units: int, workers: int, server: str) -> list[tuple[int, int]
 
 @lru_cache(maxsize=256)
 def _between(trained: tuple[Tensor, ...], units: int, server: str) -> Tensor:
-    """How many units each worker (rows) holds of what each keeps (columns), (n, n). held: of a layer, by worker."""
+    """How many units each worker (rows) holds of what each keeps (columns), (n, n). trained: of a layer, by worker."""
     n = len(trained)
     trainers = _run(n).repeat_interleave(numbers(*map(len, trained)))
     stops = numbers(*(stop for _, stop in stored_ranges(units, n, server)))
