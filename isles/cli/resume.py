@@ -18,7 +18,7 @@ from isles.cli.train import run as run_with_progress
 def resume(
     run: Annotated[Path, typer.Argument(help="Directory of a run that was interrupted or broke off.")],
     workers: Annotated[
-        int | None, typer.Option(help="Go on with so many workers; says what is kept and lost. Default: as before.")
+        int | None, typer.Option(help="Continue with this many workers; prints what changes. Default: as before.")
     ] = None,
     step: Annotated[
         int | None, typer.Option(help="Go back to the checkpoint of this inner step. Default: the newest.")

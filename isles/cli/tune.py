@@ -97,7 +97,7 @@ def tune(
     print_table(trials_table(study))
     print(subtitle(study))
     if not complete(study):
-        raise ValueError("no trial has come to its end: give a larger --budget, or a lower inner.lr")
+        raise ValueError("no trial has ended: give a larger --budget, or a lower inner.lr")
     print(f"best    {out / 'best.toml'}", f"report  {write_report(out)}", sep="\n")
 
 

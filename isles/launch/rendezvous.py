@@ -137,7 +137,7 @@ def _reach_host(
             if time.monotonic() > ends_at:
                 raise RendezvousFailed(
                     f"nobody answers at {node_spec.rendezvous} since {seconds:g} s ({error}): start node 0 there, or "
-                    f"mend --rendezvous, or let TCP port {number} in there"
+                    f"correct --rendezvous, or let TCP port {number} in there"
                 ) from None
             if not notified:
                 tell(f"nobody answers at {node_spec.rendezvous} yet ({error}); trying for {seconds:g} s")

@@ -206,7 +206,7 @@ def check(events: Sequence[ChurnEvent], *, workers: int, path: str = "churn") ->
 
 def _refusal(number: int, here: set[int], still: set[int]) -> str:
     if number in still:
-        return "it stands still; resume it first"
+        return "it is paused; resume it first"
     return "it is not paused" if number in here else "there is no such worker then"
 
 

@@ -282,7 +282,7 @@ class Topology:
             if self.near.uplinks is not None or self.near.pairs is not None or self.near.narrow_downlinks(workers):
                 raise ValueError(
                     "inner_links: inside an island every worker has a port of its own: leave uplinks and pairs out, "
-                    "and take a downlink that keeps nobody waiting"
+                    "and take a downlink on which no worker waits"
                 )
             self.rates += [self.near.rate(self.near.uplink_of(rank)) for rank in range(workers)]
 

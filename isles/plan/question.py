@@ -175,7 +175,7 @@ KINDS = (
 _ALONE = len(KINDS) - 1
 _ALIKE = "all workers stay equal, one exchange a round"
 _FRAGMENTS = "a fragment at a time travels behind the computation"
-_PAIRS = "nobody waits for more than one other worker"
+_PAIRS = "a worker waits for one other worker only"
 _PART = "little is sent, and what is left out is not lost"
 _LATE = "the exchange has a whole round to arrive"
 _INT8 = "codec = int8, anchor_codec = int8"
@@ -208,7 +208,7 @@ _ROWS: tuple[tuple[int, str, tuple[tuple[str, str], ...]], ...] = (
         (("ddp", "codec = powersgd:4, error_feedback = local"),),
     ),
     (2, _PART, (("dct-dp", "sparsity = 0.99"), ("sparta", "fraction = 0.005"), ("demo", ""))),
-    (_ALONE, "nobody waits for anybody", (("none", ""),)),
+    (_ALONE, "no worker waits for another", (("none", ""),)),
 )
 _EVERY = {"sparta": 1}
 

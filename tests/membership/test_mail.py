@@ -123,7 +123,7 @@ def test_rounds_long_over_are_forgotten() -> None:
     Posted(inbox, 5, Tag("outer", 9))
     assert missed.ended == [] and inbox.held() == 110
     Posted(inbox, 5, Tag("outer", 10))
-    assert missed.ended == ["nobody waits for it any more"] and inbox.held() == 10
+    assert missed.ended == ["it is no longer expected"] and inbox.held() == 10
     assert take(inbox, Tag("outer", 1, 1), bytes(100)) == TAKEN  # and not kept again
     assert inbox.held() == 10
 

@@ -106,7 +106,7 @@ def test_stages_keep_their_bits_between_processes(tmp_path: Path) -> None:
         (
             ["pipeline.recompute=true"],
             r"pipeline\.recompute = true does not go with a plan of memory and pipeline\.stages > 1: "
-            "the plan says what is made again",
+            "the plan says what is recomputed",
         ),
         (["pipeline.loss_at=origin"], r'computed at the origin, beside its stage: set pipeline\.loss_at = "last"'),
         (

@@ -314,4 +314,4 @@ def _deadlock(blocked: list[VirtualWorker]) -> None:
     first = min(blocked, key=lambda worker: (worker.clock, worker.rank))
     ranks = ", ".join(str(worker.rank) for worker in blocked)
     assert first.awaits is not None
-    first.awaits.fail(CommError(f"deadlock: workers {ranks} wait for messages that nobody will send"))
+    first.awaits.fail(CommError(f"deadlock: workers {ranks} wait for messages that are never sent"))

@@ -108,7 +108,7 @@ class Inbox:
                     known.posted[tag] = receive
             self._changed.notify_all()
         for old in abandoned:
-            old.ended("nobody waits for it any more")
+            old.ended("it is no longer expected")
         if has_passed:
             ended(RoundClosed(sender, ANOTHER))
         elif whole is not None:
@@ -321,4 +321,4 @@ class Inbox:
         for other in [other for other in known.unclaimed if old(other)]:
             self._drop_unclaimed(known, other)
         found = [known.posted.pop(other) for other in [other for other in known.posted if old(other)]]
-        return [receive for receive in found if receive.end("nobody waits for it any more")]
+        return [receive for receive in found if receive.end("it is no longer expected")]

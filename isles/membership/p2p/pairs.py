@@ -283,7 +283,7 @@ class PeerConnections:
                 self._changed.wait_for(lambda: self._incoming.get((peer, lane)) or self._closed, _CALL)
                 if came := self._incoming.pop((peer, lane), []):
                     return came[-1]
-            raise LinkLost("it did not come")
+            raise LinkLost("it did not connect")
         finally:
             with self._changed:
                 self._awaits.discard((peer, lane))

@@ -102,7 +102,7 @@ class Engine(ABC):
             come = self.changed.wait_for(lambda: event.happened or self.failed is not None or self.closed, DEADLINE)
         self.check()
         if self.closed and not event.happened:
-            raise RuntimeError(f"memory: {what} will not come: the run under the plan was given up")
+            raise RuntimeError(f"memory: {what} will not arrive: the run under the plan was abandoned")
         if not come:
             raise TimeoutError(f"memory: {what} did not come within {DEADLINE:.0f} s")
 
@@ -120,7 +120,7 @@ class Inline(Engine):
 
     def wait_for(self, event: LaneEvent, what: str) -> None:
         """Nothing is under way that could bring it."""
-        raise RuntimeError(f"memory: {what} cannot come: the plan does not fit its budget")
+        raise RuntimeError(f"memory: {what} cannot arrive: the plan does not fit its budget")
 
 
 IDLE = 60.0  # seconds without work, after which a lane's thread ends

@@ -596,7 +596,7 @@ def counts_alike(config: MethodConfig, parts: Composition, roster: Roster) -> bo
     elif parts.rule.needs_residual:
         why = "what does not travel stays a worker's own, and would be scaled too"
     elif parts.on_broken == "leave out":
-        why = "who is left out would count in the divisor"
+        why = "a worker that is left out would count in the divisor"
     elif parts.on_peer_failure == "solo" or not isinstance(roster, FixedRoster):
         why = "workers may be lost or change, and weights are of those of the start"
     else:

@@ -574,7 +574,7 @@ def round_exchange_for(
     if not (roster.grows and agrees):
         if takes_quorum:
             raise ValueError(
-                'on_late = "quorum": where nobody comes and goes all are waited for; choose "wait", or use isles '
+                'on_late = "quorum": in a world of fixed size all are waited for; choose "wait", or use isles '
                 "lighthouse, or isles simulate --churn"
             )
         return RoundExchange(roster, parts)
@@ -586,7 +586,7 @@ def round_exchange_for(
     if parts.landing.moves_reference or parts.rule.needs_residual:
         why = "what was learned meanwhile is added to weights that land on the anchor"
     elif parts.feedback is not None or parts.codec.name.startswith("powersgd"):
-        why = "what a codec keeps from round to round is not kept of shares that come late"
+        why = "a codec's state from round to round is not available for late shares"
     if why is not None:
         raise ValueError(f'on_late = "quorum": {why}; choose "wait", or other parts')
     return QuorumExchange(roster, parts, deliveries, land)

@@ -267,7 +267,7 @@ class Composition:
             )
         if self.rule.needs_residual:
             return "a worker keeps what did not travel of its weights, which is what is broken"
-        return "nothing travels, so there is nobody to leave out" if self.choice["mixing"] == "nobody" else None
+        return "nothing travels, so there is no worker to leave out" if self.choice["mixing"] == "nobody" else None
 
     @property
     def choice(self) -> dict[str, str]:

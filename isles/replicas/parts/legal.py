@@ -72,7 +72,7 @@ TABLE: tuple[Row, ...] = (
     Row(
         "refused",
         {"mixing": ("nobody",), "cadence": LATE},
-        "nothing travels, so nothing has to come late",
+        "nothing travels, so no answer has to be late",
         "overlap_steps = 0 and outer_delay = 0",
     ),
     Row(
@@ -189,9 +189,9 @@ BY_NUMBERS: tuple[tuple[Literal["refused", "warned"], str, str], ...] = (
         "ist with fragments, a codec or an outer rule",
         "a unit has one holder, so there is no mean to be formed",
     ),
-    ("refused", "ist with fewer units in a layer than workers", "somebody would hold none"),
+    ("refused", "ist with fewer units in a layer than workers", "some worker would hold none"),
     ("warned", "gamma >= 2 (1 - outer_momentum^2), in pairs", "replicas drift apart in large worlds"),
-    ("warned", "fewer rounds than 20 / (1 - outer_momentum)", "the momentum does not come up to speed"),
+    ("warned", "fewer rounds than 20 / (1 - outer_momentum)", "the momentum does not reach its full size"),
     ("warned", "eager with more than 2 workers and outer_lr > 1 - outer_momentum", "it is fresh by 1/workers only"),
     ("warned", "sync_every no multiple of the fragments", "they are sent at uneven steps"),
 )

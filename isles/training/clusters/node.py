@@ -353,7 +353,7 @@ class ClusterWorker(TrainingLoop):
         self._serve().begin_after(self.steps, self.reading.after(self.steps))
         if is_new:
             notice = f"worker {self.world.rank} serves stage {stage} of cluster {cluster} from step {self.steps} on"
-            self._note(notice if self._is_open else f"{notice}, in place of one that was lost")
+            self._note(notice if self._is_open else f"{notice}, replacing one that was lost")
         if stage == 0 and self._is_open and cluster in assignment.out:
             notice = f"cluster {cluster} begins at step {self.steps} with the others' weights"
             self._note(f"{notice}: {assignment.describe_cluster(cluster)}")

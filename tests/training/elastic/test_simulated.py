@@ -227,9 +227,9 @@ def test_pools_compute_what_they_plan(tmp_path: Path) -> None:
 
 def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
     config = small(tmp_path, 2, 4, virtual={"pause_every": 60.0})
-    with pytest.raises(ValueError, match=r"pause_every = 60.0 does not go with --churn: pauses stand in the trace"):
+    with pytest.raises(ValueError, match=r"pause_every = 60.0 does not go with --churn: pauses are in the trace"):
         trace_of(config, "10%/h")
-    with pytest.raises(ValueError, match=r"max_members = 3 does not go with --churn: the trace says who comes"):
+    with pytest.raises(ValueError, match=r"max_members = 3 does not go with --churn: the trace has the joiners"):
         trace_of(small(tmp_path, 2, 4, elastic={"max_members": 3}), "10%/h")
     with pytest.raises(ValueError, match=r"--nodes"):
         going_on(resolve({"replicas": {"method": "ddp"}, "world": {"backend": "virtual"}}))
