@@ -117,7 +117,7 @@ _COLUMNS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("forwards in flight", "forwards", str),
     ("saved inputs", "saved", format_bytes),
     ("sends a step", "step_bytes", format_bytes),
-    ("an average", "average_bytes", format_bytes),
+    ("sent per average", "average_bytes", format_bytes),
 )
 """Of workers that hold stages: head, field of a `WorkerPlan`, its text."""
 

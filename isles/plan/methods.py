@@ -7,8 +7,9 @@ the workers.
 
 A candidate is sketched once, and then retimed for each H. Up to 16 workers what is shown is replayed message by
 message, as a dry run replays it: the run, where its tokens are known, else the long run. Where that is too much, and in
-the search of H and of rates, alike workers are played once (`isles.plan.worker_classes`), and the devices of a site
-count as one worker: an inner step takes as long as that of the method inside, and what has landed is spread behind it.
+the search of H and of rates, workers with equal links are simulated once (`isles.plan.worker_classes`), and the
+devices of a site count as one worker: an inner step takes as long as that of the method inside, and what has landed is
+spread behind it.
 
 Left out: the time to encode, workers of unequal speed. With ist computing is that of a worker's part.
 
@@ -49,13 +50,13 @@ EVERY = (10, 20, 30, 50, 100, 200, 300, 500)
 MOST_REPLAYED = 16
 """Workers."""
 _CLASSES = 3
-_ROUNDS, _MOST_ROUNDS = 4, 20  # that are played, at least and at most
+_ROUNDS, _MOST_ROUNDS = 4, 20  # that are simulated, at least and at most
 _MESSAGES = 10_000  # in all of them, of all workers
 _SHOWN, _TRIED, _WANTED = 2_000, 200, 50  # in a round of representatives: of what is shown, for an H, and for a rate
-_LONGEST = 2_000  # inner steps of a round that is played
+_LONGEST = 2_000  # inner steps of a round that is simulated
 _PAIRED, _ANY = 64, "lan"  # workers whose pairs stand for those of any number, and a network that does not count them
 _MOST_PARTS = 256  # workers, each of which sends another part to each other
-_STEPS, _MOST_MICROBATCHES = 4, 512  # of a site's stages that are played
+_STEPS, _MOST_MICROBATCHES = 4, 512  # of a site's stages that are simulated
 _PART = KINDS.index("a part of the model at each worker")
 
 
@@ -216,7 +217,7 @@ class PlannedMethod:
         else:
             rounds = steps / self.every
             found = replays.run(records, rhythm, steps)
-        assert found is not None, "its caller has looked that it can be played"
+        assert found is not None, "its caller has looked that it can be simulated"
         return TimeAccount(found.computing / rounds, found.waiting / rounds)
 
     @cached_property
@@ -307,11 +308,11 @@ def inside_share(question: PlanQuestion) -> float:
         return 1.0
     if question.stages > 1:
         if question.batches * question.stages > _MOST_MICROBATCHES:
-            raise ValueError(f"{question.batches * question.stages} microbatches in a site: too many to be played")
+            raise ValueError(f"{question.batches * question.stages} microbatches in a site: too many to simulate")
         config = _config(question, Candidate(method="none", kind=0, why=""), _STEPS)
         site = sketch_quietly(_in_world(config, workers=question.devices, shares_uplink=False))
         account = replayed(site, site.config.network, staged_steps(site))
-        assert account is not None, "so few are played"
+        assert account is not None, "so few are simulated"
         return account.share
     text = None if question.step_tokens is None else question.step_tokens / question.sites
     alone = replace(question, workers=question.devices, devices=1, network=question.near, tokens=None, step_tokens=text)

@@ -41,7 +41,7 @@ from isles.training.swarm.step import origin_room
 _LEDGER_NUMBERS, _VOTE_NUMBERS = 2, len(PeerStats._fields) + COMERS
 """Numbers that a peer sends of itself in the two agreements of a step; the first carries its ledger, too."""
 _STEPS = 5
-"""Steps that are played behind the first."""
+"""Steps that are simulated behind the first."""
 
 
 def plan_swarm(config: Config) -> RunPlan:

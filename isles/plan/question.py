@@ -124,8 +124,8 @@ class PlanQuestion:
 
 def decoder_of(wanted: float, layers: int) -> ModelConfig:
     """The decoder of so many layers and about so many parameters: heads 64 wide, an MLP about four times as wide as its
-    stream, a vocabulary of bytes, a head of its own, so that no stream comes home to the embedding. ValueError where
-    there is none within 1 %.
+    stream, a vocabulary of bytes, a head of its own (untied), so that no stream returns to the embedding.
+    ValueError where there is none within 1 %.
     """
     if not 0 < wanted <= MOST_PARAMETERS:
         raise ValueError(f"parameters = {wanted:g}: choose a number above 0, up to {MOST_PARAMETERS:g}")

@@ -27,11 +27,11 @@ def device_of(config: Config) -> str:
 class WorkerPlan:
     """What workers that are alike hold and send.
 
-    ranks: of these. blocks: [first, stop) of the model's. memory: bytes at the fullest; with activations where `held`
-    names them. versions: of the weights that it holds, the newest among them. microbatches: of a step whose forward
-    pass it does. forwards: that it keeps at the most for their backward pass; saved: bytes of what came for them,
-    beside `memory`. step_bytes: that a worker sends in a step, in a fixed pipeline to other stages; of unequal ones the
-    most. average_bytes: in an average of clusters. seconds: of computing a step.
+    ranks: of these. blocks: [first, stop) of the model's. memory: bytes at the peak; with activations where `held`
+    names them. versions: of the weights that it holds, the newest one included. microbatches: of a step whose forward
+    pass it does. forwards: most forward passes that wait for their backward pass; saved: bytes of their inputs, not in
+    `memory`. step_bytes: that a worker sends in a step, in a fixed pipeline to other stages; the most of unequal ones.
+    average_bytes: sent in an average of clusters. seconds: of computing a step.
     """
 
     ranks: tuple[int, ...]

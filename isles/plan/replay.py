@@ -3,7 +3,7 @@
     exchanges -> what each worker does (compute, start, wait) -> messages over pipes and topology -> Waits
 
 So `isles train --dry-run` says what the virtual clock will show, and `isles plan` what it would. Left out: what a
-method does in evaluations, pauses, jitter of the steps. A run of many steps is played in part: its beginning, some
+method does in evaluations, pauses, jitter of the steps. A run of many steps is simulated in part: its beginning, some
 rounds, its end; what is between is taken to wait as the later half of those rounds did.
 """
 
@@ -235,7 +235,7 @@ def _together(protocols: list[ReplaySteps]) -> ReplaySteps:
 
 
 PLAYED = 4
-"""Steps in a row of replicas in stages that are played, where there are too many to play each task of all."""
+"""Steps in a row of replicas in stages that are simulated, where there are too many to simulate each task."""
 
 
 class Agenda:
@@ -295,7 +295,7 @@ class Act(NamedTuple):
 
 
 class ReplayWorker:
-    """Acts an agenda out; exchanges in which it is alone take no time. steady: of a step that is not played by task."""
+    """Acts an agenda out; exchanges in which it is alone take no time. steady: of a step not simulated task by task."""
 
     def __init__(
         self,
@@ -429,7 +429,7 @@ class ReplayWorker:
 
 MESSAGES = 100_000
 """Two or three seconds."""
-_ROUNDS = 3  # of a run that is played in part, at least
+_ROUNDS = 3  # of a run that is simulated in part, at least
 _FACTOR = 4  # on MESSAGES, that so few rounds may take
 _SETTLING, _SETTLED = 3, 6  # steps before those are alike, and then
 
@@ -501,7 +501,7 @@ class RunReplay:
 
     step_seconds: of each worker, of a whole replica's step where it is `staged`. opening: exchanges before the first
     step, one after the other; they are not counted, but part the workers' starts and number the messages. seed: of the
-    jitter. messages: that are played of a run, or few more.
+    jitter. messages: that are simulated of a run, or few more.
     """
 
     topology: Topology
@@ -531,7 +531,7 @@ class RunReplay:
         return Waits(steps, computed, waited, for_stages, wire.messages)
 
     def run(self, records: ExchangeRecords, rhythm: Rhythm, steps: int) -> TimeAccount | None:
-        """Of a run of `steps` inner steps, played in part where it has more than `messages`. None where even a few
+        """Of a run of `steps` inner steps, simulated in part where it has more than `messages`. None where even a few
         rounds have many more.
         """
         every = rhythm.every

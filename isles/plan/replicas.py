@@ -274,7 +274,7 @@ def message_sizes(tokens: int, width: int, boundary: dict[str, Any]) -> Sizes:
 
 
 UTILISATION = 0.95  # for which a bandwidth is asked
-_SEARCHED = 10_000  # messages that are played for each rate that is tried
+_SEARCHED = 10_000  # messages that are simulated for each rate that is tried
 _OWN_RATE = 1e9  # bits per second, from which the search goes out where the network is not known
 
 

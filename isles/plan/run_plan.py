@@ -9,8 +9,8 @@ adds to a worker's memory, a parameter, for `isles methods --memory`.
     "1B, A100, 64k"    on another GPU of `isles.network.machines`, with so many tokens
     "1B, 2.5s"         a step of so many seconds
 
-The exchanges are those that the run's method makes of the named model, its buckets, fragments and ranks, played message
-by message as for `isles train --dry-run`. Where no rule waits on time no loss depends on them: a run can be priced on
+The exchanges are those that the run's method makes of the named model, its buckets, fragments and ranks, simulated
+message by message as for `isles train --dry-run`. Where no rule waits on time no loss depends on them: a run can be priced on
 any network without being trained again.
 """
 

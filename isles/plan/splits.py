@@ -29,9 +29,9 @@ from isles.replicas import method
 from isles.training.config.reading import resolve
 from isles.training.config.sections import Config
 
-_MESSAGES = 24_000  # that are played of a split
-_FEWEST = 4  # steps of a round that is played
-_WORKERS, _REPLICAS = 16, 4  # of a large fleet that are played: about so many workers, and replicas at the least
+_MESSAGES = 24_000  # of a split that are simulated
+_FEWEST = 4  # steps of a round that is simulated
+_WORKERS, _REPLICAS = 16, 4  # of a large fleet about this many workers, and at least this many replicas, are simulated
 _MOST_INSIDE, _MOST_STAGES = 8, 16
 Routing = Literal["fixed", "random"]
 
@@ -243,7 +243,7 @@ def _replayed(
     every: int,
 ) -> TimeAccount:
     """Of a round, in the long run. Where workers share stages, and so exchange in every step, most steps of long rounds
-    stand for those that are played.
+    stand for those that are simulated.
     """
     played = partial(_played, records, opening, staged, topology, run.config.world.virtual.step_seconds)
     if run.config.world.inner == 1 and run.rhythm(every).every > 1:
@@ -277,7 +277,7 @@ def _played(
     found = replays.long_run(lambda steps: some(records(steps)), Rhythm(0, every), rounds=6)
     if found is None:
         raise ValueError(
-            f"{topology.workers} workers exchange too often to be played: choose a larger --sync-every, or fewer "
+            f"{topology.workers} workers exchange too often to simulate: choose a larger --sync-every, or fewer "
             "--microbatches"
         )
     return found

@@ -1,12 +1,12 @@
-"""Alike workers played once: a few represent all, on links of their own.
+"""Workers with equal links are simulated once: a few represent all, on links of their own.
 
     workers with the same links -> classes, a representative each (two of a single class)
     exchange of n members       -> of the representatives: each sends in all what a member sends, in as many waves
     exchange of small groups    -> of two, whose links are those of a worker with its partners on average: of the worker
-                                   for whom that takes longest, for in time everybody has waited for it
+                                   for whom that takes longest, because in time every worker has waited for it
 
-Exact where all workers are alike and latencies do not vary, but for what parts their starts. A latency that varies is
-taken as long as the longest of those that a member waits for is on average. No matrix of all workers is made.
+Exact where all workers are alike and latencies do not vary, except for differences of their starts. A latency that varies
+is taken as long as the longest of those that a member waits for is on average. No matrix of all workers is made.
 
 Where there are still too many messages, segments of a mean that follow each other are taken for one, and so are
 exchanges of one flight, but for the last.
@@ -16,7 +16,7 @@ exchanges of one flight, but for the last.
 `churn_costs`: what workers that come and go cost a method, before a run: rounds alone, lost work, waiting, state
 transfers, and the lighthouse's traffic where it relays.
 
-Each worker dies at a constant rate, and another one joins in its stead at once. In rounds of R seconds:
+Each worker dies at a constant rate, and another one replaces it at once. In rounds of R seconds:
 
     a partner is lost     a view holds who lived when it was made, `AHEAD` rounds before it begins: whoever died since
                           then is still in it, and its partner is alone
@@ -132,7 +132,7 @@ def _longest(jitter: float, messages: int) -> float:
 
 @dataclass(frozen=True)
 class Representatives:
-    """Exchanges of all workers as those of `few` of them. few: None: all workers are played. coarse: of `LEVELS`."""
+    """Exchanges of all workers as those of `few` of them. few: None: all workers are simulated. coarse: of `LEVELS`."""
 
     few: int | None
     coarse: Coarseness = LEVELS[0]
