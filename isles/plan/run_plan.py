@@ -10,8 +10,8 @@ adds to a worker's memory, a parameter, for `isles methods --memory`.
     "1B, 2.5s"         a step of so many seconds
 
 The exchanges are those that the run's method makes of the named model, its buckets, fragments and ranks, simulated
-message by message as for `isles train --dry-run`. Where no rule waits on time no loss depends on them: a run can be priced on
-any network without being trained again.
+message by message as for `isles train --dry-run`. Where no rule waits on time no loss depends on them, so a run can be
+priced on any network without being trained again.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
     exchange of small groups    -> of two, whose links are those of a worker with its partners on average: of the worker
                                    for whom that takes longest, because in time every worker has waited for it
 
-Exact where all workers are alike and latencies do not vary, except for differences of their starts. A latency that varies
+Exact where all workers are alike and latencies do not vary, except for differences of their starts. A varying latency
 is taken as long as the longest of those that a member waits for is on average. No matrix of all workers is made.
 
 Where there are still too many messages, segments of a mean that follow each other are taken for one, and so are

@@ -149,7 +149,7 @@ def test_nobody_waits_for_what_was_given_up(monkeypatch: pytest.MonkeyPatch) -> 
         threading.Timer(0.1, go_on.set).start()
         raise KeyboardInterrupt
     assert not _threads()
-    with pytest.raises(RuntimeError, match=r"the update of blocks\.\d will not come: the run .* was given up"):
+    with pytest.raises(RuntimeError, match=r"the update of blocks\.\d will not arrive: the run .* was abandoned"):
         managed.state_dict()
     assert model.state_dict()
 

@@ -220,7 +220,7 @@ def test_the_same_again_and_by_the_command(tmp_path: Path) -> None:
         (("world.elastic.max_members=9",), "world.elastic.max_members = 9 does not go with --churn: the trace"),
         (
             ("world.elastic.join_state=anchors",),
-            'world.elastic.join_state = "anchors" does not go with --churn and peers: who comes',
+            'world.elastic.join_state = "anchors" does not go with --churn and peers: a joiner',
         ),
     ],
 )
