@@ -142,7 +142,7 @@ def priced(config: Config, text: str, over: str | None = None) -> SummaryTable:
     world = replace(config.world, backend="virtual", virtual=virtual)
     waits = [f"world.virtual.{key}" for key, _ in non_defaults(virtual) if key in ("step_jitter", "pause_every")]
     if waits or config.pipeline.skippipe.plan or kind_of(config.pipeline).has_peers:
-        raise ValueError(f"--as {text}: {(*waits, 'pipeline.routing')[0]} makes the run hang on time; leave it out")
+        raise ValueError(f"--as {text}: {(*waits, 'pipeline.routing')[0]} makes the run depend on time; leave it out")
     model = ModelConfig(size=size, dtype=config.model.dtype, device="cpu")
     data, run = replace(config.data, tokenizer="bytes"), replace(config.run, start="", priced_as="")
     plan = plan_run(replace(config, model=model, data=data, memory=MemoryConfig(), world=world, run=run))
