@@ -93,8 +93,9 @@ PAGE = Path(__file__).parents[2] / "docs" / "conflicts.md"
 HEAD = """# What does not go together
 
 `isles methods --legal` prints these tables too, and those of the parts of one method
-([composing.md](composing.md)). What they name is refused in one line before anything starts. What numbers decide, such
-as workers that do not make whole replicas, is refused as well, and stands with the settings that it is of.
+([composing.md](composing.md)). A run with a combination that they name is refused with one line before anything starts.
+Combinations that depend on numbers, such as a number of workers that does not fill whole replicas, are refused as well;
+they are described with their settings.
 """
 
 
