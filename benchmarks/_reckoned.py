@@ -16,7 +16,7 @@ from torch import Tensor
 
 from isles.comm.call import Call
 from isles.comm.collectives.averaging import Averaging
-from isles.comm.collectives.headers import Stamp
+from isles.comm.collectives.basic import Stamp
 from isles.comm.errors import CommError, PeerLost
 from isles.comm.transport import AnyOf, Steps, WaitEvent
 from isles.network.exchange_plan import MessagePattern

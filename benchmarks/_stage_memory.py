@@ -15,7 +15,7 @@ from isles.memory.meter import MemoryMeter
 from isles.models import Decoder, Shape
 from isles.pipeline.config import PipelineConfig
 from isles.pipeline.pipeline import Pipeline, form_of
-from isles.pipeline.ravnest.stage import AsyncOptions, AsyncStage
+from isles.pipeline.ravnest.stage import AsyncStage
 
 _STEPS = 4
 
@@ -45,8 +45,7 @@ def _peak(_: Mesh, shape: Shape, batch: int, config: PipelineConfig) -> int:
     meter.track(*stage.parameters())
     if is_async:
         form = form_of(stage, pipeline.scheme, kept, batch_size=batch, context=shape.context, vocab=shape.vocab)
-        ways = AsyncOptions(in_flight=config.stages, every=config.microbatches, recompute=config.recompute)
-        node = AsyncStage(stage, update, world.stage, form, ways)
+        node = AsyncStage(stage, update, world.stage, form, replace(config, in_flight=config.stages))
         with meter:
             node.run((part for whole in texts for part in whole.split(rows)) if pipeline.reads else ())
         return meter.peak

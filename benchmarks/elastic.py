@@ -45,8 +45,8 @@ from isles.comm.group import Group
 from isles.comm.tags import Tag
 from isles.comm.transport import Deadlines, Transport
 from isles.membership.keys import REQUESTS, MemberKeys
+from isles.membership.lighthouse import AddressBook
 from isles.membership.messages import AnnounceAddress, Entry, Lookup, decode, encode
-from isles.membership.p2p.address_book import AddressBook
 from isles.membership.p2p.pairs import PeerConnections
 from isles.membership.p2p.transport import ElasticTransport
 from isles.membership.session import Query

@@ -32,8 +32,8 @@ from benchmarks._reckoned import MeetingPlaces, Reckoned
 from isles.training.config.reading import read_config, tokens_a_step
 from isles.training.config.sections import Config
 from isles.training.elastic.leader import Participant
-from isles.training.elastic.simulated import SimulatedElasticRun
 from isles.training.elastic.support import going_on, lands_together
+from isles.training.simulated_churn import SimulatedElasticRun
 
 FAILS, REPAIR = 300.0, 600.0  # seconds between failures in the fleet; until the next one joins
 RESTART, SAVE = 60.0, 5.0  # seconds of a fixed world: to start again; to write a checkpoint

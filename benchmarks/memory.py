@@ -18,7 +18,7 @@ from dataclasses import replace
 import torch
 
 from isles.memory.costs import Placement, Profile, least_peak
-from isles.memory.engines.threads import ThreadEngine
+from isles.memory.engines.base import ThreadEngine
 from isles.memory.lanes import LaneRun
 from isles.memory.optimizer import Managed
 from isles.memory.plan import MemoryPlan, digests

@@ -21,8 +21,8 @@ from statistics import mean, stdev
 from isles.network.churn import POOLS
 from isles.training.config.reading import read_config
 from isles.training.config.sections import Config
-from isles.training.elastic.simulated import SimulatedElasticRun
 from isles.training.elastic.support import going_on
+from isles.training.simulated_churn import SimulatedElasticRun
 
 MODEL = [
     "model.layers=1",
@@ -59,7 +59,7 @@ def one_run(config: Config, pool: str, folder: Path) -> tuple[float, float, floa
     summary = run.run()
     loss = summary["val_loss"]
     assert loss is not None, "the one model was not judged"
-    return loss, summary["inner_steps_counted"], run.simulation.wire.accounting.sent / 1e6
+    return loss, summary["inner_steps_counted"], run.simulation.wire.sent / 1e6
 
 
 def main() -> None:

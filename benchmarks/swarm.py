@@ -26,7 +26,7 @@ from benchmarks._measure import Row, report
 from benchmarks._pages import written
 from isles.network.churn import Poisson
 from isles.network.noise import lognormal, uniform
-from isles.pipeline.swarm.rebalancer import PeerLoad, Rebalancer, stage_for_joiner
+from isles.pipeline.swarm.placement import PeerLoad, Rebalancer, stage_for_joiner
 
 STAGES, PEERS, UNDER_WAY = 4, 32, 4
 LIFE, REPAIR, SPREAD = 4 * 3600.0, 1800.0, 0.5

@@ -21,7 +21,7 @@ import isles
 from benchmarks._models import Weights
 from isles.comm import trust
 from isles.comm.codecs import codec
-from isles.comm.collectives.headers import Stamp
+from isles.comm.collectives.basic import Stamp
 from isles.comm.collectives.mean import mean
 from isles.comm.mesh import Mesh
 

@@ -45,12 +45,10 @@ if TYPE_CHECKING:
     from isles.pipeline.pipeline import Pipeline
     from isles.pipeline.ravnest.assignment import ClusterAssignment
     from isles.pipeline.ravnest.averaging import ClusterAverage
-    from isles.pipeline.ravnest.stage import AsyncOptions, AsyncStage
+    from isles.pipeline.ravnest.stage import AsyncStage
     from isles.pipeline.routers import PipelineGrid, Router
     from isles.pipeline.swarm.balancer import PeerBalancer
-    from isles.pipeline.swarm.peer import SwarmOptions
-    from isles.pipeline.swarm.placement import StagePlacement
-    from isles.pipeline.swarm.rebalancer import Rebalancer
+    from isles.pipeline.swarm.placement import Rebalancer, StagePlacement
     from isles.pipeline.swarm.swarm import Swarm
     from isles.replicas import *  # every method by its class
     from isles.replicas import method
@@ -87,9 +85,8 @@ if TYPE_CHECKING:
     from isles.replicas.sync import ReplicaSync, unwrap
     from isles.training.config.reading import read_config
     from isles.training.elastic.replay import repeat as replay_run
-    from isles.training.elastic.simulated import SimulatedElasticRun
     from isles.training.elastic.support import going_on
-    from isles.training.simulated_churn import SimulatedClusters, SimulatedSwarm
+    from isles.training.simulated_churn import SimulatedClusters, SimulatedElasticRun, SimulatedSwarm
 
 _names, __getattr__, __dir__ = on_first_use(__name__, (row.target for row in METHODS.values()))
 __all__ = ["METHODS", "__version__", *_names]

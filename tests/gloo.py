@@ -18,13 +18,13 @@ import torch.distributed as dist
 
 from isles.comm import mesh
 from isles.comm.transport import Deadlines
+from isles.launch.handles import PipeHandle
 from isles.launch.nodes import NodeGroup
-from isles.launch.processes import PipeHandle
 from isles.launch.worker import ByValueConnection, attend, join_store, open_store
 from isles.launch.workers import Workers, raise_first, worker_specs
 from isles.running.backends import PRELOAD, train_process
 from isles.training.config.sections import Config
-from isles.training.deadlines import deadlines
+from isles.training.worker import deadlines
 
 _handles: list[PipeHandle] = []
 

@@ -520,7 +520,7 @@ HEAPS = {
     "network/routing/events.py": "the tasks of a worker that could start",
     "network/routing/search.py": "a makespan in a fraction of a replay's time, for searches",
     "memory/lanes.py": "the queue of one lane",
-    "memory/engines/threads.py": "the queue of one lane, in real time",
+    "memory/engines/base.py": "the queue of one lane, in real time",
 }
 
 

@@ -20,7 +20,7 @@ from typer.main import get_command
 from isles.base.errors import notify_warnings
 from isles.base.version import __version__
 from isles.cli import compare, doctor, experts, model, resume, settings, simulate, token, torchrun, train, tune
-from isles.cli.elastic import join, lighthouse, status, swarm
+from isles.cli.elastic import join, lighthouse, status
 from isles.cli.plans import family
 from isles.training.interrupts import Interrupts
 
@@ -49,7 +49,7 @@ app.command("join")(join.join)
 app.command("status")(status.status)
 app.add_typer(experts.app, name="experts")
 app.add_typer(family.app, name="plan")
-app.add_typer(swarm.app, name="swarm")
+app.add_typer(join.swarm, name="swarm")
 
 _UsageError = typer.BadParameter.__bases__[0]  # click's, wherever this version of typer keeps it
 

@@ -67,8 +67,8 @@ def doctor(
     ] = None,
 ) -> None:
     """Check this machine; with --listen on one and --peer on the other, both directions between two."""
-    from isles.comm.sockets.addresses import listen as open_port
-    from isles.comm.sockets.addresses import listen_address, parse_address
+    from isles.comm.tcp import listen as open_port
+    from isles.comm.tcp import listen_address, parse_address
 
     if join is not None:
         others = (peer, write_links, nodes, disk, write)
@@ -107,7 +107,7 @@ def doctor(
 def _check_route(join: str, token: str | None, listen: str | None) -> None:
     from isles.cli.elastic.join import place, places, read_token
     from isles.cli.elastic.route import walk
-    from isles.comm.sockets.addresses import parse_address
+    from isles.comm.tcp import parse_address
 
     target, parsed = parse_address(join, "--join"), read_token(token)
     (here,) = places(listen, 1)
@@ -121,7 +121,7 @@ def _describe(target: tuple[str, int] | None) -> None:
     from isles.launch import probe
     from isles.models import ModelConfig, choose_device
     from isles.network.clusters.nodes import ClusterNode
-    from isles.training.clusters.cuts import forward_speed, memory
+    from isles.training.clusters.stage_server import forward_speed, memory
 
     device = choose_device(ModelConfig())
     try:
@@ -170,7 +170,7 @@ def machine() -> Iterator[Check]:
 
 def _loopback() -> Check:
     from isles.comm.sockets import loop
-    from isles.comm.sockets.reachability import EchoServer, echo_failure
+    from isles.comm.sockets.listener import EchoServer, echo_failure
 
     with EchoServer("127.0.0.1") as echo:
         why = loop.run(echo_failure("127.0.0.1", echo.port))
@@ -230,7 +230,7 @@ def _keeps_bits() -> Check:
     """Whether plans that move bytes can be trusted on the first GPU."""
     import torch
 
-    from isles.training.memory.trial import try_out
+    from isles.training.memory.in_use import try_out
 
     try:
         try_out(torch.device("cuda", 0))
@@ -301,8 +301,8 @@ def call(host: str, port: int, pair: MeasuredPair | None = None) -> Iterator[Che
 
 def wait_for_call(listener: socket.socket) -> Iterator[Check]:
     """The checks with the first doctor that calls at the socket `listener`."""
-    from isles.comm.sockets.addresses import written
     from isles.comm.sockets.connection import LinkLost
+    from isles.comm.tcp import written
     from isles.launch import probe
 
     report_waiting(f"isles doctor --peer {written(*listener.getsockname()[:2])}")
@@ -323,7 +323,7 @@ def report_waiting(command: str) -> None:
 def format_findings(found: Findings) -> Iterator[Check]:
     """One line for the peer, one a direction, one for the round trip, one for the rates."""
     from isles.base.version import __version__
-    from isles.comm.sockets.reachability import port_range
+    from isles.comm.sockets.listener import port_range
     from isles.report.units import format_seconds
 
     same = found.version_there == __version__

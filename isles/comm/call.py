@@ -9,54 +9,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from functools import cached_property
 
 from torch import Tensor
 
 from isles.comm.codecs.base import as_bytes
 from isles.comm.tags import Channel, Tag
 from isles.comm.traffic import Traffic
-from isles.comm.transport import Transport, Work
+from isles.comm.transport import Deadlines, Transport, Work
 from isles.comm.trust import PeerTrust
-
-
-class Members(Protocol):
-    """An ordered set of workers, this one among them, over a transport: what `isles.comm.group.Group` is."""
-
-    @property
-    def transport(self) -> Transport:
-        """This worker's end of the backend."""
-
-    @property
-    def ledger(self) -> Ledger:
-        """What all groups of this worker share."""
-
-    @property
-    def traffic(self) -> Traffic:
-        """What this worker sent and received."""
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """The members' ranks, in order."""
-
-    @property
-    def rank(self) -> int:
-        """This worker's position."""
-
-    @property
-    def size(self) -> int:
-        """Number of members."""
-
-    @property
-    def others(self) -> list[int]:
-        """Positions of the other members, starting behind this one."""
-
-    @property
-    def view(self) -> int:
-        """Number of the view of the world that the members are in."""
-
-    def peer(self, position: int) -> int:
-        """The rank of another member. ValueError for a position that is none."""
 
 
 @dataclass(slots=True, eq=False)
@@ -67,6 +28,57 @@ class Ledger:
     """Calls without a round so far, by view, channel and peer's rank: in a new view all begin anew."""
     trust: PeerTrust = field(default_factory=PeerTrust)
     """What was accepted from peers so far."""
+
+
+@dataclass(frozen=True, eq=False)
+class Members:
+    """An ordered set of workers, this one among them, over a transport, as the protocols of a `Group` see it."""
+
+    transport: Transport
+    """This worker's end of the backend."""
+    ranks: tuple[int, ...]
+    """The members' ranks, in order."""
+    channel: Channel = "outer"
+    deadlines: Deadlines = field(default_factory=Deadlines)
+    ledger: Ledger = field(default_factory=Ledger, repr=False)
+    view: int = 0
+    """Number of the view of the world (`isles.membership.views`) that the members are in."""
+
+    def __post_init__(self) -> None:
+        if len(set(self.ranks)) != len(self.ranks):
+            raise ValueError(f"group ranks {self.ranks}: name every rank once")
+        if self.transport.rank not in self.ranks:
+            raise ValueError(
+                f"rank {self.transport.rank} is not in the group {self.ranks}: make groups that hold their maker"
+            )
+
+    @cached_property
+    def rank(self) -> int:
+        """This worker's position."""
+        return self.ranks.index(self.transport.rank)
+
+    @property
+    def size(self) -> int:
+        """Number of members."""
+        return len(self.ranks)
+
+    @cached_property
+    def others(self) -> list[int]:
+        """Positions of the other members, starting behind this one, so that no member is everyone's first target."""
+        return [(self.rank + shift) % self.size for shift in range(1, self.size)]
+
+    def peer(self, position: int) -> int:
+        """The rank of another member. ValueError for a position that is none."""
+        if not 0 <= position < self.size or position == self.rank:
+            raise ValueError(
+                f"position {position} is not another member: this worker is {self.rank} of 0..{self.size - 1}"
+            )
+        return self.ranks[position]
+
+    @property
+    def traffic(self) -> Traffic:
+        """Bytes, messages and blocked seconds of this worker (shared by all its groups)."""
+        return self.transport.traffic
 
 
 @dataclass(frozen=True, slots=True)

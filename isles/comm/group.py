@@ -11,72 +11,24 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from isles.base.modes import own_modes
-from isles.comm.call import Call, Ledger
+from isles.comm.call import Call, Members
 from isles.comm.codecs.base import Codec
 from isles.comm.collectives import basic as collectives
-from isles.comm.collectives.headers import Stamp
+from isles.comm.collectives.basic import Stamp
 from isles.comm.collectives.mean import mean
 from isles.comm.errors import DeadlinePassed, Diverged, PeerLost
 from isles.comm.tags import Channel
-from isles.comm.traffic import Traffic
-from isles.comm.transport import Deadlines, Steps, Transfer, Transport
+from isles.comm.transport import Steps, Transfer
 
 
-@dataclass(frozen=True, eq=False)
-class Group:
+class Group(Members):
     """`ranks` of `transport` in this order; `channel` is where its collectives go unless a call names another."""
-
-    transport: Transport
-    ranks: tuple[int, ...]
-    channel: Channel = "outer"
-    deadlines: Deadlines = field(default_factory=Deadlines)
-    ledger: Ledger = field(default_factory=Ledger, repr=False)
-    view: int = 0
-    """Number of the view of the world (`isles.membership.views`) that the members are in."""
-
-    def __post_init__(self) -> None:
-        if len(set(self.ranks)) != len(self.ranks):
-            raise ValueError(f"group ranks {self.ranks}: name every rank once")
-        if self.transport.rank not in self.ranks:
-            raise ValueError(
-                f"rank {self.transport.rank} is not in the group {self.ranks}: make groups that hold their maker"
-            )
-
-    @cached_property
-    def rank(self) -> int:
-        """This worker's position in the group."""
-        return self.ranks.index(self.transport.rank)
-
-    @property
-    def size(self) -> int:
-        """Number of members."""
-        return len(self.ranks)
-
-    @cached_property
-    def others(self) -> list[int]:
-        """Positions of the other members, starting behind this one, so that no member is everyone's first target."""
-        return [(self.rank + shift) % self.size for shift in range(1, self.size)]
-
-    def peer(self, position: int) -> int:
-        """The rank of another member. ValueError for a position that is none."""
-        if not 0 <= position < self.size or position == self.rank:
-            raise ValueError(
-                f"position {position} is not another member: this worker is {self.rank} of 0..{self.size - 1}"
-            )
-        return self.ranks[position]
-
-    @property
-    def traffic(self) -> Traffic:
-        """Bytes, messages and blocked seconds of this worker (shared by all its groups)."""
-        return self.transport.traffic
 
     def among(self, positions: Sequence[int], channel: Channel | None = None) -> Group:
         """The members at `positions`, in that order, as a group. Nothing is sent. Must include this worker."""

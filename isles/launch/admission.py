@@ -18,7 +18,7 @@ from isles.comm.credentials import Credentials
 from isles.comm.errors import RendezvousFailed, to_plain
 from isles.comm.sockets.connection import SILENCE, STRANGERS, LinkLost, heard
 from isles.comm.sockets.listener import Listener, Throttle
-from isles.launch.link import Link
+from isles.launch.nodes import Link
 
 _GLANCE = 0.2  # seconds between looks at who has gone
 _MANY = 1 << 20  # nodes

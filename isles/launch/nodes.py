@@ -1,20 +1,183 @@
-"""The machines of a run, once they have met: who is where, which workers are whose, and the links between launchers."""
+"""The machines of a run, once they have met: who is where, which workers are whose, and the links between launchers.
+
+A `Link` carries messages over one `Connection` between two machines, for any one other thread than the loop's. One that
+is silent for too long counts as lost: the other side's program was killed, its machine went down, or the connection was
+cut.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-from collections.abc import Mapping
+import json
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
 from isles.comm.credentials import Token
 from isles.comm.errors import CommError, to_plain
-from isles.comm.sockets.addresses import parse_address
-from isles.comm.sockets.connection import LinkLost
-from isles.comm.tcp import interface_of, loopback
-from isles.launch.link import Link
+from isles.comm.sockets import loop
+from isles.comm.sockets.connection import LONGEST, SILENCE, Connection, LinkLost, Silence, message_of, reason
+from isles.comm.sockets.proof import dial
+from isles.comm.tcp import connection_state, interface_of, keep_trying, loopback, parse_address, try_soon
+
+_HELD = 2 * LONGEST  # bytes that wait to be sent, and as many that have come; the other side waits meanwhile
+_FLUSH = 2.0  # seconds for what was sent to leave when a link is closed
+
+
+class Link:
+    """One end of a connection, kept alive. Messages are anything that JSON holds; all methods but `send` are for one
+    thread.
+    """
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._connection = Connection(reader, writer, SILENCE, longest=LONGEST, most=_HELD, longer=self._again)
+        self.here, self.there = self._connection.here, self._connection.there
+        self._inbox = deque[Any]()
+        self._bytes = 0
+        self._changing = threading.Lock()
+        self._lost: LinkLost | None = None
+        self._tries_soon = False
+        self._awake, self._wakes = socket.socketpair()
+        self._awake.setblocking(False)
+        self._wakes.setblocking(False)
+        self._room = asyncio.Event()
+        self._task = asyncio.get_running_loop().create_task(self._run())
+
+    def fileno(self) -> int:
+        """For select and its relatives: readable when there may be something to take."""
+        return self._awake.fileno()
+
+    def patience(self, silence: float) -> None:
+        """From now on the other side counts as lost after `silence` seconds without a sign of life."""
+        self._connection.silence = Silence(silence)
+        if self._connection.socket is not None:
+            self._tries_soon = try_soon(self._connection.socket, silence)
+
+    def send(self, message: Any) -> None:
+        """Send one message. LinkLost where the connection is broken or nobody takes what is sent."""
+        loop.run(self._send(json.dumps(message).encode()))
+
+    def ready(self) -> list[Any]:
+        """The messages that have come, without waiting. LinkLost where no more will come, once all were taken."""
+        with contextlib.suppress(BlockingIOError):
+            while self._awake.recv(4096):
+                pass
+        lost = self._lost  # before the look: nothing comes after it
+        with self._changing:
+            messages = [*self._inbox]
+            self._inbox.clear()
+            self._bytes = 0
+        if messages:
+            loop.call(self._room.set)
+            if lost is not None:
+                self._wake()
+        elif lost is not None:
+            raise lost
+        return messages
+
+    def next(self) -> Any:
+        """The first message that has come, without waiting; None if there is none."""
+        messages = self.ready()
+        with self._changing:
+            self._inbox.extendleft(reversed(messages[1:]))
+        if messages[1:]:
+            self._wake()
+        return messages[0] if messages else None
+
+    def receive(self, seconds: float) -> Any:
+        """The next message. LinkLost where it does not come within `seconds`."""
+        ends_at = time.monotonic() + seconds
+        while (message := self.next()) is None:
+            left = ends_at - time.monotonic()
+            if left <= 0:
+                raise LinkLost(f"no answer within {seconds:g} s")
+            self.wait(min(left, 1.0))
+        return message
+
+    def wait(self, seconds: float) -> None:
+        """Return when something comes, or after `seconds`."""
+        wait([self._awake], seconds)  # not select, which fails for descriptors from 1024 on
+
+    def close(self) -> None:
+        """Close the connection; what was sent still arrives."""
+        with contextlib.suppress(TimeoutError, RuntimeError):
+            loop.run(self._close(), 2 * _FLUSH)
+        self._awake.close()
+        self._wakes.close()
+
+    async def _send(self, data: bytes) -> None:
+        limit = self._connection.silence.limit
+        try:
+            async with asyncio.timeout(limit):
+                while self._lost is None and not self._connection.send(data):
+                    await self._connection.left()
+        except TimeoutError as error:
+            raise LinkLost(reason(error, limit)) from error
+        if self._lost is not None:
+            raise self._lost
+
+    async def _run(self) -> None:
+        try:
+            await self._connection.run(self._came)
+        except (OSError, EOFError, RuntimeError, ValueError, LinkLost) as error:  # RuntimeError: TLS was ended
+            broken = error if isinstance(error, LinkLost) else LinkLost(reason(error))
+            self._lost = self._lost or broken  # who gave it up first knows why
+        self._connection.abort()
+        self._wake()
+
+    def _came(self, body: bytes | bytearray, _: bool) -> Awaitable[object] | None:
+        message = message_of(bytes(body))
+        with self._changing:
+            self._inbox.append(message)
+            self._bytes += len(body)
+            is_full = self._bytes > _HELD
+        self._wake()
+        if not is_full:
+            return None
+        self._room.clear()
+        return self._room.wait()
+
+    def _again(self) -> float:
+        """Seconds until the kernel tries once more, where the other side does not acknowledge; 0 where that is soon."""
+        connection = self._connection.socket
+        look = None if connection is None else connection_state(connection)
+        if look is None or connection is None:
+            return 0.0
+        if self._tries_soon:
+            keep_trying(connection, look, self._connection.silence.seconds)
+            return 0.0
+        return look.retry_in
+
+    def _wake(self) -> None:
+        with contextlib.suppress(OSError):  # full: awake already; or closed
+            self._wakes.send(b"x")
+
+    async def _close(self) -> None:
+        self._lost = self._lost or LinkLost("it was closed here")
+        await self._connection.close()
+        self._task.cancel()
+
+
+def connect(host: str, port: int, token: Token, seconds: float) -> Link:
+    """A link to node 0 at host:port, once both have proved that they know the token. TokenRefused, or LinkLost with the
+    reason: refused, no answer, no route, unknown name.
+    """
+
+    async def begin() -> Link:
+        return Link(*await dial(host, port, seconds, token))
+
+    try:
+        return loop.run(begin())
+    except (OSError, EOFError) as error:
+        raise LinkLost(reason(error, seconds)) from error
 
 
 @dataclass(frozen=True, kw_only=True)

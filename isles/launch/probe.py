@@ -28,9 +28,8 @@ from isles.base.parsing import Int, Nonnegative, OneLine, Port, Unfit, table, va
 from isles.base.version import __version__
 from isles.comm.sockets import loop
 from isles.comm.sockets.connection import STRANGERS, BadFrame, LinkLost, close, ends, heard, packed, reason
-from isles.comm.sockets.listener import Listener, Throttle
+from isles.comm.sockets.listener import PATIENCE, EchoServer, Listener, Throttle, echo_failure, measure_link, port_range
 from isles.comm.sockets.proof import dial
-from isles.comm.sockets.reachability import PATIENCE, EchoServer, echo_failure, measure_link, port_range
 
 _CHUNK = "x" * (1 << 15)  # 32 kB: a message of a stranger's may be twice as long
 _LARGEST = 1 << 11  # chunks of a burst

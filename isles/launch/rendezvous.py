@@ -27,12 +27,11 @@ from isles.base.version import __version__
 from isles.comm.credentials import Credentials, Token
 from isles.comm.errors import RendezvousFailed, from_plain
 from isles.comm.sockets import loop
-from isles.comm.sockets.addresses import listen, own_address, parse_address
 from isles.comm.sockets.connection import SILENCE, LinkLost
-from isles.comm.sockets.reachability import PATIENCE, EchoServer, echo_failure, port_range
+from isles.comm.sockets.listener import PATIENCE, EchoServer, echo_failure, port_range
+from isles.comm.tcp import listen, own_address, parse_address
 from isles.launch.admission import Admission
-from isles.launch.link import Link, connect
-from isles.launch.nodes import NodeGroup, NodeSpec
+from isles.launch.nodes import Link, NodeGroup, NodeSpec, connect
 
 _AGAIN = 1.0  # seconds between attempts to reach node 0
 _NO_ISLES = f"what answers there is no run of isles {__version__}"

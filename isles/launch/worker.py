@@ -45,9 +45,9 @@ from isles.comm import mesh
 from isles.comm.errors import CommError, WorkerFailed
 from isles.comm.gloo.liveness import Liveness
 from isles.comm.gloo.transport import DistributedTransport
-from isles.comm.sockets.addresses import listen
-from isles.comm.sockets.heartbeats import begin_pulse
+from isles.comm.sockets.connection import begin_pulse
 from isles.comm.stopping import LeaveControl, StopControl
+from isles.comm.tcp import listen
 from isles.comm.transport import Deadlines
 
 _PATIENCE = timedelta(minutes=5)

@@ -5,7 +5,7 @@ hosts the store  <--------   joins, runs `worker(world)`
 waits            <--------   ("done", result) | ("error", error)
 "close"           -------->  closes its connections
 
-Workers of other machines are told and heard through their own launcher: see `isles.launch.relay`.
+Workers of other machines are told and heard through their own launcher: see `isles.launch.handles`.
 
 Whether so many worker processes have room on this machine, asked before the first is started.
 """
@@ -21,11 +21,18 @@ from pathlib import Path
 from typing import Any, cast
 
 from isles.comm.errors import DeadlinePassed, WorkerFailed, is_cause
-from isles.comm.sockets.heartbeats import BEAT, no_sign_of_life
+from isles.comm.sockets.connection import BEAT, no_sign_of_life
 from isles.comm.transport import Deadlines
+from isles.launch.handles import (
+    MessageCheck,
+    NodeHandle,
+    ProcessHandle,
+    WorkerHandle,
+    WorkerMessage,
+    WorkerProcesses,
+    anything,
+)
 from isles.launch.nodes import NodeGroup
-from isles.launch.processes import WorkerHandle, WorkerMessage, WorkerProcesses
-from isles.launch.relay import MessageCheck, NodeHandle, ProcessHandle, anything
 from isles.launch.worker import WorkerSpec, open_store
 
 _GLANCE = 0.2  # seconds between looks at whether a stop is wanted or the grace has ended

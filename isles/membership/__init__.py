@@ -5,7 +5,7 @@ A `Lighthouse` process decides which members take part in which round; each work
 drive as well. In the order in which they are best read:
 
 `coordinator`        the lighthouse's: who is in which round; calls in, `effects` out; `coordinator_state`: what must
-                     survive a restart, by entries of the `journal`
+                     survive a restart, by entries of a journal
 `member`             a worker's side of it
 `data_ledger`        which data a worker reads in a round of a view, and what must be read again after a loss
 `round_commit`       when a round of an all-reduce method lands; `late_shares`: rounds that do not wait for the slowest
@@ -15,7 +15,7 @@ What runs them, and carries data:
 
 `messages`           between lighthouse and workers, and their JSON form; `keys`: addresses and MACs
 `session`            what carries the messages; `tls_session` and `hub`: between processes; `simulated`: in virtual time
-`lighthouse`         drives a coordinator; `failure_detector`: who is connected and responsive
+`lighthouse`         drives a coordinator, keeps its journal; `failure_detector`: who is connected and responsive
 `requests`, `client` a worker's requests to the lighthouse, and what it is notified of
 `rounds`             what a member does in each round, and with whom; alone or as an island of several workers
 `p2p`                tensors between workers, over connections of their own or relayed ones

@@ -52,7 +52,7 @@ from isles.membership.messages import (
 )
 from isles.membership.requests import BEAT, LONGEST, PATIENCE, DecisionLog, LighthouseClient, PendingTransfers
 from isles.membership.round_commit import NOTHING, RoundDecision
-from isles.membership.session import ControlSession, Query, Timer
+from isles.membership.session import ControlSession, Query
 from isles.membership.views import View
 
 _LOG = logging.getLogger(__name__)
@@ -164,7 +164,7 @@ class MembershipClient(LighthouseClient):
         self._training, self._answers = False, True
         self._answered_at = -math.inf
         self._is_asking = self._again = False
-        self._next: Timer | None = None
+        self._next: Callable[[], None] | None = None  # keeps the next beat from coming
         self._abandoned: frozenset[int] = frozenset()
         self._met = -1  # the newest view whose members this worker knows
         self._silent: dict[int, float] = {}  # until when
@@ -365,7 +365,7 @@ class MembershipClient(LighthouseClient):
     def close(self) -> None:
         with self.changed:
             if self._next is not None:
-                self._next.cancel()
+                self._next()
         super().close()
 
     # Beats
@@ -376,7 +376,7 @@ class MembershipClient(LighthouseClient):
             self._again = True
             return
         if self._next is not None:
-            self._next.cancel()
+            self._next()
         self._is_asking, self._again = True, False
         beat = self.state.beat()
         self.send(beat, partial(self._answered, beat, self.session.now()))

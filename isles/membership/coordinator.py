@@ -18,7 +18,7 @@ from typing import Any
 
 from isles.membership.coordinator_state import CoordinatorState
 from isles.membership.data_ledger import count_steps, fresh_before, last_round
-from isles.membership.effects import Coordinator, Effect, Notify, Reply, Rules, Worker
+from isles.membership.effects import Effect, Notify, Reply, Rules, Worker
 from isles.membership.messages import (
     MARGIN,
     Ack,
@@ -83,7 +83,7 @@ _FAR, _LONGEST = 1 << 40, 1e6  # the last round of a run without an end; seconds
 _ALIKE = 0.8  # of the usual pace, from which on a worker takes as many inner steps as all
 
 
-class RoundsCoordinator(Coordinator):
+class RoundsCoordinator(CoordinatorState):
     """rules: of the run. entries: its journal so far. until: if there is one, `tick` counts who has not come back by
     then as gone.
     """
@@ -93,36 +93,13 @@ class RoundsCoordinator(Coordinator):
         self.proposal: Proposal | None = None
         self._acks: set[int] = set()
         self._stalls = Stalls()
-        self._register = CoordinatorState()
-        self.workers, self.ledger = self._register.workers, self._register.ledger
-        self.ballots = self._register.ballots
         super().__init__(entries, until)
-
-    def _apply(self, entry: dict[str, Any]) -> None:
-        self._register.apply(entry)
-
-    def _connected(self) -> Iterable[int]:
-        return (worker.member for worker in self.workers.here)
-
-    @property
-    def view(self) -> View | None:
-        """The newest."""
-        return self._register.view
-
-    @property
-    def newest_round(self) -> int:
-        """The newest round that a member has begun."""
-        return self._register.newest_round
 
     @property
     def last(self) -> int | None:
         """The run's last round, as far as it is known; None for a run without an end, and before the first view."""
         view, batches = self.view, self.rules.batches
         return self.rules.last if view is None or batches is None else last_round(view, batches)
-
-    def members(self) -> tuple[int, ...]:
-        """Seats whose weights count."""
-        return self._register.members()
 
     def backlog(self) -> list[SampleRange]:
         """What nobody would have read for good if the run ended with the newest round that anybody has begun."""
@@ -204,7 +181,7 @@ class RoundsCoordinator(Coordinator):
     def done(self, now: float, member: int, done: Done) -> list[Effect]:
         """A member has the answer of an attempt of a round of an all-reduce method."""
         if self.rules.agrees and self._here(member):
-            self.ballots.done(member, done, self._register.voters(done.round))
+            self.ballots.done(member, done, self.voters(done.round))
             if done.digest == NOTHING and self.ballots.has_landed(done.round):
                 self._stray(member)  # the others took it for lost, and landed what it has not got
         effects = self._effects(now)
@@ -215,7 +192,7 @@ class RoundsCoordinator(Coordinator):
         """A member has its share of a round for which a quorum is enough, and trains on."""
         if self.rules.quorum and self._here(member):
             quorum = 1.0 if delivered.round == self.last else self.rules.quorum  # nothing comes after it
-            self.ballots.delivered(now, member, delivered, self._register.voters(delivered.round), quorum)
+            self.ballots.delivered(now, member, delivered, self.voters(delivered.round), quorum)
         effects = self._effects(now)
         decision = self.ballots.decision(delivered.round)
         return effects if decision is None else [*effects, Reply(decision)]
@@ -225,7 +202,7 @@ class RoundsCoordinator(Coordinator):
         has begun no round since it has its state says nothing of others.
         """
         round, members, worker = peer_report.round, self.members(), self.workers.get(member)
-        voters, both = self._register.voters(round), {member, peer_report.member}
+        voters, both = self.voters(round), {member, peer_report.member}
         if worker is None or len(both) < 2 or not both <= {*voters} & {*members} or not worker.knows(round):
             return self._effects(now)
         if peer_report.charge == "refused" and peer_report.by < 0:
@@ -336,8 +313,8 @@ class RoundsCoordinator(Coordinator):
         since = self._since()
         if self.proposal is None and since is not None and wanted and (newcomers or wanted != view.members):
             lost = tuple(s for s in view.members if s not in wanted and self.workers[s].state != "leaving")
-            self._record("issue", number=self._register.issued + 1)
-            self.proposal = Proposal(self._register.issued, view.number, since, wanted, lost)
+            self._record("issue", number=self.issued + 1)
+            self.proposal = Proposal(self.issued, view.number, since, wanted, lost)
             self._acks = set()
             for member in self._voters_of_view():
                 self._tell(member, self.proposal)
@@ -388,7 +365,7 @@ class RoundsCoordinator(Coordinator):
         proposal = self.proposal if worker.state in ("in", "leaving") else None
         if worker.state == "outside" and worker.load is not None:
             self._tell(member, worker.load)
-        return BeatReply(beat.round, self._register.issued, newest, self.newest_round, views, proposal, worker.call)
+        return BeatReply(beat.round, self.issued, newest, self.newest_round, views, proposal, worker.call)
 
     def _awaited_from(self, member: int) -> float:
         """The first round that waits for `member`. Where a quorum is enough none does before it is in one."""

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from isles.membership.data_ledger import DataLedger
-from isles.membership.effects import Worker, WorkerTable, of_another_version
+from isles.membership.effects import Coordinator, Worker, WorkerTable, of_another_version
 from isles.membership.messages import Beat, Delivered, Done, PeerReport, from_plain
 from isles.membership.round_commit import Ballot, Graces, RoundDecision
 from isles.membership.views import View, identity_of
@@ -171,17 +171,18 @@ class Ballots:
 _BEHIND = 4  # rounds behind half of the members from which one is better off with another's state
 
 
-class CoordinatorState:
+class CoordinatorState(Coordinator):
     """workers: by member. ledger: of what was read. ballots: on rounds that all land together. newest_round: that a
-    member has begun. issued: the number of the newest view or proposal.
+    member has begun. issued: the number of the newest view or proposal. entries, until: as of `Coordinator`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, entries: Iterable[dict[str, Any]], until: float) -> None:
         self.workers = WorkerTable()
         self.ledger = DataLedger()
         self.ballots = Ballots()
         self.newest_round = 0
         self.issued = -1
+        super().__init__(entries, until)
 
     @property
     def view(self) -> View | None:
@@ -200,11 +201,13 @@ class CoordinatorState:
         left_out = self.ballots.left_out(view)
         return tuple(member for member in view.members if member not in left_out)
 
-    def apply(self, entry: dict[str, Any]) -> None:
-        """ValueError for an event that this version does not know."""
+    def _connected(self) -> Iterable[int]:
+        return (worker.member for worker in self.workers.here)
+
+    def _apply(self, entry: dict[str, Any]) -> None:
         match entry:
-            case {"event": "join", "member": member, "description": description, "certificates": certificates}:
-                self.workers[member] = Worker(member, description, identity_of(certificates))
+            case {"event": "join", "member": member, "certificates": certificates}:
+                self.workers[member] = Worker(member, identity_of(certificates))
             case {"event": "beat", "member": member, "beat": beat}:
                 self._apply_beat(self.workers[member], from_plain(beat))
                 return

@@ -73,7 +73,6 @@ class Worker:
     """
 
     member: int
-    description: str
     identity: str = ""
     state: WorkerState = "outside"
     connected: bool = True

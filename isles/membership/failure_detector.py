@@ -7,20 +7,12 @@ second.
 
 Sooner than that, a member that is waited for in vain and has not spoken for longer than a beat takes is suspected:
 nobody is to wait for it, but it is not lost. A partner may also be late because it is slow, or waits for another one
-itself; so a worker that waits in vain asks the lighthouse (`SuspicionReporter`), which hears each worker every second.
+itself; so a worker that waits in vain asks the lighthouse (`p2p.transport`), which hears each worker every second.
 
 Seconds are those in which the lighthouse looked: while it was held up itself nobody could be heard.
 """
 
 from __future__ import annotations
-
-import time
-from collections.abc import Callable, Collection
-
-from typing_extensions import override
-
-from isles.comm.gloo.liveness import Liveness
-from isles.comm.transport import SUSPECT_AFTER, SUSPECT_EVERY
 
 SILENT = 10.0  # seconds; the engine tells sooner, and a worker whose machine is busy beats late
 _SUSPECT_AFTER = 1.5  # seconds without a beat, which comes each second
@@ -113,23 +105,3 @@ class FailureDetector:
         found = [s for s, spoke_at in self._spoke_at.items() if self._now - spoke_at > SILENT and s not in self._silent]
         self._silent |= {*found}
         return found
-
-
-class SuspicionReporter(Liveness):
-    """ask: called with a member that is waited for in vain, in the thread that waits."""
-
-    def __init__(self, ask: Callable[[int], None]) -> None:
-        super().__init__()
-        self._ask = ask
-        self._asked: dict[int, float] = {}
-
-    @override
-    def notify_blocked(self, peers: Collection[int | None], seconds: float) -> None:
-        if seconds < SUSPECT_AFTER:
-            return
-        now = time.monotonic()
-        self._asked = {member: at for member, at in self._asked.items() if now - at < SUSPECT_EVERY}
-        for member in peers:
-            if member is not None and member not in self._asked:
-                self._asked[member] = now
-                self._ask(member)

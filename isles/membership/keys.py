@@ -27,21 +27,11 @@ from pathlib import Path
 
 from isles.comm.credentials import write_private
 
-CONFIG, HELLO, ABOUT, ECHO, REACH, STATUS, REQUESTS, REPORTS, NOTIFY, STATE, RELAY_TICKETS = (
-    f"isles/{name}"
-    for name in (
-        "config",
-        "hello",
-        "about",
-        "echo",
-        "reach",
-        "status",
-        "requests",
-        "reports",
-        "notify",
-        "state",
-        "tickets",
-    )
+CONFIG, HELLO, ABOUT, ECHO, REACH, STATUS = (
+    f"isles/{name}" for name in ("config", "hello", "about", "echo", "reach", "status")
+)
+REQUESTS, REPORTS, NOTIFY, STATE, RELAY_TICKETS = (
+    f"isles/{name}" for name in ("requests", "reports", "notify", "state", "tickets")
 )
 SERVED_BY_MEMBERS = (f"{NOTIFY}/**", f"{STATE}/member/**", "isles/dial/*", "isles/rank/*/dial/*")
 PRESENT_AS_MEMBERS = ("isles/member/*", "isles/rank/*/member/*")

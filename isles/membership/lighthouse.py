@@ -1,24 +1,39 @@
-"""The lighthouse of an elastic run: a `Coordinator` on a router's session, with its journal. No torch.
+"""The lighthouse of an elastic run: a `Coordinator` on a router's session. No torch.
 
 request of a member -> coordinator -> effects: an entry for the journal, on disk before anything later leaves; a reply;
 notifications of members, which may be lost, for the answers to the next beats repeat them
 
 All of it happens in callbacks of the session, one after the other.
+
+`Journal` is its memory on disk: a line of JSON for everything that must survive it. A line that was not written whole,
+at the end of the file, is what a crash leaves; nothing that depends on it has left the machine, so it is cut off. A
+damaged line anywhere else is an error: what came after it would be misread.
+
+`AddressBook` knows where workers can be reached directly: the lighthouse tries each address itself, once it is
+announced. An address that it reaches may still be out of another worker's reach: then those two are relayed, as is
+everybody who does not listen. For each worker the lighthouse vouches by the fingerprint of the certificate with which
+it joined.
 """
 
 from __future__ import annotations
 
+import asyncio
+import json
 import logging
+import os
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import count
+from pathlib import Path
 from typing import Any, TypeVar
 
 from isles.base.parsing import parse_json
+from isles.comm.sockets import loop
+from isles.comm.sockets.listener import echo_failure
 from isles.membership.effects import Append, Coordinator, Effect, Reply
 from isles.membership.failure_detector import FailureDetector, IslandLiveness
-from isles.membership.journal import Journal
 from isles.membership.keys import (
     ABOUT,
     CONFIG,
@@ -33,6 +48,7 @@ from isles.membership.keys import (
     MemberKeys,
     add_sequence,
     notify_key,
+    peer_key,
     signature,
 )
 from isles.membership.messages import (
@@ -44,6 +60,7 @@ from isles.membership.messages import (
     Hello,
     Later,
     Lookup,
+    PeerAddress,
     PeerReport,
     Reachability,
     Refusal,
@@ -51,9 +68,155 @@ from isles.membership.messages import (
     decode,
     encode,
 )
-from isles.membership.p2p.address_book import AddressBook
-from isles.membership.p2p.relay import RelayCount
-from isles.membership.session import ControlSession, Query, Timer
+from isles.membership.p2p.relay import RelayCount, new_ticket
+from isles.membership.run_log import JOURNAL
+from isles.membership.session import ControlSession, Query
+
+_AT_ONCE = 8  # addresses that are tried at the same time
+_ISLAND_SIZE = 1024  # of an island
+
+WorkerId = tuple[int, int]
+"""A member, and a worker's place in its island."""
+
+
+class AddressBook:
+    """keys: of all members. seen(session): the address from which a session comes, "" for an unknown one.
+
+    addresses: from which those who are there come.
+    """
+
+    def __init__(self, keys: MemberKeys, seen: Callable[[str], str]) -> None:
+        self._keys, self._seen = keys, seen
+        self._known: dict[WorkerId, tuple[str, int]] = {}  # of those who are there: ("", 0) where it is not reached
+        self._certificates: dict[int, tuple[str, ...]] = {}
+        self.addresses: dict[WorkerId, str] = {}
+        self._trying = asyncio.Semaphore(_AT_ONCE)
+        self._busy: set[WorkerId] = set()
+        self._relays: set[WorkerId] = set()  # who carry for others
+
+    def joined(self, member: int, certificates: Sequence[str]) -> None:
+        """Whoever has this member shows these certificates, see `Hello`."""
+        self._certificates[member] = tuple(certificates)
+
+    def find(self, asker: int, find: Lookup) -> PeerAddress:
+        """The way from a worker of the member `asker` to another one."""
+        there = self._known.get((find.member, find.island_rank))
+        key = peer_key(self._keys.of(find.member), asker).hex()
+        certificates = self._certificates.get(find.member, ()) if there else ()
+        found = PeerAddress(find.member, *(there or ("", 0)), certificates, key)
+        both = {asker, find.member}
+        relays = sorted(
+            member for member, island_rank in [*self._relays] if island_rank == find.island_rank and member not in both
+        )
+        if not relays:
+            return found
+        relay = relays[sum(both) % len(relays)]
+        return replace(found, relay=relay, ticket=new_ticket(self._keys.of(relay).encode("ascii")).hex())
+
+    def forget(self, member: int, island_rank: int) -> None:
+        """Forget where that worker listens, for it may not any more."""
+        self._known.pop((member, island_rank), None)
+        self._relays.discard((member, island_rank))
+        self.addresses.pop((member, island_rank), None)
+
+    def try_address(self, member: int, announced: AnnounceAddress, answer: Callable[[Reachability], None]) -> None:
+        """Try the address of `member` (-1: of somebody without one); answer(what came of it), in another thread.
+        ValueError for what is no address, and where one of this member's is being tried.
+        """
+        is_reached = bool(announced.host or announced.port)
+        host, island_rank = announced.host or self._seen(announced.session), (member, announced.island_rank)
+        if not 0 <= announced.island_rank < _ISLAND_SIZE or (is_reached and not (host and 0 < announced.port < 65536)):
+            raise ValueError("an address that is none")
+        if member >= 0 and self._certificates.get(member, ())[announced.island_rank : announced.island_rank + 1] != (
+            announced.certificate,
+        ):
+            raise ValueError("another certificate than that with which it joined")
+        if island_rank in self._busy:
+            raise ValueError("an address while another one is being tried")
+        seen = self._seen(announced.session)
+        if member >= 0:
+            self._known[island_rank], self.addresses[island_rank] = ("", 0), seen
+            self._relays.discard(island_rank)
+        if not is_reached:
+            answer(Reachability(host, 0, "", seen))
+            return
+        self._busy.add(island_rank)
+
+        async def attempt() -> None:
+            async with self._trying:
+                why = await echo_failure(host, announced.port, announced.certificate)
+            if not why and member >= 0:
+                self._known[island_rank] = host, announced.port
+                if announced.relays:
+                    self._relays.add(island_rank)
+            self._busy.discard(island_rank)
+            answer(Reachability(host, announced.port, why, seen))
+
+        loop.start(attempt())
+
+
+class Journal:
+    """The file `members.jsonl` in `folder`. entries: what it held when it was opened.
+
+    ValueError where it cannot be read, or a line in the middle is damaged.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.path = folder / JOURNAL
+        self.entries, whole = _read(self.path)
+        self._file = open(self.path, "ab")  # noqa: SIM115  closed by `close`
+        if self._file.tell() != whole:
+            self._file.truncate(whole)
+        self._committed = True
+        _sync_folder(folder)
+
+    def append(self, entry: dict[str, Any]) -> None:
+        """Add an entry; it is safe after `commit`."""
+        self._file.write(json.dumps(entry, separators=(",", ":"), allow_nan=False).encode("ascii") + b"\n")
+        self._committed = False
+
+    def commit(self) -> None:
+        """Return when everything appended is on the disk. Does nothing where there is nothing new."""
+        if not self._committed:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._committed = True
+
+    def close(self) -> None:
+        """Commit and give the file back. Safe to call twice."""
+        if not self._file.closed:
+            self.commit()
+            self._file.close()
+
+
+def _read(path: Path) -> tuple[list[dict[str, Any]], int]:
+    """(the entries, bytes up to the end of the last whole line)."""
+    try:
+        data = path.read_bytes() if path.exists() else b""
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read ({error.strerror}); restore the file, or start a new run") from None
+    whole = data.rfind(b"\n") + 1
+    entries = []
+    for number, line in enumerate(data[:whole].splitlines(), start=1):
+        try:
+            entry = parse_json(line)
+        except ValueError:
+            entry = None
+        if not isinstance(entry, dict):
+            raise ValueError(f"{path}: line {number} is damaged; restore the file, or start a new run")
+        entries.append(entry)
+    return entries, whole
+
+
+def _sync_folder(folder: Path) -> None:
+    """A new file's name is safe when its folder is."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
 
 _ADDRESSES = 4096  # the oldest is forgotten beyond that: it has a full bucket again
 
@@ -141,7 +304,7 @@ class Lighthouse:
         for there in PRESENT_AS_MEMBERS:
             session.watch(there, self._presence)
         session.present(UP)
-        self._ticks: Timer | None = session.later(self._tick_on, _TICK) if session.beats else None
+        self._end_ticks: Callable[[], None] | None = session.later(self._tick_on, _TICK) if session.beats else None
 
     def act(self, call: Callable[[float], list[Effect]]) -> None:
         """Call something of the assembly, in a callback, and carry out its orders. Returns at once."""
@@ -179,8 +342,8 @@ class Lighthouse:
     def close(self) -> None:
         """Do no more by itself. The session is whoever's who opened it."""
         with self._lock:
-            if self._ticks is not None:
-                self._ticks.cancel()
+            if self._end_ticks is not None:
+                self._end_ticks()
 
     # In callbacks
 
@@ -392,7 +555,7 @@ class Lighthouse:
 
     def _tick_on(self) -> None:
         with self._lock:
-            self._ticks = self._session.later(self._tick_on, _TICK)
+            self._end_ticks = self._session.later(self._tick_on, _TICK)
         self.tick()
 
 

@@ -14,7 +14,7 @@ still, and when it is lost, there is at most one slice of which only others know
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 from isles.membership.messages import MARGIN, Ack, Beat, BeatReply, Load, Proposal
@@ -38,11 +38,11 @@ class RoundMembers:
 
 
 class MemberState:
-    """One worker. member: its number. views: what it was told when it joined."""
+    """One worker. member: its number."""
 
-    def __init__(self, member: int, views: Iterable[View] = ()) -> None:
+    def __init__(self, member: int) -> None:
         self.member = member
-        self.views: dict[int, View] = {view.number: view for view in views}
+        self.views: dict[int, View] = {}
         self.round = 0
         self.seconds = 0.0  # of an inner step, 0 where unknown
         self.call, self.ready = 0, -1

@@ -1,5 +1,5 @@
 """What a worker asks of the lighthouse: `LighthouseClient`, which `client` builds on, and `SwarmClient`, that of a peer
-of a swarm; and how fast the link to the lighthouse is.
+of a swarm; how fast the link to the lighthouse is; and how its run stands, which it tells anybody with the token.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from typing import Any, Protocol
 
 from typing_extensions import override
 
+from isles.comm.credentials import Token
 from isles.comm.errors import PeerLost
 from isles.comm.sockets.connection import LinkLost
-from isles.comm.sockets.reachability import LinkRates, measure_link
+from isles.comm.sockets.listener import LinkRates, measure_link
 from isles.comm.tags import Tag
-from isles.membership.keys import ECHO, PIECE, REPORTS, REQUESTS, signature
+from isles.membership.keys import ECHO, PIECE, REPORTS, REQUESTS, STATUS, signature
 from isles.membership.messages import (
     Entry,
     JoinSwarm,
@@ -27,17 +28,19 @@ from isles.membership.messages import (
     Refusal,
     Rejoin,
     RequestWork,
+    RunStatus,
     Silent,
     StartSwarm,
     StatesSaved,
     SwarmBeat,
+    SwarmStatus,
     Wait,
     decode,
     encode,
 )
 from isles.membership.round_commit import RoundDecision
 from isles.membership.session import ControlSession
-from isles.membership.tls_session import Session
+from isles.membership.tls_session import Session, open_session
 from isles.membership.views import View
 
 _RETAINED = 4096  # lines, while nobody takes them
@@ -307,7 +310,7 @@ class SwarmClient(LighthouseClient):
             self.send(Lookup(self.member) if beat is None else beat, answered)
 
 
-_PATIENCE = 5.0  # seconds in which a lighthouse that is being lit serves nothing yet
+_PATIENCE = 5.0  # seconds in which a lighthouse that is being lit serves nothing yet, and to connect for its status
 _ANSWER = 10.0  # seconds
 _ASK_AGAIN = 0.05  # seconds between tries
 
@@ -334,3 +337,22 @@ def ask(session: Session, key: str, payload: bytes, seconds: float = _ANSWER) ->
         if reply is not None or refusal is not None or time.monotonic() > until:
             return reply
         time.sleep(_ASK_AGAIN)
+
+
+def run_status(address: str, token: Token) -> RunStatus | SwarmStatus:
+    """How the run at `address` stands. ValueError where this is not its token; OSError where nobody answers."""
+    mend = f"isles doctor --join {address} looks at it"
+    try:
+        session = open_session(token, address, _PATIENCE)
+    except LinkLost as error:
+        raise OSError(f"{address}: no lighthouse answers there ({error}): {mend}") from None
+    try:
+        answer = ask(session, STATUS, b"", _PATIENCE)
+    finally:
+        session.close()
+    if answer is None:
+        raise OSError(f"{address}: the lighthouse has gone: ask again once it is lit")
+    now = decode(answer, limit=LONGEST)
+    if not isinstance(now, RunStatus | SwarmStatus):
+        raise ValueError(f"{address}: the lighthouse there does not say how its run stands; {mend}")
+    return now

@@ -16,7 +16,7 @@ from pydantic import Field
 
 from isles.base.parsing import MANY, Exact, read
 
-EXCHANGES = "exchanges.jsonl"
+JOURNAL, EXCHANGES = "members.jsonl", "exchanges.jsonl"
 WHOLE, LATE, ALONE = "whole", "late", "alone"
 _Number = Annotated[int, Field(strict=True, ge=-1, le=1 << 40)]
 _Seconds = Annotated[float, Field(strict=True, ge=0, le=1 << 40)]

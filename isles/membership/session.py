@@ -78,22 +78,21 @@ Answered = Callable[[bytes | None, bytes | None], None]
 """Called with a reply, or with why there is none."""
 
 
-class Query(Protocol):
-    """A question that came in; answer it once, now or later."""
+class Query:
+    """A question that came in; answer it once, now or later. payload: what is asked; attachment: what is said beside.
+    answered: called with the reply, or with the refusal.
+    """
 
-    @property
-    def payload(self) -> bytes:
-        """What is asked."""
-
-    @property
-    def attachment(self) -> bytes:
-        """What is said beside."""
+    def __init__(self, payload: bytes, attachment: bytes, answered: Answered) -> None:
+        self.payload, self.attachment, self._answered = payload, attachment, answered
 
     def reply(self, data: bytes | Callable[[], bytes] = b"") -> None:
-        """Answer with `data`, or with what `data()` is once it can leave: long answers are not kept in memory."""
+        """Answer with `data`, or with what `data()` is."""
+        self._answered(data if isinstance(data, bytes) else data(), None)
 
     def refuse(self, why: bytes) -> None:
         """Answer with a refusal, which the asker gets apart from replies."""
+        self._answered(None, why)
 
 
 class Condition(Protocol):
@@ -103,23 +102,6 @@ class Condition(Protocol):
     def __exit__(self, kind: Any, error: Any, at: Any, /) -> Any: ...
     def notify_all(self) -> None: ...
     def wait_for(self, predicate: Callable[[], bool], timeout: float | None = None) -> bool: ...
-
-
-class Timer(Protocol):
-    """What `later` has begun."""
-
-    def cancel(self) -> None:
-        """Have it not called, if it was not yet. Safe to call twice."""
-
-
-class SideWork(Protocol):
-    """What `aside` has made."""
-
-    def start(self) -> None:
-        """Begin it. Once."""
-
-    def join(self, timeout: float | None = None) -> None:
-        """Wait for its end, so many seconds at most."""
 
 
 class ControlSession(Protocol):
@@ -146,13 +128,17 @@ class ControlSession(Protocol):
     def condition(self) -> Condition:
         """A new one."""
 
-    def later(self, call: Callable[[], None], seconds: float = 0.0) -> Timer:
-        """Have `call` called in a callback after `seconds`; 0: behind what has come by now."""
+    def later(self, call: Callable[[], None], seconds: float = 0.0) -> Callable[[], None]:
+        """Have `call` called in a callback after `seconds`; 0: behind what has come by now. What is returned has it not
+        called, if it was not yet, and is safe to call twice.
+        """
 
-    def aside(self, work: Callable[[], None]) -> SideWork:
-        """What does `work`, which may take a while, beside all callbacks, once it is started."""
+    def aside(self, work: Callable[[], None]) -> Callable[[float], None]:
+        """Have `work`, which may take a while, done beside all callbacks. What is returned waits for its end, so many
+        seconds at most.
+        """
 
-    def serve(self, key: str, answer: Callable[[Any], None]) -> None:
+    def serve(self, key: str, answer: Callable[[Query], None]) -> None:
         """Have `answer` called with every `Query` to `key`."""
 
     def ask(

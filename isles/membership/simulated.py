@@ -34,22 +34,21 @@ from typing_extensions import override
 
 from isles.comm.errors import PeerLost
 from isles.comm.tags import Tag
+from isles.comm.virtual.cluster import VirtualTransport
 from isles.comm.virtual.scheduler import Scheduler, VirtualWorker
-from isles.comm.virtual.transport import VirtualTransport
 from isles.comm.virtual.wire import VirtualWire, VirtualWork
 from isles.membership.client import MembershipClient
 from isles.membership.coordinator import RoundsCoordinator
 from isles.membership.effects import Rules
 from isles.membership.failure_detector import SILENT, FailureDetector
-from isles.membership.journal import Journal
 from isles.membership.keys import LIGHTHOUSE, MemberKeys
-from isles.membership.lighthouse import GRACE, Lighthouse
+from isles.membership.lighthouse import GRACE, Journal, Lighthouse
 from isles.membership.messages import Entry, Over
 from isles.membership.requests import BEAT
 from isles.membership.session import Answered, Query, Rejections
 from isles.membership.state_transfer import StateServer
 from isles.network.churn import ChurnEvent
-from isles.network.engine import ARRIVED, LAST, Event, EventQueue
+from isles.network.engine import ARRIVED, LAST, Event
 
 WAY = 0.02
 """Seconds that a word takes."""
@@ -82,7 +81,7 @@ class SimulatedNetwork:
         workers, tag = self.scheduler.workers, Tag("control", next(self._carried))
         out = torch.empty(len(data), dtype=torch.uint8, device="cpu")
         receive = VirtualWork(workers[target], source, out, None)
-        receive.waiter = _Carried(come)
+        receive.waiter = lambda work: come(work.error is None)
         self._wire.recv(target, source, tag, receive)
         sent = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         self._wire.send(source, target, sent, tag, VirtualWork(workers[source], target, None, None))
@@ -92,53 +91,6 @@ class SimulatedNetwork:
         for session, keys, changed in [*self.watching]:
             if session.is_open and fnmatchcase(key, keys):
                 changed(key, there)
-
-
-class _Carried:
-    """Waits for a message."""
-
-    def __init__(self, come: Callable[[bool], None]) -> None:
-        self._come = come
-
-    def one_done(self, work: VirtualWork) -> None:
-        """It has come, or never will."""
-        self._come(work.error is None)
-
-
-class _Aside:
-    """See `isles.membership.session.SideWork`; it takes no time."""
-
-    def __init__(self, work: Callable[[], None]) -> None:
-        self.start = work
-
-    def join(self, timeout: float | None = None) -> None:
-        """It is done."""
-
-
-class SimulatedQuery:
-    """A `Query` in virtual time."""
-
-    def __init__(self, payload: bytes, attachment: bytes, answer: Answered) -> None:
-        self.payload, self.attachment, self._answer = payload, attachment, answer
-
-    def reply(self, data: bytes | Callable[[], bytes] = b"") -> None:
-        self._answer(data if isinstance(data, bytes) else data(), None)
-
-    def refuse(self, why: bytes) -> None:
-        self._answer(None, why)
-
-
-class SimulatedTimer:
-    """A `Timer` in virtual time."""
-
-    def __init__(self, timeline: EventQueue, event: Event) -> None:
-        self._timeline = timeline
-        self._event: Event | None = event
-
-    def cancel(self) -> None:
-        event, self._event = self._event, None
-        if event is not None:
-            self._timeline.cancel(event)
 
 
 class _Sleep:
@@ -222,12 +174,13 @@ class SimulatedSession:
     def condition(self) -> SimulatedCondition:
         return SimulatedCondition(self._network.scheduler, self._worker)
 
-    def later(self, call: Callable[[], None], seconds: float = 0.0) -> SimulatedTimer:
+    def later(self, call: Callable[[], None], seconds: float = 0.0) -> Callable[[], None]:
         with self.condition():
-            return SimulatedTimer(self._timeline, self._at(self._timeline.now + seconds, self._rank, call))
+            return partial(self._timeline.cancel, self._at(self._timeline.now + seconds, self._rank, call))
 
-    def aside(self, work: Callable[[], None]) -> _Aside:
-        return _Aside(work)
+    def aside(self, work: Callable[[], None]) -> Callable[[float], None]:
+        work()
+        return lambda seconds: None
 
     def serve(self, key: str, answer: Callable[[Query], None]) -> None:
         self._network.serving[key] = self, answer
@@ -263,7 +216,7 @@ class SimulatedSession:
                 answers.append(reply)
 
             answers: list[bytes | None] = []
-            answer(SimulatedQuery(payload, attachment or b"", answer_with))
+            answer(Query(payload, attachment or b"", answer_with))
             if not answers or len(answers[0] or b"") > _LONG:
                 self._at(timeline.now + seconds, self._rank, partial(settle, None, None))
             network.asked()

@@ -26,7 +26,7 @@ from typing import Any, Protocol
 
 from isles.base.parsing import OneLine, Unfit, integer, parse_json, table, value_of
 from isles.membership.keys import LIGHTHOUSE, PROOF, authenticate, state_key
-from isles.membership.session import Condition, ControlSession, Query, SideWork
+from isles.membership.session import Condition, ControlSession, Query
 
 PIECE = 1 << 20
 WINDOW = 4
@@ -303,7 +303,8 @@ class StateServer:
     _published: dict[int, _Published] = field(default_factory=dict)  # by number, the newest last
     _open: dict[str, int] = field(default_factory=dict)  # what a new receiver gets
     _made: int = 0
-    _coming: dict[int, tuple[str, SideWork]] = field(default_factory=dict)  # by number: being written
+    _coming: dict[int, str] = field(default_factory=dict)  # by number: being written
+    _ends: dict[int, Callable[[float], None]] = field(default_factory=dict)  # by number: waits until that is written
     _waiting: list[tuple[str, int, int, Query]] = field(default_factory=list)  # for what is not there yet
 
     def __post_init__(self) -> None:
@@ -316,9 +317,8 @@ class StateServer:
         """
         self._made += 1
         number = self._made
-        work = self.session.aside(partial(self._make, number, what, path, facts, write))
-        self._coming[number] = what, work
-        work.start()
+        self._coming[number] = what  # before it can be there
+        self._ends[number] = self.session.aside(partial(self._make, number, what, path, facts, write))
 
     def is_requested(self, what: str) -> bool:
         """Whether a request waits for a file that is neither published nor being written."""
@@ -334,7 +334,7 @@ class StateServer:
     def unpublish(self, what: str) -> None:
         """Remove the files of `what`, and refuse requests that wait for it."""
         self.freeze(what)
-        for number in [number for number, (coming, _) in [*self._coming.items()] if coming == what]:
+        for number in [number for number, coming in [*self._coming.items()] if coming == what]:
             self._coming.pop(number, None)
         for number in [number for number, file in [*self._published.items()] if file.what == what]:
             self._published.pop(number).drop()
@@ -350,8 +350,8 @@ class StateServer:
 
     def close(self) -> None:
         """Wait until files that are being written are whole."""
-        for _, work in [*self._coming.values()]:
-            work.join(_CLOSING)
+        for end in [*self._ends.values()]:
+            end(_CLOSING)
 
     def _make(self, number: int, what: str, path: Path, facts: dict[str, Any], write: Callable[[Path], None]) -> None:
         """Write the file, and find its length and checksum; beside all else."""
@@ -370,6 +370,7 @@ class StateServer:
     def _add(self, number: int, what: str, made: _Published | OSError) -> None:
         """Publish a file that was written, or refuse requests for one that could not be. In a callback."""
         is_needed = self._coming.pop(number, None) is not None
+        self._ends.pop(number, None)
         if isinstance(made, OSError):
             self.notice(f"what another worker asked for could not be written: {made}; it will ask a third one")
             self._refuse(what)
@@ -434,7 +435,7 @@ class StateServer:
                 query.refuse(b"never")
 
     def _is_coming(self, what: str) -> bool:
-        return any(coming == what for coming, _ in [*self._coming.values()])
+        return what in [*self._coming.values()]
 
     def _refuse(self, what: str) -> None:
         """Refuse all requests that wait for `what`: they try another member."""

@@ -21,18 +21,19 @@ from asyncio import TimerHandle
 from asyncio import get_running_loop as own_loop
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from itertools import count
 from queue import SimpleQueue
 
 from isles.comm.credentials import Credentials, Token
 from isles.comm.sockets import loop
-from isles.comm.sockets.addresses import listen, parse_address
 from isles.comm.sockets.connection import PIECE, SILENCE, Connection, LinkLost, reason
 from isles.comm.sockets.proof import SecretRefused, TokenRefused, dial
+from isles.comm.tcp import listen, parse_address
 from isles.membership.hub import LONGEST, MAX_MESSAGE, Frame, FrameKind, Hub, Peer, pack, unpack
 from isles.membership.keys import RELAY_TICKETS
 from isles.membership.p2p.stream import TICKET
-from isles.membership.session import Answered, Rejections
+from isles.membership.session import Answered, Query, Rejections
 
 _WAITING = 64 << 20  # bytes of its own words that wait to be sent
 _AGAIN, _SELDOM = 0.1, 1.0  # seconds until the next try: twice as many each time
@@ -143,40 +144,6 @@ _LATE = 1.0  # seconds behind its time until whoever waits for an answer counts 
 _ENDS = 5.0  # seconds for a session to be closed
 
 
-class Alarm:
-    """A `Timer` of the session's thread."""
-
-    def __init__(self, call: Callable[[], None]) -> None:
-        self._call: Callable[[], None] | None = call
-
-    def cancel(self) -> None:
-        """Have it not called, if it was not yet. Safe to call twice."""
-        self._call = None
-
-    def ring(self) -> None:
-        """Call it."""
-        call = self._call
-        if call is not None:
-            call()
-
-
-class IncomingQuery:
-    """A question that came in; answer it once. payload, attachment: what it says, and what goes beside that."""
-
-    def __init__(self, session: Session, frame: Frame) -> None:
-        self._session, self._number = session, frame.number
-        self.payload, self.attachment = bytes(frame.payload), bytes(frame.attachment)
-
-    def reply(self, data: bytes | Callable[[], bytes] = b"") -> None:
-        """Answer with `data`, or what `data()` is."""
-        data = data if isinstance(data, bytes) else data()
-        self._session.say(Frame(FrameKind.REPLY, self._number, payload=data), urgent=len(data) <= PIECE)
-
-    def refuse(self, why: bytes) -> None:
-        """Answer with a refusal, which the asker gets apart from replies."""
-        self._session.say(Frame(FrameKind.REFUSAL, self._number, payload=why), urgent=True)
-
-
 class Session:
     """An open connection to a run.
 
@@ -196,7 +163,7 @@ class Session:
         self._own = Peer("", "", self._came)
         self._numbers = count(1)
         self._asked: dict[int, tuple[Answered, TimerHandle]] = {}
-        self._serves: dict[str, Callable[[IncomingQuery], None]] = {}
+        self._serves: dict[str, Callable[[Query], None]] = {}
         self._watches: dict[int, tuple[set[str], Callable[[str, bool], None]]] = {}
         self._todo: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._closed = False
@@ -205,7 +172,7 @@ class Session:
 
     # As `ControlSession` has it
 
-    def serve(self, key: str, answer: Callable[[IncomingQuery], None]) -> None:
+    def serve(self, key: str, answer: Callable[[Query], None]) -> None:
         self._serves[key] = answer
         self.say(Frame(FrameKind.SERVE, 0, key))
 
@@ -254,13 +221,18 @@ class Session:
         self._watches[number] = set(), changed
         self.say(Frame(FrameKind.WATCH, number, keys))
 
-    def later(self, call: Callable[[], None], seconds: float = 0.0) -> Alarm:
-        alarm = Alarm(call)
+    def later(self, call: Callable[[], None], seconds: float = 0.0) -> Callable[[], None]:
+        waiting = [call]
+
+        def ring() -> None:
+            for one in [*waiting]:  # another thread may empty it meanwhile
+                one()
+
         if seconds > 0:
-            loop.call(lambda: own_loop().call_later(seconds, self._todo.put, alarm.ring))
+            loop.call(lambda: own_loop().call_later(seconds, self._todo.put, ring))
         else:
-            self._todo.put(alarm.ring)
-        return alarm
+            self._todo.put(ring)
+        return waiting.clear
 
     def now(self) -> float:
         return time.monotonic()
@@ -272,8 +244,10 @@ class Session:
     def condition(self) -> threading.Condition:
         return threading.Condition(threading.RLock())
 
-    def aside(self, work: Callable[[], None]) -> threading.Thread:
-        return threading.Thread(target=work, name="isles-aside", daemon=True)
+    def aside(self, work: Callable[[], None]) -> Callable[[float], None]:
+        thread = threading.Thread(target=work, name="isles-aside", daemon=True)
+        thread.start()
+        return thread.join
 
     def name(self) -> str:
         """The hub's name of this session, which others see."""
@@ -339,7 +313,7 @@ class Session:
             raise
         return link
 
-    def _ticket(self, query: IncomingQuery) -> None:
+    def _ticket(self, query: Query) -> None:
         hub = self._hub
         if hub is not None:
             loop.call(lambda: query.reply(hub.ticket()))
@@ -380,9 +354,14 @@ class Session:
         def serve() -> None:
             loop.call(self._dequeue, size)
             if (answer := self._serves.get(frame.key)) is not None:
-                answer(IncomingQuery(self, frame))
+                answer(Query(bytes(frame.payload), bytes(frame.attachment), partial(self._answer, frame.number)))
 
         self._todo.put(serve)
+
+    def _answer(self, number: int, reply: bytes | None, refusal: bytes | None) -> None:
+        kind = FrameKind.REPLY if refusal is None else FrameKind.REFUSAL
+        payload = reply or refusal or b""
+        self.say(Frame(kind, number, payload=payload), urgent=len(payload) <= PIECE)
 
     def _dequeue(self, size: int) -> None:
         self._queued -= size

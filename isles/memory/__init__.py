@@ -4,7 +4,7 @@
 Planned, without torch:
 
 `costs`         what each choice for a block takes on the device, the host, the disk and every lane
-`lanes`         a step simulated on those lanes
+`flow`          the bytes, weights and lanes of a step, which `lanes` simulates and `runner` does
 `search`        the fastest plan that fits; `plan`: a plan as data
 
 Measured:
@@ -15,9 +15,9 @@ Measured:
 Executed: losses, weights and optimizer states keep every bit of the run without a plan.
 
 `optimizer`     `Managed`: the optimizer around the model's own
-`runner`        forward and backward passes under the plan; `passes`: their order; `units`: the blocks of a model
-`activations`   swapped to the host or recomputed; `parameters`: weights that come for a pass, gradients, updates
-`sharing`       states shared among workers
+`runner`        forward and backward passes under the plan; `units`: the blocks of a model
+`activations`   swapped to the host or recomputed
+`parameters`    weights that come for a pass, gradients, updates, states shared among workers
 `disk`          the tier behind the memory
-`arena`         the device's bytes, granted in order; `meter`: counted; `engines`: who moves them beside the computation
+`meter`         bytes counted; `engines`: who moves them beside the computation
 """

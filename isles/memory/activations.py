@@ -44,8 +44,8 @@ class Swapped:
     autocast makes of weights. A storage is freed when the last that saved it has read it.
     """
 
-    def __init__(self, others: Iterable[Tensor], meter: MemoryMeter | None = None, moves: Moves | None = None) -> None:
-        self._moves = Moves() if moves is None else moves
+    def __init__(self, others: Iterable[Tensor], device: torch.device, meter: MemoryMeter | None, moves: Moves) -> None:
+        self._device, self._moves = device, moves
         self._others = {tensor.untyped_storage()._cdata for tensor in others}
         self._store: dict[int, _Saved] = {}
         self.meter = meter
@@ -92,12 +92,12 @@ class Swapped:
         for entry, copy in zip(entries, self._moves.to_host(there, [one.dtype for one in there]), strict=True):
             entry.device, entry.host = None, copy
 
-    def to_device(self, device: torch.device) -> None:
+    def to_device(self) -> None:
         """Bring all back; on a lane, before the backward pass."""
         entries = list(self._store.values())
         there = [entry.host for entry in entries if entry.host is not None]
         assert len(there) == len(entries)
-        for entry, copy in zip(entries, self._moves.to_device(there, device), strict=True):
+        for entry, copy in zip(entries, self._moves.to_device(there, self._device), strict=True):
             entry.device, entry.host = copy, None
             if self.meter is not None:
                 self.meter.track(copy)

@@ -5,7 +5,7 @@ plan. Importable without torch.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 from isles.base.tables import refuse
 from isles.network.units import parse_bytes
@@ -57,10 +57,6 @@ class MemoryConfig:
     """
 
     def __post_init__(self) -> None:
-        for key, choices in (("method", MemoryMethod), ("update", Update), ("vectors", VectorTier)):
-            value = getattr(self, key)
-            if value not in get_args(choices):
-                raise ValueError(f"{key} = {value!r} is not known; use one of {', '.join(get_args(choices))}")
         for key in ("device_budget", "host_budget"):
             value = getattr(self, key)
             if value and value.strip().replace(".", "").isdigit():

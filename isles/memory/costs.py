@@ -19,8 +19,7 @@ How the bytes of one block move through a step (`stream`: the tensor between two
                       they were added to those of another batch of the step
     step       gives  the gradients of D
 
-Units: bytes and seconds; parameters are counted in numbers. The same amounts drive the simulation (`lanes`) and the
-executor (`optimizer`), so a plan cannot promise what the run does not do.
+Units: bytes and seconds; parameters are counted in numbers.
 """
 
 from __future__ import annotations

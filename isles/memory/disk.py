@@ -442,9 +442,7 @@ class StoredUpdate:
                 if not _same_memory(gradient, stored.gradients.mapped[index]):  # somebody put another one there
                     self._gradients[index].copy_(gradient)
                 instead[parameter].grad = self._gradients[index]
-        state = defaultdict(dict, {instead[parameter]: values for parameter, values in self.state.items()})
-        stored.part.step(settings, state, instead)
-        self.state = {parameter: state[own] for parameter, own in instead.items() if own in state}
+        stored.part.step(settings, self.state, instead)
 
     def save(self) -> None:
         """Write the states, and the weights where they are there."""

@@ -4,12 +4,12 @@ disk's reads and writes, and the mean of gradients with other workers (`UnitProf
     pass        forward of every unit, top (head and loss), backward of every unit from the last on, bottom (embedding)
     step        as many passes as batches are accumulated; then the update on the device
 
-Every pass asks for all its bytes when it starts, in the order in which it needs them, and the arena grants them in that
-order. Transfers and host updates are served by priority: what is needed first goes first, so the first blocks of the
-next forward pass come before the rest ("first come" serves them in the order in which they arise, as a plain queue
-does). With exact updates, all gradients of the step are on the host before the first update, for clipping needs the
-norm of all; with early ones, each unit is updated as soon as its gradients are there. Where a plan counts the mean with
-other workers, "there" is when that of the unit has come.
+What happens is `isles.memory.flow`'s; here each lane takes its seconds. Transfers and host updates are served by
+priority: what is needed first goes first, so the first blocks of the next forward pass come before the rest ("first
+come" serves them in the order in which they arise, as a plain queue does). With exact updates, all gradients of the
+step are on the host before the first update, for clipping needs the norm of all; with early ones, each unit is updated
+as soon as its gradients are there. Where a plan counts the mean with other workers, "there" is when that of the unit
+has come.
 
 This is the only replay of lanes; `plan.replay` plays exchanges between workers, not what one worker does.
 """
@@ -19,25 +19,14 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal, NamedTuple
 
-from isles.memory.arena import Arena
 from isles.memory.config import Update
-from isles.memory.costs import (
-    SLOTS,
-    Placement,
-    Profile,
-    ends_exchange,
-    ends_seconds,
-    ends_update,
-    least_peak,
-    staging,
-    unit_costs,
-    unit_time,
-)
-from isles.memory.passes import Half, TaskKind
+from isles.memory.costs import Placement, Profile, ends_exchange, least_peak
+from isles.memory.flow import EngineLane, Half, LaneAction, LaneEvent, PassTask, StepFlow, UpdateWork, Urgency, nothing
 from isles.network.engine import EventQueue
 from isles.network.machines import Machine
 
@@ -68,28 +57,6 @@ class LaneTimeline:
 
 class Deadlock(RuntimeError):
     """A plan that cannot go on within its budget."""
-
-
-class SimulatedEvent:
-    """Something that happens once; `then` runs at that moment, or at once where it has."""
-
-    __slots__ = ("callbacks", "happened")
-
-    def __init__(self, happened: bool = False) -> None:
-        self.happened = happened
-        self.callbacks: list[Callable[[], None]] = []
-
-    def then(self, run: Callable[[], None]) -> None:
-        if self.happened:
-            run()
-        else:
-            self.callbacks.append(run)
-
-    def fire(self) -> None:
-        self.happened = True
-        callbacks, self.callbacks = self.callbacks, []
-        for run in callbacks:
-            run()
 
 
 class SerialLane:
@@ -134,11 +101,24 @@ _ENDS = -1  # in place of a unit: embedding and head
 _STEPS = 4  # the first one fills the lanes; the mean of the others is the step in the long run
 
 
+class _Nowhere:
+    """Weights and activations of a simulation."""
+
+    nbytes = 0
+    fill = empty = refresh = to_host = to_device = staticmethod(nothing)
+
+
+class _OneThread(nullcontext[None]):
+    def notify_all(self) -> None:
+        """Nobody waits."""
+
+
 class _Task(NamedTuple):
+    """half, task: None for the update on the device."""
+
     step: int
-    batch: int
-    kind: TaskKind | Literal["update"]
-    unit: int
+    half: Half | None
+    task: PassTask | None
 
 
 class LaneRun:
@@ -163,37 +143,34 @@ class LaneRun:
         limit = machine.device_bytes if budget is None else budget
         if least > limit:
             raise Deadlock(f"the plan needs {least} bytes of the device, there are {limit:.0f}")
-        units = list(zip(profile.units, placements, strict=True))
-        self.costs = unit_costs(profile, placements)
-        self.times = [unit_time(unit, one, machine) for unit, one in units]
-        self.ends, self.count = profile.ends, len(units)
-        self.top_seconds = ends_seconds(profile, machine)
-        self.update_seconds = sum(times.update for times in self.times) + ends_update(profile, machine)
-        self.update, self.accumulation, self.steps = update, accumulation, steps
-        self.first_come, self.in_flight = first_come, profile.in_flight
-        resident = sum(cost.resident for cost in self.costs)
-        self.arena = Arena(limit, profile.base + staging(profile, placements) + resident)
-        self.updates = Arena(SLOTS)  # that are between memory and the disk
-        self.clock = EventQueue()
+        self.count, self.in_flight = len(profile.units), profile.in_flight
+        self.early, self.accumulation, self.steps, self.first_come = update == "early", accumulation, steps, first_come
+        self.clock, self.changed = EventQueue(), _OneThread()
         self.lanes = {
             name: SerialLane(self.clock, partial(self._note, name), first_come and name != "up") for name in LANES[1:]
         }
         up, down = self.lanes["up"], self.lanes["down"]
         up.opposite, up.slowed = down, _slowed(machine.up, machine.up_both)
         down.opposite, down.slowed = up, _slowed(machine.down, machine.down_both)
-        self.device_busy, self.working = 0.0, False
-        self.spans: list[SimulatedSpan] | None = [] if spans else None
-        self.tasks = list(self._program())
-        self.at, self.asked = 0, 0
-        self.needs: dict[int, list[SimulatedEvent]] = {}
-        self.events: dict[tuple[object, ...], SimulatedEvent] = {}
-        self.last: dict[tuple[int, int], tuple[int, ...]] = {}  # use of a slot, by step and unit, that was asked for
-        self.over: set[tuple[int, ...]] = set()  # uses of a slot that have ended
-        self.retained: dict[tuple[int, ...], SimulatedEvent] = {}  # uses whose slot stays for the next one
-        self.landed: dict[int, list[int]] = {}  # units whose gradients of a step are there; _ENDS: of the rest
+        flow = self.flow = StepFlow(profile, placements, machine, self, self.submit, budget=limit)
+        flow.brought = dict.fromkeys(range(self.count), _Nowhere)
+        self.hosted = {index for index, cost in enumerate(flow.costs) if not cost.on_device}
         self.ends_exchange = ends_exchange(profile)
-        pairs = zip(self.costs, self.times, strict=True)
-        self.awaited = sum(not cost.on_device or times.exchange > 0 for cost, times in pairs) + (self.ends_exchange > 0)
+        exchanged = {index for index, times in enumerate(flow.times) if times.exchange > 0}
+        self.awaited = len(self.hosted | exchanged) + (self.ends_exchange > 0)
+        self.device_busy, self.working, self.at = 0.0, False, 0
+        self.spans: list[SimulatedSpan] | None = [] if spans else None
+        halves = list(self._program())
+        self.tasks = [
+            _Task(step, half, task)
+            for step, half in halves
+            for task in ([None] if half is None else half.tasks(self.count))
+        ]
+        self.ahead = iter(halves)
+        self.needs: dict[tuple[int, PassTask | None], list[LaneEvent]] = {}  # by pass; the update's by step
+        self.expected: set[int] = set()  # units whose update of the step is asked for
+        self.landed: list[int] = []  # units whose gradients of the step are there; _ENDS: the rest's
+        self.all_landed = self.event(not self.awaited)
         self.marks: list[float] = []
 
     def play(self) -> LaneTimeline:
@@ -201,15 +178,14 @@ class LaneRun:
         self._go_on()
         self.clock.run()
         if self.at < len(self.tasks):
-            raise Deadlock(
-                f"stuck at {self.tasks[self.at]}: {self.arena.used:.0f} of {self.arena.budget:.0f} bytes used"
-            )
+            arena = self.flow.arena
+            raise Deadlock(f"stuck at {self.tasks[self.at]}: {arena.used:.0f} of {arena.budget:.0f} bytes used")
         laps = max(len(self.marks) - 1, 1)
         first = self.marks[0] if len(self.marks) > 1 else 0.0
         busy: dict[LaneName, float] = {name: self.lanes[name].busy / self.steps for name in LANES[1:]}
         return LaneTimeline(
             step=(self.marks[-1] - first) / laps,
-            peak=self.arena.peak,
+            peak=self.flow.arena.peak,
             busy={"device": self.device_busy / self.steps, **busy},
             spans=self.spans or [],
         )
@@ -218,226 +194,139 @@ class LaneRun:
         if self.spans is not None and seconds:
             self.spans.append(SimulatedSpan(lane, self.clock.now, seconds, what))
 
+    # The engine of the flow
+
+    def event(self, happened: bool = False) -> LaneEvent:
+        return LaneEvent(self, happened)
+
+    def submit(
+        self, lane: EngineLane, urgency: Urgency, seconds: float, work: LaneAction, done: LaneAction, what: str
+    ) -> None:
+        self.lanes[lane].submit(urgency, seconds, done, what)
+
     # The program
 
-    def _program(self) -> Iterator[_Task]:
-        """With several passes in flight, backward and forward passes take turns once there are as many."""
+    def _program(self) -> Iterator[tuple[int, Half | None]]:
+        """Halves by step, and its update. With several passes in flight, backward and forward passes take turns once
+        there are as many.
+        """
         waiting = min(self.in_flight, self.accumulation)
         for step in range(self.steps):
-            forwards, backwards = iter(range(self.accumulation)), range(self.accumulation)
-            halves = [Half(batch, "forward") for batch in itertools.islice(forwards, waiting)]
-            for batch in backwards:
-                halves.append(Half(batch, "backward"))
-                halves += [Half(following, "forward") for following in itertools.islice(forwards, 1)]
-            for half in halves:
-                yield from (_Task(step, half.number, *task) for task in half.tasks(self.count))
-            yield _Task(step, 0, "update", 0)
+            forwards = backwards = range(step * self.accumulation, (step + 1) * self.accumulation)
+            following = iter(forwards)
+            yield from ((step, Half(number, "forward")) for number in itertools.islice(following, waiting))
+            for number in backwards:
+                yield step, Half(number, "backward")
+                yield from ((step, Half(more, "forward")) for more in itertools.islice(following, 1))
+            yield step, None
 
     def _go_on(self) -> None:
         """Start the task that is next, if what it needs is there; a pass asks for its bytes when it starts."""
         if self.working or self.at >= len(self.tasks):
             return
-        while self.asked <= self.at:
+        step, half, task = self.tasks[self.at]
+        key = step if half is None else half.number, task
+        while key not in self.needs:
             self._ask_ahead()
-        for need in self.needs[self.at]:
+        for need in self.needs[key]:
             if not need.happened:
                 need.then(self._go_on)
                 return
-        task = self.tasks[self.at]
-        del self.needs[self.at]
-        if task.kind == "update" and self.update == "exact":
-            landed = self.landed.pop(task.step, [])
-            for unit in landed if self.first_come else sorted(landed):
-                if unit != _ENDS and not self.costs[unit].on_device:
-                    self._update(task.step, unit)
+        del self.needs[key]
+        if task is None and not self.early:
+            for unit in self.landed if self.first_come else sorted(self.landed):
+                self._update(step, unit)
         seconds = self._seconds(task)
         self.working = True
         self.device_busy += seconds
-        self._note("device", seconds, f"{task.kind} {task.unit}" if task.kind in ("forward", "backward") else task.kind)
+        what = "update" if task is None else task.kind
+        self._note("device", seconds, f"{what} {task.unit}" if task and what in ("forward", "backward") else what)
         self.clock.at(self.clock.now + seconds, 0, 0, self._end)
 
     def _ask_ahead(self) -> None:
         """For a pass; with several in flight, for this half of one and the next half."""
-        ends = ("bottom", "update") if self.in_flight == 1 else ("top", "bottom", "update")
-        for _ in range(1 if self.in_flight == 1 else 2):
-            while self.asked < len(self.tasks):
-                task = self.tasks[self.asked]
-                self.needs[self.asked] = self._needs(task)
-                self.asked += 1
-                if task.kind in ends:
-                    break
+        for step, half in itertools.islice(self.ahead, 2 if self.in_flight > 1 else 1):
+            self._ask(step, half)
+            if half is not None and half.kind == "forward" and self.in_flight == 1:
+                self._ask(*next(self.ahead))
 
-    def _seconds(self, task: _Task) -> float:
-        if task.kind == "forward":
-            return self.times[task.unit].forward
-        if task.kind == "backward":
-            return self.times[task.unit].backward
-        return {"top": self.top_seconds, "bottom": 0.0, "update": self.update_seconds}[task.kind]
+    def _ask(self, step: int, half: Half | None) -> None:
+        if half is not None:
+            needs = self.flow.ask(half, partial(self._urgency, step, half))
+            self.needs |= {(half.number, task): events for task, events in needs.items()}
+            return
+        self.flow.slots.discard()
+        for unit in self.hosted - self.expected:
+            self._expect(unit)
+        self.needs[step, None] = [self.all_landed]
 
-    def _needs(self, task: _Task) -> list[SimulatedEvent]:
-        step, batch, kind, unit = task
-        if kind == "update":
-            return [self._event("landed", step, happened=not self.awaited)]
-        if kind == "top":
-            return [self._granted(self.ends.top + self.ends.top_gradients + self.ends.carried)]
-        if kind == "bottom":
-            return [self._granted(self.ends.bottom + self.ends.bottom_gradients)]
-        cost, times, needs = self.costs[unit], self.times[unit], []
-        urgency = self._urgency(task)
-        if cost.slot:
-            there = SimulatedEvent()
-            needs.append(there)
+    def _expect(self, unit: int) -> None:
+        self.expected.add(unit)
+        self.flow.expect(unit)
 
-            use = (step, batch, int(kind == "backward"), unit)
-            before_it, self.last[step, unit] = self.last.get((step, unit)), use
+    def _seconds(self, task: PassTask | None) -> float:
+        if task is None:
+            return self.flow.update_seconds
+        if task.kind in ("forward", "backward"):
+            times = self.flow.times[task.unit]
+            return times.forward if task.kind == "forward" else times.backward
+        return self.flow.top_seconds if task.kind == "top" else 0.0
 
-            def slot_granted(before: tuple[int, ...] | None = before_it) -> None:
-                if before is not None and before not in self.over:
-                    self.retained[before] = there  # still there from the use before: it stays
-                    return
-                lane = self.lanes["read" if cost.filed else "up"]
-                fetch = lambda: lane.submit(urgency, times.slot, there.fire, f"weights {unit}")  # noqa: E731
-                self._event("valid", step, unit, happened=step == 0).then(fetch)
-
-            self.arena.want(cost.slot, slot_granted)
-        elif cost.refreshed and kind == "forward" and batch == 0:
-            needs.append(self._event("fresh", step, unit, happened=step == 0))
-        if kind == "forward":
-            needs.append(self._granted(cost.forward))
-            return needs
-        if cost.swap:
-            back = SimulatedEvent()
-            needs.append(back)
-
-            def swap_granted() -> None:
-                fetch = lambda: self.lanes["up"].submit(urgency, times.swap_up, back.fire, f"activations {unit}")  # noqa: E731
-                self._event("out", step, batch, unit).then(fetch)
-
-            self.arena.want(cost.swap, swap_granted)
-        needs.append(self._granted(cost.backward + cost.gradients))
-        return needs
-
-    def _granted(self, nbytes: float) -> SimulatedEvent:
-        event = SimulatedEvent()
-        self.arena.want(nbytes, event.fire)
-        return event
-
-    def _urgency(self, task: _Task) -> tuple[int, ...]:
-        return task.step, task.batch, int(task.kind == "backward"), -task.unit if task.kind == "backward" else task.unit
-
-    def _event(self, *key: object, happened: bool = False) -> SimulatedEvent:
-        if key not in self.events:
-            self.events[key] = SimulatedEvent(happened)
-        return self.events[key]
+    def _urgency(self, step: int, half: Half, task: PassTask) -> Urgency:
+        back = half.kind == "backward"
+        return step, half.number % self.accumulation, int(back), -task.unit if back else task.unit
 
     def _end(self) -> None:
-        task = self.tasks[self.at]
+        step, half, task = self.tasks[self.at]
         self.working = False
         self.at += 1
-        freed = getattr(self, f"_end_{task.kind}")(task)
-        self.arena.free(freed)
+        if half is None or task is None:
+            self.marks.append(self.clock.now)
+            self.expected.clear()
+            self.landed, self.all_landed = [], self.event(not self.awaited)
+            self.flow.drop_gradients()
+        else:
+            self._end_task(step, half, task)
         self._go_on()
 
-    def _end_forward(self, task: _Task) -> float:
-        step, batch, _, unit = task
-        cost = self.costs[unit]
-        if cost.slot:
-            self._slot_used((step, batch, 0, unit))
-        if cost.swap:
-
-            def out() -> None:
-                self.arena.free(cost.swap)
-                self._event("out", step, batch, unit).fire()
-
-            self.lanes["down"].submit(self._urgency(task), self.times[unit].swap_down, out, f"activations {unit}")
-        return cost.forward_end + cost.slot
-
-    def _end_top(self, task: _Task) -> float:
-        retained = 0 if task.batch else self.ends.top_gradients
-        return self.ends.top + self.ends.top_gradients - retained + sum(cost.casts_end for cost in self.costs)
-
-    def _end_backward(self, task: _Task) -> float:
-        step, batch, _, unit = task
-        cost = self.costs[unit]
-        if cost.slot:
-            self._slot_used((step, batch, 1, unit))
-        last = batch == self.accumulation - 1
-        if cost.on_device:
-            if last and self.times[unit].exchange:
-                self._complete(step, unit, self.times[unit].exchange)
-            return cost.backward_end + (cost.gradients if batch else 0)
-
-        def landed() -> None:
-            self.arena.free(cost.gradients)
-            if last:
-                self._complete(step, unit, self.times[unit].exchange)
-
-        urgency = (step, batch, 2, unit)
-        lane = self.lanes["write" if cost.filed else "down"]
-        lane.submit(urgency, self.times[unit].gradients, landed, f"gradients {unit}")
-        return cost.backward_end + cost.slot
+    def _end_task(self, step: int, half: Half, task: PassTask) -> None:
+        flow, batch, unit = self.flow, half.number % self.accumulation, task.unit
+        first, is_last = batch == 0, batch == self.accumulation - 1
+        if task.kind == "forward":
+            flow.forward_ends(half, unit, self._urgency(step, half, task), _Nowhere)
+        elif task.kind == "top":
+            flow.top_ends(first=first)
+        elif task.kind == "bottom":
+            if is_last and self.ends_exchange:
+                self._complete(step, _ENDS, self.ends_exchange)
+            flow.arena.free(flow.bottom_bytes(first=first))
+        else:
+            exchange = flow.times[unit].exchange
+            complete = partial(self._complete, step, unit, exchange) if is_last else nothing
+            if unit not in self.hosted and exchange:
+                complete()
+            flow.backward_ends(half, unit, (step, batch, 2, unit), first=first, send=nothing, landed=complete)
 
     def _complete(self, step: int, unit: int, exchange: float) -> None:
         """This worker's gradients of the step are complete: what is averaged with others' goes to them first."""
 
         def there() -> None:
-            self.landed.setdefault(step, []).append(unit)
-            if self.update == "early" and unit != _ENDS and not self.costs[unit].on_device:
+            self.landed.append(unit)
+            if self.early:
                 self._update(step, unit)
-            if len(self.landed[step]) == self.awaited:
-                self._event("landed", step).fire()
+            if len(self.landed) == self.awaited:
+                self.all_landed.fire()
 
         if exchange:
             self.lanes["peers"].submit((step, unit), exchange, there, "mean" if unit == _ENDS else f"mean {unit}")
         else:
             there()
 
-    def _end_bottom(self, task: _Task) -> float:
-        if self.ends_exchange and task.batch == self.accumulation - 1:
-            self._complete(task.step, _ENDS, self.ends_exchange)
-        return self.ends.bottom + self.ends.carried + (self.ends.bottom_gradients if task.batch else 0)
-
-    def _end_update(self, task: _Task) -> float:
-        self.marks.append(self.clock.now)
-        held = sum(cost.gradients for cost in self.costs if cost.on_device)
-        return held + self.ends.top_gradients + self.ends.bottom_gradients
-
-    def _slot_used(self, use: tuple[int, ...]) -> None:
-        self.over.add(use)
-        if use in self.retained:
-            self.retained.pop(use).fire()
-
     def _update(self, step: int, unit: int) -> None:
-        """On the host, with its states from and to the disk; then the device's copy follows."""
-        cost, times = self.costs[unit], self.times[unit]
-        urgency = (step + 1, 0, 0, unit)
-
-        def updated() -> None:
-            if not cost.filed:
-                self._event("valid", step + 1, unit).fire()
-            if cost.refreshed:
-                fresh = self._event("fresh", step + 1, unit)
-                self.lanes["up"].submit(urgency, times.refresh, fresh.fire, f"weights {unit}")
-            if cost.disk:
-                self.lanes["write"].submit(urgency, times.write, written, f"states {unit}")
-
-        def written() -> None:
-            self.updates.free(1)
-            self._event("stored", step + 1, unit).fire()
-            if cost.filed:
-                self._event("valid", step + 1, unit).fire()
-
-        def update() -> None:
-            self.lanes["host"].submit(urgency, times.host, updated, f"update {unit}")
-
-        def read() -> None:
-            self.lanes["read"].submit(urgency, times.read, update, f"states {unit}")
-
-        if cost.disk:
-            ask = partial(self.updates.want, 1, read)
-            self._event("stored", step, unit, happened=step == 0).then(ask)
-        else:
-            update()
+        if unit in self.hosted:
+            if unit not in self.expected:
+                self._expect(unit)
+            self.flow.update(unit, (step + 1, 0, 0, unit), UpdateWork, stored=self.flow.costs[unit].disk > 0)
 
 
 def _slowed(alone: float, both: float) -> float:

@@ -1,12 +1,9 @@
-"""Meters: of storages (live and peak bytes of what a thread's operations make, on real and on fake tensors alike), and
-of what moves.
-"""
+"""A meter of storages: live and peak bytes of what a thread's operations make, on real and on fake tensors alike."""
 
 from __future__ import annotations
 
 import threading
 import weakref
-from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -68,31 +65,3 @@ def storages(tensors: Iterator[Tensor] | Any) -> dict[int, int]:
 def nbytes(tensors: Iterator[Tensor] | Any) -> int:
     """Bytes of the tensors' storages, each once."""
     return sum(storages(tensors).values())
-
-
-class MovedBytes:
-    """Counts of any thread. moved: by lane. stayed: what did not go over the lane, because a slot was granted for its
-    next use before the last one had ended; with it, a step moves what its plan says.
-    """
-
-    def __init__(self) -> None:
-        self._moved, self._stayed = Counter[str](), Counter[str]()
-        self._lock = threading.Lock()
-
-    def add(self, lane: str, nbytes: int) -> None:
-        """Count bytes that go over the lane."""
-        with self._lock:
-            self._moved[lane] += nbytes
-
-    def stay(self, lane: str, nbytes: int) -> None:
-        """Count bytes that need not, for they are there already."""
-        with self._lock:
-            self._stayed[lane] += nbytes
-
-    @property
-    def moved(self) -> dict[str, int]:
-        return {lane: self._moved[lane] for lane in ("up", "down")}
-
-    @property
-    def stayed(self) -> dict[str, int]:
-        return {lane: self._stayed[lane] for lane in ("up", "read")}

@@ -26,17 +26,25 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from isles.base.wrapping import SpreadShares, Wrapping, evaluated
-from isles.memory.arena import Arena
-from isles.memory.costs import SLOTS, Profile, ends_update
+from isles.memory.costs import Profile
 from isles.memory.disk import stored_units
-from isles.memory.engines.base import Engine, Urgency
+from isles.memory.engines.base import Engine
 from isles.memory.engines.cuda import usual_engine
+from isles.memory.flow import PassKind, UpdateWork
 from isles.memory.meter import MemoryMeter
-from isles.memory.parameters import Arrivals, PartialOptimizer, Settings, same_settings, settings_of
-from isles.memory.passes import PassKind
+from isles.memory.parameters import (
+    Arrivals,
+    Gathering,
+    PartialOptimizer,
+    Settings,
+    SharedPart,
+    portions_of,
+    refuse_shares,
+    same_settings,
+    settings_of,
+)
 from isles.memory.plan import MemoryPlan
 from isles.memory.runner import Runner
-from isles.memory.sharing import Gathering, SharedPart, portions_of, refuse_shares
 from isles.memory.units import units_of
 from isles.network.machines import Machine
 
@@ -77,27 +85,13 @@ class Managed(Wrapping):
         on_host = [unit.parameters for unit, one in zip(units, plan.placements, strict=True) if one.tier != "device"]
         engine.moves.offload(hosted := {id(parameter) for own in on_host for parameter in own}, model)
         stored = stored_units(units, plan.placements, inner, [unit.states for unit in profile.units], disk, meter)
-        self.runner = Runner(
-            units,
-            plan.placements,
-            profile,
-            machine,
-            engine,
-            budget=plan.peak,
-            device=device,
-            buffers=list(model.buffers()),
-            accumulation=plan.accumulation,
-            landing=Arrivals(self._arrived),
-            stored=stored,
-            meter=meter,
-        )
+        landing = Arrivals(self._arrived)
+        self.runner = Runner(plan, model, profile, machine, engine, device, landing, stored, meter)
         self._parts: dict[int, PartialOptimizer | SharedPart] = {
             index: PartialOptimizer(inner, brought.host) for index, brought in self.runner.brought.items()
         }
         self.rest = [parameter for parameter in self.parameters if id(parameter) not in hosted]
         self._rest_part = PartialOptimizer(inner, self.rest)
-        self._written, self._slots = {index: engine.event(True) for index in stored}, Arena(SLOTS)
-        self._update_seconds = sum(times.update for times in self.runner.times) + ends_update(profile, machine)
         self.meter = meter
         if meter is not None:
             meter.track(*model.buffers(), *self.rest)
@@ -194,7 +188,7 @@ class Managed(Wrapping):
         if self.meter is not None:
             states = (value for parameter in self.rest for value in self.inner.state.get(parameter, {}).values())
             self.meter.track(*(value for value in states if isinstance(value, Tensor)))
-        self.engine.computed(began, self._update_seconds)
+        self.engine.computed(began, self.runner.flow.update_seconds)
         self.runner.end_step()
         self._clean = not any(parameter.grad is not None for parameter in self.rest)
         return loss
@@ -202,68 +196,29 @@ class Managed(Wrapping):
     def _queue(self, index: int, settings: Settings) -> None:
         """Update a unit on the host by the gradients that it has now; then its copy on the device follows."""
         runner, part = self.runner, self._parts[index]
-        brought, times = runner.brought[index], runner.times[index]
-        gradients = [parameter.grad for parameter in brought.host]
-        for parameter in brought.host:  # theirs from here on: whoever calls zero_grad() does not reach them
+        host = runner.brought[index].host
+        gradients = [parameter.grad for parameter in host]
+        for parameter in host:  # theirs from here on: whoever calls zero_grad() does not reach them
             parameter.grad = None
-        updated, refreshed = self.engine.event(), self.engine.event()
-        runner.updated[index], runner.refreshed[index] = updated, refreshed
-        urgency = (runner.steps + 1, 0, 0, index)
+        stored = runner.stored.get(index)
 
-        if index in runner.stored:
-            refreshed.fire()  # there is no copy between passes
-            self._queue_stored(index, settings, gradients, urgency)
-            return
-
-        def work() -> None:
-            part.update(settings, gradients)
-            gradients.clear()
-
-        def landed() -> None:
-            updated.fire()
-            if brought.stays:
-                runner.refresh(index, urgency)
-            else:
-                refreshed.fire()
-
-        done = landed
-        if isinstance(part, SharedPart):
-            runner.gathering.expect(index)
-            done = partial(runner.gathering.begin, index, part.rows, landed)
-        runner.submit("host", urgency, times.host, work, done)
-
-    def _queue_stored(self, index: int, settings: Settings, gradients: list[Tensor | None], urgency: Urgency) -> None:
-        """Read what the disk has of the unit, update it, write it. Its weights are there once they are written, where
-        they are on disk too.
-        """
-        runner, times, updated = self.runner, self.runner.times[index], self.runner.updated[index]
-        filed, before = runner.costs[index].filed, self._written[index]
-        written = self._written[index] = self.engine.event()
-
-        def begin() -> None:
-            update = runner.stored[index].update()
+        def make() -> UpdateWork:
+            update = None if stored is None else stored.update()
 
             def step() -> None:
-                update.step(settings, gradients)
+                (part.update if update is None else update.step)(settings, gradients)
                 gradients.clear()
 
-            def stepped() -> None:
-                if not filed:
-                    updated.fire()
-                runner.submit("write", urgency, times.write, update.save, saved)
+            return UpdateWork(step) if update is None else UpdateWork(step, update.load, update.save)
 
-            def saved() -> None:
-                self._slots.free(1)
-                written.fire()
-                if filed:
-                    updated.fire()
-
-            def loaded() -> None:
-                runner.submit("host", urgency, times.host, step, stepped)
-
-            runner.submit("read", urgency, times.read, update.load, loaded)
-
-        before.then(partial(self._slots.want, 1, begin))
+        runner.flow.expect(index)
+        urgency = (runner.steps + 1, 0, 0, index)
+        if isinstance(part, SharedPart):
+            runner.gathering.expect(index)
+            after = partial(runner.gathering.begin, index, part.rows)
+            runner.flow.update(index, urgency, make, stored=False, after=after)
+        else:
+            runner.flow.update(index, urgency, make, stored=stored is not None)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Gradients of the device's units go; those that updates on the host still need are out of reach. Before
@@ -291,8 +246,7 @@ class Managed(Wrapping):
         """Wait until all updates that `step` began have landed: before anything reads or writes weights or states."""
         for index in self._parts:
             self.runner.weights_of(index)
-            if index in self._written:
-                self._written[index].wait(f"the states of {self.runner.units[index].name} on disk")
+            self.runner.flow.written[index].wait(f"the states of {self.runner.units[index].name} on disk")
         self.engine.check()
 
     # State

@@ -1,115 +1,100 @@
-"""Forward and backward passes under a plan: bytes are asked for, blocks' weights brought, activations swapped or
-recomputed, and gradients sent to the host, in the order and the amounts of `isles.memory.lanes`.
+"""Forward and backward passes under a plan: blocks' weights brought, activations swapped or recomputed, and gradients
+sent to the host, in the order and the amounts of `isles.memory.flow`.
 
-    when a pass starts    all its bytes are asked for, in the order of need
-    forward of a unit     wait for them and for its weights; run; hand on
-    backward of a unit    begins at the edge behind it, ends at the edge before it (`units.edge`); its gradients go down
-
-A pass that does not go through all units in order, forward and then back, is refused in one line.
+A unit's backward pass begins at the edge behind it and ends at the edge before it (`units.edge`). A pass that does not
+go through all units in order, forward and then back, is refused in one line.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from isles.base.wrapping import host_work
 from isles.memory.activations import Repeatable, Swapped
-from isles.memory.arena import Arena, Slots, SlotUse
-from isles.memory.costs import Placement, Profile, ends_seconds, staging, unit_costs, unit_time
+from isles.memory.costs import Profile
 from isles.memory.disk import StoredUnit
-from isles.memory.engines.base import Engine, EngineLane, LaneEvent, Urgency
-from isles.memory.meter import MemoryMeter, MovedBytes
-from isles.memory.parameters import Arrivals, Brought, Landed
-from isles.memory.passes import Half, PassesInFlight, PassTask, not_followed, out_of_order
-from isles.memory.sharing import Gathering
-from isles.memory.units import ModelUnit, edge, tensors_in
+from isles.memory.engines.base import Engine
+from isles.memory.flow import (
+    EngineLane,
+    Half,
+    LaneAction,
+    LaneEvent,
+    PassesInFlight,
+    PassTask,
+    StepFlow,
+    Urgency,
+    not_followed,
+    nothing,
+    out_of_order,
+)
+from isles.memory.meter import MemoryMeter
+from isles.memory.parameters import Arrivals, Brought, Gathering, Landed
+from isles.memory.plan import MemoryPlan
+from isles.memory.units import edge, tensors_in, units_of
 from isles.network.machines import Machine
 
 
 class Runner:
-    """What happens around the units of one model; see the module.
+    """What happens around the units of `model` under `plan`; see the module.
 
-    placements, profile, machine: the plan's. budget: bytes of the device that the passes keep within. device: where the
-    model computes. buffers: of the model, which are never swapped. accumulation: backward passes a step. landing:
-    gradients on their way to the host. stored: by unit, what it has on disk.
+    device: where the model computes. landing: gradients on their way to the host. stored: by unit, what it has on disk.
 
-    updated, refreshed: by unit, the events of its latest update on the host and of its copy on the device after that.
-    counted: bytes that moved. batches, steps: passes since the last step, and steps.
+    flow: its bytes and lanes. batches, steps: passes since the last step, and steps.
     """
 
     def __init__(
         self,
-        units: Sequence[ModelUnit],
-        placements: Sequence[Placement],
+        plan: MemoryPlan,
+        model: nn.Module,
         profile: Profile,
         machine: Machine,
         engine: Engine,
-        *,
-        budget: float,
         device: torch.device,
-        buffers: Sequence[Tensor],
-        accumulation: int,
         landing: Arrivals,
         stored: Mapping[int, StoredUnit],
         meter: MemoryMeter | None = None,
     ) -> None:
-        self.units, self.placements, self.engine, self.device = units, placements, engine, device
-        self.costs = unit_costs(profile, placements)
-        self.times = [unit_time(unit, one, machine) for unit, one in zip(profile.units, placements, strict=True)]
-        self.ends, self.buffers, self.meter = profile.ends, list(buffers), meter
-        self.accumulation, self.landing, self.stored = accumulation, landing, stored
-        resident = sum(cost.resident for cost in self.costs)
-        self.arena = Arena(budget, profile.base + staging(profile, placements) + resident)
-        self.brought = {
+        self.units, self.plan, self.engine, self.device = units_of(model), plan, engine, device
+        flow = self.flow = StepFlow(profile, plan.placements, machine, engine, self.submit, budget=plan.peak)
+        self.buffers, self.meter, self.landing, self.stored = list(model.buffers()), meter, landing, stored
+        self.brought = flow.brought = {
             index: Brought(
                 unit,
                 device,
                 profile.autocast,
-                stays=not self.costs[index].slot,
-                fetch=stored[index].fetch if self.costs[index].filed else None,
+                stays=not flow.costs[index].slot,
+                fetch=stored[index].fetch if flow.costs[index].filed else None,
                 meter=meter,
                 moves=engine.moves,
             )
-            for index, unit in enumerate(units)
-            if not self.costs[index].on_device
+            for index, unit in enumerate(self.units)
+            if not flow.costs[index].on_device
         }
-        self.updated = [engine.event(True) for _ in units]
-        self.refreshed = [engine.event(True) for _ in units]
-        self.counted = MovedBytes()
-        self._began, self._top_seconds = 0.0, ends_seconds(profile, machine)
-        self.passes = PassesInFlight(len(units), profile.in_flight)
+        self._began = 0.0
+        self.passes = PassesInFlight(len(self.units), profile.in_flight)
         self.batches = self._backs = self.steps = 0  # passes and backward passes since the last step; steps
         self._needs: dict[tuple[int, PassTask], list[LaneEvent]] = {}
         self._order: dict[Half, int] = {}  # in which order halves were asked for
-        self._slots = Slots(
-            engine,
-            self.arena,
-            self.brought,
-            self.costs,
-            [one.slot for one in self.times],
-            self.updated,
-            self.counted,
-            self.submit,
-        )
-        self._swapped: dict[tuple[int, int], Swapped] = {}  # by pass and unit
-        self._out: dict[tuple[int, int], LaneEvent] = {}  # the same: its activations are on the host
         self.gathering = Gathering(engine)  # of weights that several workers update in shares
         self._bottom = 0  # bytes of the bottom's transients, until the pass is over
-        for index, unit in enumerate(units):
+        for index, unit in enumerate(self.units):
             unit.module.forward = partial(self._run, index, unit.module.forward)  # type: ignore[method-assign]
 
     @property
     def moved(self) -> dict[str, int]:
         """Bytes that went over each lane so far."""
         every = self.stored.values()
-        return self.counted.moved | {"read": sum(one.read for one in every), "write": sum(one.written for one in every)}
+        return self.flow.counted.moved | {
+            "read": sum(one.read for one in every),
+            "write": sum(one.written for one in every),
+        }
 
     def detach(self) -> None:
         """Give the units their own forward back."""
@@ -125,7 +110,7 @@ class Runner:
             return self._without_gradients(index, forward, args, named)
         number = self._begin_pass() if index == 0 else self.passes.begun
         self._begin(PassTask("forward", index), number)
-        brought, activations = self.brought.get(index), self.placements[index].activations
+        brought, activations, swapped = self.brought.get(index), self.plan.placements[index].activations, None
         if brought is not None and brought.stays and brought.stale:
             brought.refresh()
         shared = [tensor for tensor in tensors_in((args, named)) if not tensor.requires_grad]
@@ -134,15 +119,14 @@ class Runner:
             made = checkpoint(Repeatable(self.units[index].module, forward), *args, use_reentrant=False, **named)
         elif activations == "swap":
             own = self.units[index].parameters if brought is None else brought.device
-            swapped = Swapped([*own, *self.buffers, *shared], self.meter, self.engine.moves)
-            self._swapped[number, index] = swapped
+            swapped = Swapped([*own, *self.buffers, *shared], self.device, self.meter, self.engine.moves)
             with torch.autograd.graph.saved_tensors_hooks(swapped.pack, swapped.unpack):
                 made = forward(*args, **named)
         else:
             made = forward(*args, **named)
         del args, named, shared
         made = edge(partial(self._begin, PassTask("backward", index), number), made)
-        self._forward_ends(index, number)
+        self._forward_ends(index, number, swapped)
         return made
 
     def _without_gradients(self, index: int, forward: Callable[..., Any], args: Any, named: Any) -> Any:
@@ -166,8 +150,8 @@ class Runner:
     def weights_of(self, index: int) -> None:
         """Wait until the unit's latest update is in its weights, on the host and where its copy stays."""
         self.gathering.need(index)
-        self.updated[index].wait(f"the update of {self.units[index].name}")
-        self.refreshed[index].wait(f"the weights of {self.units[index].name}")
+        self.flow.updated[index].wait(f"the update of {self.units[index].name}")
+        self.flow.refreshed[index].wait(f"the weights of {self.units[index].name}")
 
     # A pass
 
@@ -178,15 +162,14 @@ class Runner:
         self.engine.check()
         self.batches += 1
         number = self.passes.begin()
-        self._out |= {(number, index): self.engine.event() for index in range(len(self.units))}
         self._begin_half(Half(number, "forward"))
         return number
 
     def _begin_half(self, begun: Half) -> None:
         for half in self.passes.to_ask(begun):
             self._order[half] = len(self._order)
-            for task in half.tasks(len(self.units)):
-                self._needs[half.number, task] = self._ask(task, half)
+            needs = self.flow.ask(half, lambda task, half=half: self._urgency(half, task.unit))
+            self._needs |= {(half.number, task): events for task, events in needs.items()}
 
     def finish_pass(self, *, whole: bool = False) -> None:
         """Make sure that the pass under way is over; with `whole`, that all are. RuntimeError where a backward pass has
@@ -199,7 +182,7 @@ class Runner:
 
     def _free_bottom(self) -> None:
         if self._bottom:
-            self.arena.free(self._bottom)
+            self.flow.arena.free(self._bottom)
             self._bottom = 0
 
     def _begin(self, task: PassTask, number: int) -> None:
@@ -210,7 +193,9 @@ class Runner:
             raise out_of_order(task, self.units[task.unit].name)
         if task.kind == "backward" and task.unit == len(self.units) - 1:
             self._free_bottom()
-            self._top_ends()
+            self.engine.computed(self._began, self.flow.top_seconds)
+            self._backs += 1
+            self.flow.top_ends(first=self._backs == 1)
             self._begin_half(Half(number, "backward"))
         self.landing.deliver()
         self.gathering.collect()
@@ -222,136 +207,66 @@ class Runner:
             self.brought[task.unit].show(True)
         self._began = time.perf_counter()
 
-    def _top_ends(self) -> None:
-        self.engine.computed(self._began, self._top_seconds)
-        self._backs += 1
-        retained = 0 if self._backs > 1 else self.ends.top_gradients
-        casts = sum(cost.casts_end for cost in self.costs)
-        self.arena.free(self.ends.top + self.ends.top_gradients - retained + casts)
-
     def _urgency(self, half: Half, index: int, *, gradients: bool = False) -> Urgency:
         first = index if gradients or half.kind == "forward" else -index
         return self.steps, self._order[half], int(gradients), first
 
-    def _ask(self, task: PassTask, half: Half) -> list[LaneEvent]:
-        if task.kind == "top":
-            return [self._granted(self.ends.top + self.ends.top_gradients + self.ends.carried)]
-        if task.kind == "bottom":
-            return [self._granted(self.ends.bottom + self.ends.bottom_gradients)]
-        index, cost, urgency = task.unit, self.costs[task.unit], self._urgency(half, task.unit)
-        needs = list[LaneEvent]()
-        if cost.slot:
-            needs.append(self._slots.ask(SlotUse(half, index), urgency))
-        elif cost.refreshed and half.kind == "forward":
-            needs.append(self.refreshed[index])
-        if half.kind == "forward":
-            return [*needs, self._granted(cost.forward)]
-        if cost.swap:
-            back = self.engine.event()
-            needs.append(back)
-            self.arena.want(cost.swap, partial(self._swap_granted, (half.number, index), urgency, back))
-        needs.append(self._granted(cost.backward + cost.gradients))
-        return needs
-
-    def _granted(self, nbytes: float) -> LaneEvent:
-        event = self.engine.event()
-        self.arena.want(nbytes, event.fire)
-        return event
-
     # Forward and backward
 
-    def _forward_ends(self, index: int, number: int) -> None:
-        cost = self.costs[index]
-        self.engine.computed(self._began, self.times[index].forward)
+    def _forward_ends(self, index: int, number: int, swapped: Swapped | None) -> None:
+        self.engine.computed(self._began, self.flow.times[index].forward)
         if index in self.brought:
             self.brought[index].show(False)
-        if cost.slot:
-            self._slots.used(SlotUse(Half(number, "forward"), index))
-        if cost.swap:
-            swapped, out = self._swapped[number, index], self._out[number, index]
-
-            def released() -> None:
-                self.arena.free(cost.swap)
-                out.fire()
-
-            self.counted.add("down", swapped.nbytes)
-            urgency = self._urgency(Half(number, "forward"), index)
-            self.submit("down", urgency, self.times[index].swap_down, swapped.to_host, released)
-        self.arena.free(cost.forward_end + cost.slot)
+        half = Half(number, "forward")
+        self.flow.forward_ends(half, index, self._urgency(half, index), swapped)
         if index == len(self.units) - 1:
             self._begin(PassTask("top", 0), number)
-
-    def _swap_granted(self, key: tuple[int, int], urgency: Urgency, back: LaneEvent) -> None:
-        def fetch() -> None:
-            swapped = self._swapped[key]
-            self.counted.add("up", swapped.nbytes)
-            work = partial(swapped.to_device, self.device)
-            self.submit("up", urgency, self.times[key[1]].swap_up, work, back.fire)
-
-        self._out[key].then(fetch)
 
     def _backward_ends(self, index: int, number: int) -> None:
         left = self.passes.left.get(number)
         if not left or left[0].unit != max(index - 1, 0):
             raise RuntimeError(f"memory: the backward pass of {self.units[index].name} ended out of its order")
-        self.engine.computed(self._began, self.times[index].backward)
-        cost, first = self.costs[index], self._backs == 1
-        brought = self.brought.get(index)
-        self._swapped.pop((number, index), None)
-        self._out.pop((number, index))
-        freed = cost.backward_end + cost.slot + (cost.gradients if cost.on_device and not first else 0)
+        self.engine.computed(self._began, self.flow.times[index].backward)
+        half, first, brought = Half(number, "backward"), self._backs == 1, self.brought.get(index)
+        landed, send = self.engine.event(), nothing
         if brought is not None:
             brought.show(False)
-            self._send(index, brought, number)
-            if cost.slot:
-                self._slots.used(SlotUse(Half(number, "backward"), index))
-        self.arena.free(freed)
+            send = self._sending(index, brought)
+            self.landing.expect(landed)
+        urgency = self._urgency(half, index, gradients=True)
+        self.flow.backward_ends(half, index, urgency, first=first, send=send, landed=landed.fire)
         if index == 0:
             self._begin(PassTask("bottom", 0), number)
-            self._bottom = self.ends.bottom + self.ends.carried + (0 if first else self.ends.bottom_gradients)
+            self._bottom = self.flow.bottom_bytes(first=first)
 
     # Gradients
 
-    def _send(self, index: int, brought: Brought, number: int) -> None:
-        """Send a unit's gradients to the host, or to its file; those of a later batch are added to what lies there."""
-        box, cost, landed = [brought.take_gradients()], self.costs[index], self.engine.event()
-        self.landing.expect(landed)
-        last = self._backs == self.accumulation
-        stored = self.stored[index] if cost.filed and self._backs == 1 else None
+    def _sending(self, index: int, brought: Brought) -> Callable[[], None]:
+        """Sends a unit's gradients to the host, or to its file; those of a later batch are added to what lies there."""
+        box, filed = [brought.take_gradients()], self.flow.costs[index].filed
+        last = self._backs == self.plan.accumulation
+        stored = self.stored[index] if filed and self._backs == 1 else None
 
         def work() -> None:
             made = box.pop()
             if stored is not None:
                 stored.put_gradients(made)
             pairs = [(own, one) for own, one in zip(brought.host, made, strict=True) if one is not None]
-            copies = [one.to(own.dtype) for own, one in pairs] if cost.filed else None  # in the same memory
+            copies = [one.to(own.dtype) for own, one in pairs] if filed else None  # in the same memory
             if copies is None:
                 copies = self.engine.moves.to_host([one for _, one in pairs], [own.dtype for own, _ in pairs])
             shown = None if stored is None else stored.show_gradients
             self.landing.add(Landed(index, last, [own for own, _ in pairs], copies, shown))
 
-        def done() -> None:
-            self.arena.free(cost.gradients)
-            landed.fire()
-
-        if not cost.filed:
-            self.counted.add("down", cost.sent)
-        urgency = self._urgency(Half(number, "backward"), index, gradients=True)
-        self.submit("write" if cost.filed else "down", urgency, self.times[index].gradients, work, done)
+        return work
 
     def gradients(self) -> None:
         """All gradients of the passes so far are on their parameters."""
         self.finish_pass()
         self.landing.all()
 
-    def refresh(self, index: int, urgency: Urgency) -> None:
-        """Bring a unit's new weights to its copy on the device."""
-        self.counted.add("up", self.costs[index].refreshed)
-        seconds = self.times[index].refresh
-        self.submit("up", urgency, seconds, self.brought[index].refresh, self.refreshed[index].fire)
-
     def submit(
-        self, lane: EngineLane, urgency: Urgency, seconds: float, work: Callable[[], None], done: Callable[[], None]
+        self, lane: EngineLane, urgency: Urgency, seconds: float, work: LaneAction, done: LaneAction, what: str = ""
     ) -> None:
         """Work for a lane. What it makes is the host's, or is told to the meter where it is made."""
 
@@ -364,11 +279,10 @@ class Runner:
     def discard(self) -> None:
         """The gradients of the passes since the last step are thrown away."""
         if self._backs:
-            held = sum(cost.gradients for cost in self.costs if cost.on_device)
-            self.arena.free(held + self.ends.top_gradients + self.ends.bottom_gradients)
+            self.flow.drop_gradients()
         self.batches = self._backs = 0
         self._order.clear()
-        self._slots.discard()
+        self.flow.slots.discard()
 
     def end_step(self) -> None:
         """The device's updates are done, and its gradients go."""

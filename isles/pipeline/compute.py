@@ -6,11 +6,13 @@
 
 With `recompute` a forward pass leaves no graph: its input and the state of what draws at random are kept, and the
 backward pass runs it again. Activations take the memory of one microbatch then, and a third more is computed.
+
+`task_shares`, `stage_shares`: which share of an inner step each task computes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Literal
@@ -22,8 +24,10 @@ from isles.base.modes import to_device
 from isles.comm.errors import WorkerFailed
 from isles.comm.group import Group
 from isles.comm.trust import JUMPS, mean_square
+from isles.models.cuts import Piece, PieceCosts
 from isles.models.stages import Stage
 from isles.network.routing.events import Task
+from isles.network.routing.replay import TaskSeconds
 from isles.pipeline.wire import StageForm, phase
 
 Context = Callable[[], AbstractContextManager[object]]
@@ -143,6 +147,11 @@ class StageCompute:
         out, side = self._through(done)
         return out if goes == "loss" else form.pack(out, side, done.tokens if goes == "on" else None)
 
+    def charge(self, share: float) -> None:
+        """Have the simulated clock take so much of an inner step."""
+        transport = self.group.transport
+        transport.compute(share * transport.step_seconds)
+
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         was_training = self.stage.training
@@ -195,3 +204,34 @@ def _drawing(random: Tensor, on_device: Tensor | None, device: torch.device) -> 
         if on_device is not None:
             torch.cuda.set_rng_state(on_device, device)
         yield
+
+
+def task_shares(
+    pieces: Sequence[Piece], costs: PieceCosts, microbatches: int, replicas: int, *, recompute: bool
+) -> TaskSeconds:
+    """The share of an inner step's computation in each task of each position: a backward pass costs two forward ones,
+    and one more where that is run again; the loss comes with its gradient.
+    """
+    whole = 3 * costs.total * microbatches
+    forward = [sum(costs.blocks[number] for number in piece.blocks) / whole for piece in pieces]
+    loss = [3 * costs.head / whole if piece.leaves else 0.0 for piece in pieces]
+    backward = [(3 if recompute else 2) * share for share in forward]
+    return TaskSeconds(forward=forward * replicas, loss=loss * replicas, backward=backward * replicas)
+
+
+@dataclass(frozen=True, slots=True)
+class StageShares:
+    """The share of an inner step's computation in an asynchronous stage's tasks: a forward pass, the backward pass with
+    the forward where that is run again, and where the loss is, both at once.
+    """
+
+    forward: float
+    backward: float
+    both: float
+
+
+def stage_shares(piece: Piece, costs: PieceCosts, microbatches: int, *, recompute: bool) -> StageShares:
+    """Of a stage; see `task_shares`."""
+    whole = 3 * costs.total * microbatches
+    forward = sum(costs.blocks[number] for number in piece.blocks) / whole
+    return StageShares(forward, (3 if recompute else 2) * forward, 3 * forward + 3 * costs.head / whole)

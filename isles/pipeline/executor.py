@@ -86,7 +86,7 @@ class Executor:
         self.ways, self.quiet = ways, quiet
         self.most_held = 0
         """Forwards held at once at the most, in all steps so far."""
-        self.played: Sequence[Span] = ()
+        self.played: list[Span] = []
         """The last step's tasks at this worker, without their waits, in seconds of its clock."""
 
     def step(self, number: int, tokens: Mapping[int, Tensor]) -> dict[int, Tensor]:
@@ -99,12 +99,24 @@ class Executor:
         routes = tuple(self.router(number))
         listed = _orders(routes, tuple(sorted(self.ways.room.items()))) if self.ways.tasks is None else self.ways.tasks
         tasks = listed.get(self.group.rank, [])
-        share = _Share(self, {route.microbatch: route for route in routes}, tokens, (number - 1) * len(routes))
-        share.run(tasks)
-        self.most_held, self.played = max(self.most_held, share.most_held), share.played
+        self._begin(routes, tokens, (number - 1) * len(routes))
+        self._run(tasks)
         if self.ways.gains is not None:
             self._scale(self.ways.gains[self.group.rank], visited=bool(tasks))
-        return share.losses
+        return self._losses
+
+    def _begin(self, routes: Sequence[Route], tokens: Mapping[int, Tensor], first: int) -> None:
+        self._routes = {route.microbatch: route for route in routes}
+        self._inbox = StageInbox(self.group, self.form, self._routes, first)
+        self._tokens = dict(tokens)
+        self._held: dict[tuple[int, int], OpenPass] = {}
+        self._local: dict[Task, Tensor] = {}
+        """Messages of this worker to itself."""
+        self._since = {Task("F", route.microbatch, 0): 0.0 for route in routes if route.after is None}
+        """When what this worker begins with by itself was there."""
+        self._sends: list[Work] = []
+        self._losses: dict[int, Tensor] = {}
+        self.played = []
 
     @torch.no_grad()
     def _scale(self, gain: float, *, visited: bool) -> None:
@@ -115,129 +127,105 @@ class Executor:
         elif gain != 1.0:
             torch._foreach_mul_([own.grad for own in trained if own.grad is not None], gain)
 
-
-class _Share:
-    """One step of one worker."""
-
-    def __init__(self, executor: Executor, routes: dict[int, Route], tokens: Mapping[int, Tensor], first: int) -> None:
-        self.executor, self.routes = executor, routes
-        self.group, self.form, self.compute = executor.group, executor.form, executor.compute
-        self.inbox = StageInbox(self.group, self.form, routes, first)
-        self.tokens = dict(tokens)
-        self.held: dict[tuple[int, int], OpenPass] = {}
-        self.local: dict[Task, Tensor] = {}
-        """Messages of a worker to itself."""
-        self.since = {Task("F", m, 0): 0.0 for m, route in routes.items() if route.after is None}
-        """When what this worker begins with by itself was there."""
-        self.sends: list[Work] = []
-        self.losses: dict[int, Tensor] = {}
-        self.most_held = 0
-        self.played: list[Span] = []
-        self.began = 0.0
-        """When the task under way had what it begins with."""
-
-    def run(self, tasks: Sequence[Task]) -> None:
+    def _run(self, tasks: Sequence[Task]) -> None:
         """Do `tasks`, then wait until what they sent is gone."""
-        if self.executor.ways.order == "plan":
-            self.executor.announce(tasks)
+        if self.ways.order == "plan":
+            self.announce(tasks)
         backwards, now = sum(task.kind != "F" for task in tasks), self.group.transport.now
         for task in self._in_order(tasks):
-            self.began = now()
+            self._began = now()
             if task.kind == "F":
                 self._forward(task)
-                self.most_held = max(self.most_held, len(self.held))
+                self.most_held = max(self.most_held, len(self._held))
             else:
                 backwards -= 1
-                with self.executor.quiet() if backwards or self.executor.ways.gains is not None else nullcontext():
+                with self.quiet() if backwards or self.ways.gains is not None else nullcontext():
                     self._loss(task) if task.kind == "L" else self._backward(task)
-            self.played.append(Span(self.group.rank, task, self.began, now()))
+            self.played.append(Span(self.group.rank, task, self._began, now()))
             self._ended(task)
-        if self.sends:
-            self.group.start(all_done(self.sends), "pipeline", nbytes=self.form.nbytes(tasks[0])).wait()
+        if self._sends:
+            self.group.start(all_done(self._sends), "pipeline", nbytes=self.form.nbytes(tasks[0])).wait()
+            self._sends = []
 
     def _in_order(self, tasks: Sequence[Task]) -> Iterator[Task]:
-        limit = self.executor.ways.room.get(self.group.rank)
+        limit = self.ways.room.get(self.group.rank)
         ahead = receives_ahead(limit)
-        if self.executor.ways.order == "plan":
-            return planned(tasks, self.inbox, ahead)
-        rank = ARRIVALS[self.executor.ways.order]
-        return arrived(tasks, self.inbox, self.since, lambda: limit is None or len(self.held) < limit, rank, ahead)
+        if self.ways.order == "plan":
+            return planned(tasks, self._inbox, ahead)
+        rank = ARRIVALS[self.ways.order]
+        return arrived(tasks, self._inbox, self._since, lambda: limit is None or len(self._held) < limit, rank, ahead)
 
     def _ended(self, task: Task) -> None:
         """Note what this worker can begin with now, by itself, and rest."""
-        transport, route = self.group.transport, self.routes[task.microbatch]
-        now = transport.now()
-        if self.executor.ways.rest is not None:
-            transport.compute(self.executor.ways.rest(task) * transport.step_seconds)
+        now, route = self.group.transport.now(), self._routes[task.microbatch]
+        if self.ways.rest is not None:
+            self.compute.charge(self.ways.rest(task))
         following = route.following(task)
         if following is not None:
             if route.worker(following) == self.group.rank:
-                self.since[following] = now
+                self._since[following] = now
             return
-        for microbatch, other in self.routes.items():
+        for microbatch, other in self._routes.items():
             if other.after == task.microbatch:
-                self.since[Task("F", microbatch, 0)] = now
+                self._since[Task("F", microbatch, 0)] = now
 
     def _forward(self, task: Task) -> None:
-        route, text = self.routes[task.microbatch], None if task.hop else self.tokens[task.microbatch]
+        route, text = self._routes[task.microbatch], None if task.hop else self._tokens[task.microbatch]
         ends = task.hop == route.last
         goes: Goes = "on" if not ends else "home" if route.home else "loss"
         wire = self._message(task) if task.hop else None
         done, sent = self.compute.run_forward(task, text, wire, sender(route, task), goes)
-        self.held[task[1:]] = done
+        self._held[task[1:]] = done
         self._charge(task)
         if done.loss is not None:
-            self.losses[task.microbatch] = done.loss
+            self._losses[task.microbatch] = done.loss
         self._send(task, sent)
         if done.out is not None and done.loss is None:
             give_up_numbers(done.out)
 
     def _loss(self, task: Task) -> None:
         """The loss at the origin, and its gradient."""
-        text, wire = self.tokens[task.microbatch], self._message(task)
-        done, _ = self.compute.run_forward(task, text, wire, sender(self.routes[task.microbatch], task), "loss")
+        text, wire = self._tokens[task.microbatch], self._message(task)
+        done, _ = self.compute.run_forward(task, text, wire, sender(self._routes[task.microbatch], task), "loss")
         self._back(task, done, None)
 
     def _backward(self, task: Task) -> None:
-        done = self.held.pop(task[1:])
-        self.tokens.pop(task.microbatch, None)  # all of its forwards here are done
+        done = self._held.pop(task[1:])
+        self._tokens.pop(task.microbatch, None)  # all of its forwards here are done
         self._back(task, done, self._message(task) if done.loss is None else None)
 
     def _back(self, task: Task, done: OpenPass, wire: Tensor | None) -> None:
-        source = sender(self.routes[task.microbatch], task)
-        self.losses[task.microbatch], sent = self.compute.run_backward(task, done, wire, source)
+        source = sender(self._routes[task.microbatch], task)
+        self._losses[task.microbatch], sent = self.compute.run_backward(task, done, wire, source)
         self._charge(task)
         self._send(task, sent)
 
     def _message(self, task: Task) -> Tensor:
-        if task in self.local:
-            return self.local.pop(task)
-        self.inbox.expect(task)
-        wire = self.inbox.take(task)
-        self.began = self.group.transport.now()
+        if task in self._local:
+            return self._local.pop(task)
+        self._inbox.expect(task)
+        wire = self._inbox.take(task)
+        self._began = self.group.transport.now()
         return wire
 
     def _send(self, task: Task, wire: Tensor | None) -> None:
         if wire is None:
             return
-        route = self.routes[task.microbatch]
+        route = self._routes[task.microbatch]
         following = route.following(task)
         assert following is not None
         target = route.worker(following)
         if target == self.group.rank:
-            self.local[following] = wire
+            self._local[following] = wire
             return
-        number, _ = self.inbox.address(following)
-        self.sends = [work for work in self.sends if not work.done() or work.error is not None]
-        self.sends.append(self.group.call("pipeline", round=number).send(target, wire, phase(following)))
+        number, _ = self._inbox.address(following)
+        self._sends = [work for work in self._sends if not work.done() or work.error is not None]
+        self._sends.append(self.group.call("pipeline", round=number).send(target, wire, phase(following)))
 
     def _charge(self, task: Task) -> None:
-        shares = self.executor.ways.shares
-        if shares is None:
-            return
-        share = seconds_of(shares, self.routes[task.microbatch], self.group.rank, task)
-        transport = self.group.transport
-        transport.compute(share * transport.step_seconds)
+        shares = self.ways.shares
+        if shares is not None:
+            self.compute.charge(seconds_of(shares, self._routes[task.microbatch], self.group.rank, task))
 
 
 @lru_cache(maxsize=16)  # workers of one process ask for the same

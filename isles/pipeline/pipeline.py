@@ -42,13 +42,12 @@ from isles.network.routing.plan import PipelinePlan
 from isles.pipeline.boundaries.base import Boundary
 from isles.pipeline.boundaries.names import boundary_name
 from isles.pipeline.boundaries.scheme import Crossings, Inside, Scheme, scheme_of, turned
-from isles.pipeline.compute import Context
+from isles.pipeline.compute import Context, task_shares
 from isles.pipeline.config import PipelineConfig
 from isles.pipeline.evaluation import assembled, mean_loss
 from isles.pipeline.executor import Announce, Executor, Ways
 from isles.pipeline.partial import planned_routes
 from isles.pipeline.routers import PipelineGrid, StepRoutes, always, exchanged_routes, own_routes, random_router
-from isles.pipeline.shares import task_shares
 from isles.pipeline.wire import StageForm
 
 
@@ -95,6 +94,11 @@ class Cut:
     costs: PieceCosts
     width: int
 
+    @property
+    def begins(self) -> tuple[int, ...]:
+        """The first block of each stage but the first."""
+        return tuple(piece.blocks.start for piece in self.pieces[1:])
+
     def scheme(self, config: PipelineConfig, *, vocab: int | None, seed: int) -> Scheme:
         """What crosses between the pieces, for one worker. vocab: token ids; seed: of what is drawn. ValueError where
         the stream has no such boundary.
@@ -111,7 +115,7 @@ class Cut:
                 "so the stream must come home, and what leaves the last stage does not fit through; choose "
                 'model.tie_embeddings = false, or "dct:0.75"'
             )
-        cuts = tuple(piece.blocks.start for piece in self.pieces[1:])
+        cuts = self.begins
         crossings = Crossings(cuts=cuts, home=self.home, width=self.width, vocab=vocab or 0)
         bound, layers = config.boundary.blocks, len(self.costs.blocks)
         if bound and not cuts[-1] <= bound <= layers:

@@ -19,24 +19,24 @@ from isles.network.clusters.cuts import ModelLoad
 from isles.network.exchange_plan import MemoryItem, WorkerMemory
 from isles.network.links import Topology, links
 from isles.network.routing.events import Task
+from isles.pipeline.compute import stage_shares
 from isles.pipeline.peers.agreement import agreed_bytes
 from isles.pipeline.peers.inbox import COMERS
 from isles.pipeline.pipeline import Cut, form_of
-from isles.pipeline.ravnest.stage import HEADER, AsyncOptions, most_versions
-from isles.pipeline.shares import stage_shares
+from isles.pipeline.ravnest.stage import HEADER, most_versions, room_of
 from isles.pipeline.swarm.forecast import SwarmForecast, SwarmLoad, forecast
 from isles.pipeline.swarm.ledger import words_for
 from isles.pipeline.swarm.placement import PeerStats, origins
 from isles.pipeline.wire import StageForm
 from isles.plan.record import RunPlan, RunTime, WorkerPlan
 from isles.plan.replay import TimeAccount
-from isles.training.clusters.cuts import cluster_cuts, model_load, shared_segments
+from isles.training.clusters.stage_server import cluster_cuts, model_load, shared_segments
 from isles.training.config.inner import inner_kind
 from isles.training.config.sections import Config
 from isles.training.memory.plans import step_seconds
 from isles.training.optimizer import inner_bytes
 from isles.training.stage_runner import planned_cut, run_scheme
-from isles.training.swarm.step import ways_of
+from isles.training.swarm.step import origin_room
 
 _LEDGER_NUMBERS, _VOTE_NUMBERS = 2, len(PeerStats._fields) + COMERS
 """Numbers that a peer sends of itself in the two agreements of a step; the first carries its ledger, too."""
@@ -115,7 +115,7 @@ class _SwarmPlanner:
             down=self.down,
             up=self.up,
             microbatches=parts,
-            room=ways_of(config.pipeline, self.stages, 1.0).room,
+            room=origin_room(config.pipeline, self.stages),
             words=[self.agreed] * workers,
             sums=[self.sums[at] for at in self.stages],
             topology=Topology(workers, links(config.world.virtual.links)),
@@ -231,12 +231,9 @@ def _worker(
     config: Config, cut: Cut, load: ModelLoad, form: StageForm, position: tuple[int, int, int], average: int
 ) -> WorkerPlan:
     (cluster, stage, rank), stages, parts = position, len(cut.pieces), config.pipeline.microbatches
-    piece, last, in_flight = cut.pieces[stage], stage == stages - 1, config.pipeline.in_flight
-    ways = AsyncOptions(
-        in_flight=in_flight if isinstance(in_flight, int) else stages, every=parts, order=config.pipeline.order
-    )
-    weights, versions = round(sum(load.weights[block] for block in piece.blocks)), most_versions(ways, stage, stages)
-    room = 0 if last else ways.room(stage)
+    piece, last, room = cut.pieces[stage], stage == stages - 1, room_of(config.pipeline, stage, stages)
+    weights = round(sum(load.weights[block] for block in piece.blocks))
+    versions = most_versions(config.pipeline, stage, stages)
     inputs = room * (form.ids_shape[0] * form.ids_shape[1] * 8 + (0 if piece.enters else form.held_bytes))
     passes = 1 if last or config.pipeline.recompute else room
     shares = stage_shares(piece, cut.costs, parts, recompute=config.pipeline.recompute)

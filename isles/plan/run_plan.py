@@ -38,7 +38,7 @@ from isles.training.kinds import kind_of
 from isles.training.memory.plans import refusals
 from isles.training.records.saved_run import start_file
 from isles.training.records.summary import SummaryTable
-from isles.training.text import check_vocabulary
+from isles.training.step import check_vocabulary
 
 
 def plan_run(config: Config, *, probe: bool = False, machines: int = 1, machine: str = "") -> RunPlan:

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from isles.base.parsing import parse_json
-from isles.membership.journal import NAME
 from isles.membership.run_log import (
     EXCHANGES,
+    JOURNAL,
     LATE,
     WHOLE,
     RoundRecord,
@@ -39,7 +39,7 @@ T = TypeVar("T")
 
 def elastic_panels(run: Run) -> list[Panel]:
     """None for a run in which nobody comes and goes."""
-    entries = list(_usable(run.path / NAME, _entry))
+    entries = list(_usable(run.path / JOURNAL, _entry))
     if not entries:
         return []
     start = min(entry["at"] for entry in entries)

@@ -8,7 +8,7 @@ from html import escape
 from typing import Any
 
 from isles.base.schema import USAGE
-from isles.membership.journal import NAME
+from isles.membership.run_log import JOURNAL
 from isles.report.charts import (
     bytes_panel,
     lanes_panel,
@@ -150,7 +150,7 @@ def render_page(run: Run) -> str:
 def panels(run: Run) -> list[Panel]:
     """The pictures of a run, those for which it has the data."""
     elastic = []
-    if (run.path / NAME).is_file():  # its reading loads the lighthouse's messages, a third of a page's time
+    if (run.path / JOURNAL).is_file():  # its reading loads the lighthouse's messages, a third of a page's time
         from isles.report.elastic import elastic_panels
 
         elastic = elastic_panels(run)

@@ -21,10 +21,9 @@ from isles.comm.mesh import Mesh
 from isles.launch.nodes import NodeGroup
 from isles.launch.workers import LocalWorkers, Workers
 from isles.training.config.sections import Config
-from isles.training.deadlines import deadlines
 from isles.training.records.events import Schema
 from isles.training.records.rundir import LOGS
-from isles.training.worker import train_worker
+from isles.training.worker import deadlines, train_worker
 
 PRELOAD = [
     "isles.running.backends",

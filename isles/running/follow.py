@@ -14,21 +14,21 @@ from pathlib import Path
 from typing import Any
 
 from isles.base.parsing import Port, value_of
+from isles.launch.handles import RemoteWorkers
 from isles.launch.nodes import NodeGroup, NodeSpec
-from isles.launch.relay import RemoteWorkers
 from isles.launch.workers import worker_specs
 from isles.running.agree import met
 from isles.running.backends import start_server, train_process
 from isles.running.run import Interrupted
 from isles.training.config.sections import Config
 from isles.training.config.trust import settled
-from isles.training.deadlines import deadlines
 from isles.training.interrupts import GraceOver, first_interrupt
 from isles.training.records.checkpoint import Checkpoints
 from isles.training.records.events import begun, checks_host_messages, committed
 from isles.training.records.rundir import LOGS, METRICS, run_directory
 from isles.training.records.tokens import forget
 from isles.training.records.writer import commit, write_config
+from isles.training.worker import deadlines
 
 
 def follow(

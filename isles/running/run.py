@@ -16,9 +16,6 @@ be used again. With several machines this is what node 0 does; the others: `foll
 
 from __future__ import annotations
 
-import contextlib
-import os
-import sys
 import time
 from collections.abc import Callable, Sequence
 from importlib import import_module
@@ -34,7 +31,7 @@ from isles.running.agree import met
 from isles.training.config.conflicts import refuse_conflicts
 from isles.training.config.sections import Config
 from isles.training.config.trust import settled
-from isles.training.interrupts import GraceOver, first_interrupt
+from isles.training.interrupts import GraceOver, first_interrupt, notify_in_handler
 from isles.training.memory.plans import prepared, refusals
 from isles.training.records.checkpoint import Checkpoints
 from isles.training.records.loggers import Loggers, require
@@ -171,9 +168,7 @@ def _joined(pool: Started, config: Config, on_event: Callable[[Any], None]) -> l
 
     def stop() -> None:
         pool.stop()
-        text = "isles: stopping: all workers end the step under way and save; Ctrl-C again ends them at once\n"
-        with contextlib.suppress(OSError, ValueError):
-            os.write(sys.stderr.fileno(), text.encode())  # in a handler: whoever prints may be in the middle of it
+        notify_in_handler("stopping: all workers end the step under way and save; Ctrl-C again ends them at once")
 
     with first_interrupt(stop, config.run.grace):
         results = pool.join(take, notify if config.survives else None)

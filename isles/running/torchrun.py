@@ -25,22 +25,19 @@ import torch.distributed as dist
 from isles.comm import credentials, mesh
 from isles.comm.credentials import parse_token
 from isles.comm.errors import WorkerFailed, to_plain
-from isles.comm.sockets.addresses import listen, own_address, written
 from isles.comm.sockets.connection import LinkLost
-from isles.comm.tcp import interface_of, loopback
-from isles.launch.link import Link
-from isles.launch.nodes import NodeGroup, NodeSpec
-from isles.launch.processes import PipeHandle
-from isles.launch.relay import await_outcome, order
+from isles.comm.tcp import interface_of, listen, loopback, own_address, written
+from isles.launch.handles import PipeHandle, await_outcome, order
+from isles.launch.nodes import Link, NodeGroup, NodeSpec
 from isles.launch.worker import WorkerSpec, attend
 from isles.launch.workers import Workers, node_handles
 from isles.running.agree import met
 from isles.running.backends import train_process
 from isles.running.run import launch
 from isles.training.config.sections import Config
-from isles.training.deadlines import deadlines
 from isles.training.records.events import Schema, begun, checks_host_messages
 from isles.training.records.summary import SummaryTable
+from isles.training.worker import deadlines
 
 _GLANCE = 0.2  # seconds between looks at whether a stop is wanted
 

@@ -15,9 +15,8 @@ from isles.comm.virtual.cluster import run_virtual
 from isles.data import load_corpus
 from isles.launch.nodes import NodeGroup
 from isles.training.config.sections import Config
-from isles.training.deadlines import deadlines
 from isles.training.memory.plans import step_seconds
-from isles.training.worker import train_worker
+from isles.training.worker import deadlines, train_worker
 
 
 class VirtualWorkers:

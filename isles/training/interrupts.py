@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -60,6 +61,12 @@ def first_interrupt(stop: Callable[[], None], grace: float | None = None) -> Ite
             signal.setitimer(signal.ITIMER_REAL, 0.0)
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def notify_in_handler(text: str) -> None:
+    """Print a line in a signal handler: whoever prints may be in the middle of it."""
+    with contextlib.suppress(OSError, ValueError):
+        os.write(sys.stderr.fileno(), f"isles: {text}\n".encode())
 
 
 def _leave_the_terminal() -> None:

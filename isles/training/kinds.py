@@ -47,7 +47,7 @@ class WorldKind:
     plan = Lazy("isles.plan.replicas:plan_replicas")
     train = Lazy("isles.training.worker:train_replica")
     trainer = Lazy("isles.training.worker:trainer_of")
-    simulated_run = Lazy("isles.training.elastic.simulated:SimulatedElasticRun")
+    simulated_run = Lazy("isles.training.simulated_churn:SimulatedElasticRun")
     lighthouse_server = Lazy("isles.training.lighthouse.rounds:RoundsLighthouseServer")
     participant: Any  # of peers
 
@@ -110,7 +110,7 @@ class ClusterWorld(WorldKind):
 
     has_peers = True
     situations = ("peers that come and go", "clusters that come and go")
-    refuse = Lazy("isles.training.clusters.cuts:cluster_cuts")
+    refuse = Lazy("isles.training.clusters.stage_server:cluster_cuts")
     plan = Lazy("isles.plan.peers:plan_clusters")
     train = Lazy("isles.training.clusters.node:train_clustered")
     simulated_run = Lazy("isles.training.simulated_churn:SimulatedClusters")

@@ -1,9 +1,10 @@
 """Runs whose workers come and go on the virtual clock as a trace says (`isles.network.churn`): what all of them
-share, and peers without a lighthouse, in a swarm and in clusters.
+share, peers without a lighthouse, in a swarm and in clusters, and whole replicas by the lighthouse's own rules.
 
 RUN/config.toml          at once
 RUN/churn.jsonl          what happens to whom when, as `isles.network.churn` reads it
 RUN/metrics.jsonl        what the workers report
+RUN/members.jsonl        of replicas: the lighthouse's memory; RUN/exchanges.jsonl: what became of each worker's rounds
 RUN/checkpoints/         where `run.checkpoint_every` says so, of those who save together
 RUN/model.safetensors, RUN/summary.json   at the end
 
@@ -14,6 +15,8 @@ on.
 
 from __future__ import annotations
 
+import json
+import tempfile
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -30,11 +33,13 @@ from isles.comm import mesh
 from isles.comm.errors import PeerLost
 from isles.comm.layout import Layout
 from isles.comm.mesh import Mesh
-from isles.comm.virtual.cluster import VirtualCluster
+from isles.comm.virtual.cluster import VirtualCluster, VirtualTransport
 from isles.comm.virtual.scheduler import Scheduler
-from isles.comm.virtual.transport import VirtualTransport
 from isles.comm.virtual.wire import VirtualWire
 from isles.data import Corpus, load_corpus
+from isles.membership.run_log import EXCHANGES, JOURNAL, read_record
+from isles.membership.simulated import SimulatedMembership
+from isles.membership.state_transfer import StateServer
 from isles.network.churn import POOLS, ChurnEvent, churn, founders, returns, write_trace
 from isles.network.clusters.nodes import NO_FIGURES
 from isles.network.engine import ARRIVED
@@ -42,7 +47,11 @@ from isles.network.pauses import KnownPauses
 from isles.training.clusters.node import ClusterWorker, enter, found, growth_of
 from isles.training.config.conflicts import refuse_conflicts
 from isles.training.config.sections import Config
-from isles.training.deadlines import deadlines
+from isles.training.elastic.leader import Participant
+from isles.training.elastic.states import MODEL, server_name
+from isles.training.elastic.support import elastic_metrics, lands_together, last_round, rules
+from isles.training.lighthouse.mean import consolidate, spread
+from isles.training.lighthouse.rounds import MODEL_FILE
 from isles.training.memory.plans import step_seconds
 from isles.training.records.checkpoint import Checkpoints
 from isles.training.records.reshard import POSITIONS, run_facts
@@ -51,6 +60,7 @@ from isles.training.records.summary import SummaryTable, summarise
 from isles.training.records.writer import write_config
 from isles.training.step import Left, seed_draws
 from isles.training.swarm.trainer import SwarmTrainer
+from isles.training.worker import deadlines
 
 CHURN = "churn.jsonl"
 _LONGER = 2.0  # a trace by rate goes on for so many times the time of the steps: exchanges and pauses take time too
@@ -330,3 +340,99 @@ class SimulatedClusters(SimulatedPeers):
         """Clusters are those that were whole at the end."""
         ended: ClusterWorker = next(self.workers[rank] for rank in self.results)
         return self.counts | {"replicas": len(ended.agreement.assignment.whole)}
+
+
+class SimulatedElasticRun(SimulatedWorld):
+    """One run of whole replicas; see `SimulatedWorld`. made: called with each worker before it begins."""
+
+    def __init__(self, config: Config, *more: Any, made: Callable[[Participant], None] = lambda worker: None) -> None:
+        super().__init__(config, *more)
+        self._notices: dict[str, None] = {}
+        self._made = made
+        governed = replace(rules(config), founders=self.founders, most=1 << 20)
+        self.simulation = SimulatedMembership(governed, self.trace, config.world.elastic.lease, self._on_report)
+        self.records: list[dict[str, Any]] = []
+
+    @override
+    def train(self, corpus: Corpus) -> list[dict[str, Any]]:
+        with tempfile.TemporaryDirectory(prefix="isles-") as folder:
+            self._train(corpus, Path(folder))
+            for name, entries in ((JOURNAL, self.simulation.journal), (EXCHANGES, self.records)):
+                lines = (f"{json.dumps(entry, separators=(',', ':'))}\n" for entry in entries)
+                write_text(self.out / name, "".join(lines))
+            self._members = self._mean(Path(folder))
+        return [self.results[member] for member in self._members]
+
+    def _train(self, corpus: Corpus, folder: Path) -> None:
+        def work(transport: VirtualTransport) -> None:
+            client = self.simulation.admitted(transport.rank)
+            if client is None:
+                return
+            own = folder / str(transport.rank)
+            own.mkdir()
+
+            def lost(state_server: str) -> bool:
+                return state_server.isdecimal() and client.lost(int(state_server))
+
+            transfers = StateServer(
+                client.session, server_name(client.member, 0), self._notice, lost=lost, changed=client.changed
+            )
+            leaving = self.simulation.leaving[transport.rank]
+            worker = Participant(
+                self.config,
+                client,
+                transport,
+                transfers,
+                corpus,
+                own,
+                self._notice,
+                leaving=leaving,
+            )
+            self._made(worker)
+            try:
+                worker.run()
+                client.close()
+                with client.changed:
+                    self.simulation.ended(client.member)
+            except Exception:
+                with client.changed:
+                    self.simulation.end()  # else the others wait for this one for ever
+                raise
+            finally:
+                worker.worker.close()
+
+        self.let_work(work, before=self.simulation.open)
+
+    def _on_report(self, member: int, event: Mapping[str, Any]) -> None:
+        if "result" in event:
+            self.results[member] = event["result"]
+        elif "round" in event or "start" in event:
+            self.records.append(event.get("round") or event["start"])
+        elif "loss" in event:
+            self.write(event)
+
+    def _notice(self, text: str) -> None:
+        """Once, whoever says it."""
+        if text not in self._notices:
+            self._notices[text] = None
+            self.on_notice(text)
+
+    def _mean(self, folder: Path) -> list[int]:
+        """Write the one model; whose mean it is."""
+        members = sorted(member for member in self.simulation.finished if member in self.results)
+        models = {member: folder / str(member) / f"{MODEL}.safetensors" for member in members}
+        alike, ratio = lands_together(self.config), self.config.world.trust_ratio
+        left = consolidate(models, self.out / MODEL_FILE, alike=alike, ratio=ratio)
+        members = [member for member in members if member not in left]
+        self.spread = spread([models[member] for member in members], self.out / MODEL_FILE)
+        return members
+
+    @override
+    def summary_fields(self) -> dict[str, Any]:
+        records = [read_record(one) for one in self.records]
+        computed = sum(transport.compute_seconds for transport in self.simulation.transports)
+        membership = self.simulation.membership
+        assert membership is not None, "it was there at the end"
+        last = last_round(self.config, membership.view)
+        summary_fields = elastic_metrics(self.simulation.journal, records, membership, last, computed).record()
+        return {"workers": len(self._members), "replica_std": self.spread, **summary_fields}

@@ -118,7 +118,7 @@ def hold_against_whole(config: Config, cut: Cut) -> str | None:
             check_contract(whole, config.model.factory, context)
     where = next(whole.parameters()).device
     tokens = torch.arange(context, device=where, dtype=torch.int64).remainder(vocab or 2)[None]
-    check_stages(whole, [piece.blocks.start for piece in cut.pieces[1:]], tokens)
+    check_stages(whole, cut.begins, tokens)
     scheme = run_scheme(config, cut)
     scheme.fit(whole)
     scheme.check(whole, tokens)

@@ -2,7 +2,8 @@
 
     Whole     this worker has a model that it runs by itself
 
-The optimizer does the rest: reduce, clip, step, exchange. So a trainer drives any way to run a model.
+`Text` is what a worker reads before that. The optimizer does the rest: reduce, clip, step, exchange. So a trainer
+drives any way to run a model.
 
 `draws_state`: a worker's random generators, which dropout and the like draw from, the host's and that of its CUDA
 device. Both are in a checkpoint, so that a resumed run draws the same numbers as an unbroken one.
@@ -21,11 +22,65 @@ from torch import Tensor, nn
 from isles.comm.tags import Channel
 from isles.network.routing.events import Span
 from isles.replicas.sync import ReplicaSync
-from isles.training.text import Text
 
 if TYPE_CHECKING:
     from isles.pipeline.recovery import Recovery
     from isles.training.memory.in_use import PlannedMemory
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from isles.comm.mesh import Mesh
+from isles.data import Corpus, Loader, load_corpus
+from isles.data.tokenizer import Tokenizer
+from isles.models import limits
+from isles.training.config.sections import Config
+
+
+class Text(Loader):
+    """This worker's. corpus: that of `config.data`, where it was loaded already. share: (which, of how many) of the
+    text; None: that of the worker's place. ValueError for text that the model or the batch does not fit.
+
+    positions: places in the data's order of the batches that it reads, (b,) int64 each, instead of its share of every
+    step, where workers come and go; None: its share.
+    """
+
+    positions: Iterator[np.ndarray] | None = None
+
+    def __init__(
+        self, config: Config, world: Mesh, corpus: Corpus | None = None, share: tuple[int, int] | None = None
+    ) -> None:
+        corpus, (context, vocab) = corpus or load_corpus(config.data), limits(config.model)
+        check_vocabulary(vocab, corpus.tokenizer)
+        if world.local_rank == 0:  # every machine has files of its own
+            world.report({"corpus": corpus.sha256, "rank": world.rank})
+        reader, readers = share or world.reader
+        super().__init__(corpus, config.data, context=context, worker=reader, workers=readers, seed=config.run.seed)
+        together = readers if self.split == "iid" else 1  # who read the same sequences
+        if self.batch_size * together > self.sequences:
+            raise ValueError(
+                f"data.batch_size = {self.batch_size}: a step would read {self.batch_size * together} sequences of "
+                f"{self.sequences}, some of them twice; choose a smaller batch or give more text"
+            )
+
+    @property
+    def validates(self) -> bool:
+        """Whether text was kept for validation."""
+        return len(self.corpus.validation) > 0
+
+    def batch(self) -> Tensor:
+        """The next one (b, T+1)."""
+        return next(self) if self.positions is None else self.read(next(self.positions))
+
+
+def check_vocabulary(vocab: int | None, tokenizer: Tokenizer) -> None:
+    """ValueError unless a model of `vocab` token ids (None: not known) has one for each of the tokenizer's."""
+    if vocab is not None and tokenizer.vocab_size > vocab:
+        raise ValueError(
+            f"model.vocab = {vocab} is smaller than the tokenizer's {tokenizer.vocab_size} ids: "
+            f"set model.vocab = {tokenizer.vocab_size}, or choose another data.tokenizer"
+        )
 
 
 @torch.no_grad()

@@ -8,6 +8,7 @@ in stages       text at the first stage, cut, boundaries, one stage, optimizer -
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -17,6 +18,7 @@ from torch import nn
 
 from isles.comm.mesh import Mesh
 from isles.comm.roster import Roster
+from isles.comm.transport import Deadlines
 from isles.comm.trust import JUMPS
 from isles.data import Corpus
 from isles.models import autocast, build, limits
@@ -26,6 +28,7 @@ from isles.pipeline.boundaries.scheme import Scheme
 from isles.pipeline.pipeline import Cut
 from isles.replicas.loop.outer import OuterSync
 from isles.replicas.sync import ReplicaSync
+from isles.training.config.conflicts import longest_wait, plan_of
 from isles.training.config.reading import run_name
 from isles.training.config.sections import Config
 from isles.training.kinds import kind_of
@@ -43,9 +46,36 @@ from isles.training.stage_runner import (
     recovery_of,
     run_scheme,
 )
-from isles.training.step import StepRunner, TrainerParts, Whole, seed_draws
-from isles.training.text import Text
+from isles.training.step import StepRunner, Text, TrainerParts, Whole, seed_draws
 from isles.training.trainer import Trainer
+
+_PAUSES = 1000.0  # mean lengths of a pause: chance e^-1000, and room for many pauses in a round
+
+
+def deadlines(config: Config) -> Deadlines:
+    """The waits that [world] asks for. A deadline tells a lost worker from a slow one; one that pauses comes back, so
+    who cannot go on alone waits for it however long it stays away.
+    """
+    world = config.world
+    own = Deadlines(
+        outer=world.outer_deadline,
+        eval=world.eval_deadline,
+        pipeline=world.pipeline_deadline,
+        slowest_link=world.slowest_link,
+        join=world.join_deadline,
+        silence=world.silence,
+    )
+    plan = plan_of(config.pipeline)
+    if plan is not None:
+        waits = {name: max(own.of(name), longest_wait(plan)) for name in ("inner", "outer", "pipeline")}
+        own = replace(own, **waits)
+    if world.virtual.pauses is None:
+        return own
+    patience = {
+        name: max(_PAUSES * world.virtual.pause_seconds, own.of(name))
+        for name in ("control", "inner", "outer", "pipeline", "eval")
+    }
+    return replace(own, **(patience | ({"outer": own.outer} if config.replicas.survives else {})))
 
 
 def train_worker(

@@ -167,7 +167,7 @@ def test_a_gpu_is_tried_out(fails: bool, detail: str, monkeypatch: pytest.Monkey
         if fails:
             raise RuntimeError(f"on {device}, other bits")
 
-    monkeypatch.setattr("isles.training.memory.trial.try_out", stand_in)
+    monkeypatch.setattr("isles.training.memory.in_use.try_out", stand_in)
     check = _keeps_bits()
     assert (check.name, check.good) == ("bits", not fails) and detail in check.found
 

@@ -16,11 +16,11 @@ import pytest
 from isles import cli
 from isles.cli.elastic import join, lighthouse
 from isles.comm import tcp
-from isles.comm.sockets.addresses import parse_address
+from isles.comm.tcp import parse_address
 from isles.membership.messages import Refusal
 from isles.training.config.reading import to_toml
 from isles.training.elastic import connect
-from isles.training.lighthouse.resume_info import read_stand
+from isles.training.lighthouse.server import read_stand
 from tests.membership.sessions import free_port
 from tests.training.elastic.runs import Run
 from tests.training.elastic.test_runs import small
@@ -231,12 +231,12 @@ def test_no_room_is_left(answer: Answer, tmp_path: Path) -> None:
 
 def test_a_port_that_nobody_reaches_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The run goes on over the lighthouse."""
-    from isles.membership.p2p import address_book
+    from isles.membership import lighthouse
 
     async def fails(*_: object) -> str:
         return "no answer within 5 s"
 
-    monkeypatch.setattr(address_book, "echo_failure", fails)
+    monkeypatch.setattr(lighthouse, "echo_failure", fails)
     made = Run(small(tmp_path, 20, 2), tmp_path / "run")
     for _ in range(2):
         made.join(listens=True)

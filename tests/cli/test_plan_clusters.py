@@ -12,7 +12,7 @@ from isles.cli.doctor import doctor
 from isles.cli.plans.clusters import plan_clusters as plan
 from isles.network.clusters.nodes import ClusterNode
 from isles.plan.run_plan import refuse
-from isles.training.clusters import cuts as describing
+from isles.training.clusters import stage_server as describing
 from isles.training.config.reading import read_config
 
 UNTIED = ["model.layers=6", "model.tie_embeddings=false"]

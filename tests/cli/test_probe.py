@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from isles import cli
 from isles.cli import app, doctor
-from isles.comm.sockets import reachability
+from isles.comm.sockets import listener
 from isles.launch import probe
 from tests.cli.command import eventually
 from tests.forked import Forked
@@ -29,7 +29,7 @@ JOB = ["methods", "100M", "--gpu", "1s", "--workers", "2", "--method", "diloco",
 
 def quick() -> None:
     """Measurements are short."""
-    probe.PATIENCE, reachability._ENOUGH = PATIENCE, 0.02
+    probe.PATIENCE, listener._ENOUGH = PATIENCE, 0.02
 
 
 def only_the_way() -> None:
@@ -41,7 +41,7 @@ def only_the_way() -> None:
 @pytest.fixture
 def plan(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Plan:
     """plan(*arguments): (exit code, stdout, stderr) of the command, in this process."""
-    for module, name in ((probe, "PATIENCE"), (reachability, "_ENOUGH")):
+    for module, name in ((probe, "PATIENCE"), (listener, "_ENOUGH")):
         monkeypatch.setattr(module, name, getattr(module, name))  # put back at the end
     quick()
 

@@ -54,12 +54,12 @@ def test_the_whole_way(light: tuple[int, Token]) -> None:
 
 
 def test_a_port_that_is_not_reached_is_no_fault(light: tuple[int, Token], monkeypatch: pytest.MonkeyPatch) -> None:
-    from isles.membership.p2p import address_book
+    from isles.membership import lighthouse
 
     async def fails(*_: object) -> str:
         return "no answer within 5 s"
 
-    monkeypatch.setattr(address_book, "echo_failure", fails)
+    monkeypatch.setattr(lighthouse, "echo_failure", fails)
     good, found = walked(*light, listen=("127.0.0.1", free_port()))["direct"]
     assert good and found.startswith("no, relayed") and "no answer within 5 s" in found
 

@@ -11,7 +11,7 @@ import torch
 
 from isles.comm.codecs import codec
 from isles.comm.collectives import basic as collectives
-from isles.comm.collectives.headers import Stamp
+from isles.comm.collectives.basic import Stamp
 from isles.comm.collectives.mean import mean
 from isles.comm.errors import CommError, DeadlinePassed, Diverged
 from isles.comm.group import Group

@@ -7,7 +7,7 @@ from torch import nn
 
 import isles
 from isles.comm.codecs import codec
-from isles.comm.collectives.headers import Stamp
+from isles.comm.collectives.basic import Stamp
 from isles.comm.collectives.mean import mean
 from isles.comm.mesh import Mesh
 from isles.models import Decoder, Shape

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from isles.comm.codecs import codec
 from isles.comm.codecs.base import as_bytes
-from isles.comm.collectives.headers import HEADER_BYTES, Stamp
+from isles.comm.collectives.basic import HEADER_BYTES, Stamp
 from isles.comm.collectives.mean import mean, sent_bytes
 from isles.comm.errors import CommError
 from isles.comm.group import Group

@@ -18,10 +18,10 @@ import pytest
 from isles.comm import credentials
 from isles.comm.credentials import Credentials, Token
 from isles.comm.sockets import loop
-from isles.comm.sockets.addresses import listen
 from isles.comm.sockets.connection import close
 from isles.comm.sockets.listener import Listener
 from isles.comm.sockets.proof import SecretRefused, TokenRefused, dial
+from isles.comm.tcp import listen
 
 
 @contextmanager

@@ -13,7 +13,7 @@ import isles
 from isles.comm.codecs import form
 from isles.comm.codecs.lowrank import LowRank
 from isles.comm.collectives.averaging import Factors, averaging
-from isles.comm.collectives.headers import Stamp
+from isles.comm.collectives.basic import Stamp
 from isles.comm.mesh import Mesh
 from tests.gloo import run_gloo
 

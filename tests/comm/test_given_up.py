@@ -13,7 +13,7 @@ import torch
 import isles
 from isles.comm.call import Ledger
 from isles.comm.codecs import codec
-from isles.comm.collectives.headers import Stamp
+from isles.comm.collectives.basic import Stamp
 from isles.comm.collectives.mean import mean
 from isles.comm.errors import CommError, Elsewhere
 from isles.comm.group import Group

@@ -22,9 +22,8 @@ import torch.distributed as dist
 import torch.utils.data
 
 import isles
-from isles.comm.environment import world_variables
 from isles.comm.errors import RendezvousFailed
-from isles.comm.gloo.transport import meet
+from isles.comm.gloo.transport import meet, world_variables
 from isles.comm.mesh import Mesh
 from tests.comm.own_groups import work
 from tests.forked import Process

@@ -10,8 +10,7 @@ from torch import Tensor
 
 import isles
 from isles.comm.codecs.sparse import FORMS, indices_bytes, pack, smallest, unpack
-from isles.comm.collectives.basic import gather_ragged, ragged_bytes
-from isles.comm.collectives.headers import Headers, Stamp
+from isles.comm.collectives.basic import Headers, Stamp, gather_ragged, ragged_bytes
 from isles.comm.errors import Malformed
 from isles.comm.mesh import Mesh
 from isles.comm.transport import Steps

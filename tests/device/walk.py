@@ -306,8 +306,8 @@ def _lanes(_: Path) -> dict[str, Any]:
 
 def _machines(_: Path) -> dict[str, Any]:
     """What is said of cuda:1, which is half as large as cuda:0 is."""
-    from isles.training.clusters import cuts as describing
     from isles.training.clusters import member as peering
+    from isles.training.clusters import stage_server as describing
     from isles.training.memory.plans import _free_bytes, machine_of
 
     describing._FOR = 0.0

@@ -21,8 +21,8 @@ from isles.running.backends import start_server
 from isles.running.run import Interrupted, launch
 from isles.training.config.reading import to_toml
 from isles.training.config.sections import Config
-from isles.training.deadlines import deadlines
 from isles.training.records.events import Schema
+from isles.training.worker import deadlines
 from tests.cli.command import Command, gone
 from tests.faults import striking
 from tests.faults.striking import SIGNALS
@@ -123,7 +123,7 @@ _LAUNCHERS: dict[str, Callable[[Trial, Config, Path, int | None], None]] = {
 def _token(folder: Path) -> Iterator[tuple[NodeSpec, NodeSpec]]:
     """Two nodes on loopback."""
     from isles.comm import credentials
-    from isles.comm.sockets.addresses import listen
+    from isles.comm.tcp import listen
 
     with listen(0, "127.0.0.1") as free:
         where = f"127.0.0.1:{free.getsockname()[1]}"

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from isles.comm.errors import CommError, WorkerFailed
-from isles.comm.sockets import heartbeats as silences
+from isles.comm.sockets import connection as silences
 from isles.comm.transport import Deadlines
 from isles.launch import workers as launching
 from isles.launch.workers import LocalWorkers

@@ -26,16 +26,13 @@ from isles.comm.errors import (
     to_plain,
 )
 from isles.comm.sockets import loop
-from isles.comm.sockets.addresses import listen, parse_address
 from isles.comm.sockets.connection import ALIVE, LinkLost, packed
-from isles.comm.sockets.listener import opened
+from isles.comm.sockets.listener import EchoServer, echo_failure, opened
 from isles.comm.sockets.proof import dial
-from isles.comm.sockets.reachability import EchoServer, echo_failure
-from isles.comm.tcp import interface_of
+from isles.comm.tcp import interface_of, listen, parse_address
 from isles.launch import admission, rendezvous
 from isles.launch import workers as local
-from isles.launch.link import Link, connect
-from isles.launch.nodes import NodeGroup, NodeSpec, split
+from isles.launch.nodes import Link, NodeGroup, NodeSpec, connect, split
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Links

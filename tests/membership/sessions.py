@@ -15,8 +15,8 @@ import torch
 from isles.comm import credentials, mesh
 from isles.comm.credentials import Credentials
 from isles.membership.keys import MemberKeys
+from isles.membership.lighthouse import AddressBook
 from isles.membership.messages import Entry, Lookup
-from isles.membership.p2p.address_book import AddressBook
 from isles.membership.p2p.pairs import PeerConnections
 from isles.membership.p2p.transport import ElasticTransport
 from isles.membership.tls_session import Session, open_router, open_session

@@ -264,7 +264,7 @@ class Siege:
 
     def land(self, round: int) -> int:
         """The attempts that `round` took until it landed."""
-        voters, ballots = self.run._register.voters(round), self.run.ballots
+        voters, ballots = self.run.voters(round), self.run.ballots
         for attempt in range(40):
             ballot = ballots._open.get(round)
             attempts = (voters,) if ballot is None else ballot.attempts

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from isles.comm.virtual.cluster import VirtualCluster
-from isles.comm.virtual.transport import VirtualTransport
+from isles.comm.virtual.cluster import VirtualCluster, VirtualTransport
 from isles.membership.session import ControlSession, Query
 from isles.membership.simulated import SimulatedNetwork, SimulatedSession
 from isles.membership.tls_session import open_session
@@ -72,8 +71,8 @@ def test_timers_ring_in_their_order_and_cancelled_ones_never(run: Callable[[Prog
         gone = [here.later(partial(heard, "cancelled"), seconds) for seconds in (0.05, 0.2)]
         here.later(partial(heard, "first"))
         here.later(partial(heard, "second"), 0.1)
-        for timer in (*gone, *gone):
-            timer.cancel()
+        for cancel in (*gone, *gone):
+            cancel()
         assert heard.wait(3) and here.now() - began >= 0.3
         assert heard == ["first", "second", "third"]
 

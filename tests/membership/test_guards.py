@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from isles.membership.failure_detector import SILENT, FailureDetector, SuspicionReporter
+from isles.membership.failure_detector import SILENT, FailureDetector
 from isles.membership.lighthouse import Admissions
 from isles.membership.messages import read_paths
+from isles.membership.p2p.transport import SuspicionReporter
 from isles.membership.session import OTHERS, Rejections, read_rejections
 from isles.membership.tls_session import open_session
 from tests.membership.sessions import router

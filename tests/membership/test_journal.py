@@ -8,7 +8,7 @@ import pytest
 
 from isles.membership.coordinator import RoundsCoordinator
 from isles.membership.effects import Rules
-from isles.membership.journal import Journal
+from isles.membership.lighthouse import Journal
 from tests.membership.test_nothing_lost import churned
 
 

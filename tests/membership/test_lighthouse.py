@@ -14,9 +14,8 @@ import pytest
 
 from isles.membership.coordinator import RoundsCoordinator
 from isles.membership.effects import Rules
-from isles.membership.journal import Journal
 from isles.membership.keys import CONFIG, HELLO, REPORTS, REQUESTS, MemberKeys, notify_key, signature, split_sequence
-from isles.membership.lighthouse import Lighthouse
+from isles.membership.lighthouse import Journal, Lighthouse
 from isles.membership.messages import Beat, BeatReply, Entry, Hello, Refusal, RoundDecision, Silent, decode, encode
 from isles.membership.tls_session import Session, open_session
 from tests.membership.sessions import NOBODYS, router

@@ -31,6 +31,6 @@ def test_it_imports_nothing_that_has_a_clock(name: str) -> None:
 
 
 def test_the_lighthouses_memory_needs_no_torch() -> None:
-    code = "import isles.membership.journal, isles.membership.coordinator, sys; print('torch' in sys.modules)"
+    code = "import isles.membership.lighthouse, isles.membership.coordinator, sys; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "False"

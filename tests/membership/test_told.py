@@ -18,9 +18,8 @@ from isles.membership.client import FollowerClient, MembershipClient
 from isles.membership.coordinator import RoundsCoordinator
 from isles.membership.effects import Rules
 from isles.membership.failure_detector import IslandLiveness
-from isles.membership.journal import Journal
 from isles.membership.keys import HELLO, REQUESTS, MemberKeys, notify_key, signature, split_sequence
-from isles.membership.lighthouse import Lighthouse
+from isles.membership.lighthouse import Journal, Lighthouse
 from isles.membership.messages import Done, Entry, Hello, Load, PeerReport, Silent, decode, encode
 from isles.membership.p2p.transport import ElasticTransport
 from isles.membership.round_commit import NOTHING, RoundDecision

@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from queue import Queue
 
@@ -29,7 +30,8 @@ from isles.comm.tags import Tag
 from isles.comm.transport import Transport
 from isles.membership.messages import read_paths
 from isles.membership.p2p.inbox import UNEXPECTED
-from isles.membership.p2p.stream import CHUNK
+from isles.membership.p2p.stream import CHUNK, Stream
+from isles.membership.p2p.stream import TAKEN as TAKEN_KIND
 from isles.membership.p2p.transport import ElasticTransport
 from isles.membership.session import Query
 from isles.membership.tls_session import open_router, open_session
@@ -167,10 +169,23 @@ def test_every_method_that_is_taken_gives_the_same_bits(tmp_path: Path, size: in
             assert real[rank][name] == virtual[rank][name], (rank, name)
 
 
-@pytest.mark.long  # one run in twenty under load: the eighth answer comes only with the next message (open)
-def test_what_nobody_asked_for_waits_and_is_delivered_when_it_is(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("messages", "late"), [(12, 0.0), (40, 1.5)])
+def test_what_nobody_asked_for_waits_and_is_delivered_when_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, messages: int, late: float
+) -> None:
+    """late: seconds until the sender hears that the last message for which there is room is taken. By then it cannot
+    send any more: the connections hold back what comes behind.
+    """
+    say, taken = Stream.say, count(1)
+
+    def slowly(stream: Stream, kind: int, number: int = 0) -> None:
+        if kind == TAKEN_KIND and next(taken) == UNEXPECTED // (2 * CHUNK):
+            time.sleep(late)
+        say(stream, kind, number)
+
+    monkeypatch.setattr(Stream, "say", slowly)
     with workers(tmp_path, 2) as (one, two):
-        sent = [random_bytes(2 * CHUNK, seed) for seed in range(12)]
+        sent = [random_bytes(2 * CHUNK, seed) for seed in range(messages)]
         works = [one.send(1, data, Tag("outer", 1, number)) for number, data in enumerate(sent)]
 
         def kept() -> bool:

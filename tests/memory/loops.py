@@ -170,4 +170,4 @@ def train(
     if managed is None:
         return Left(losses, weights, state)
     runner = managed.runner
-    return Left(losses, weights, state, meter.peak, managed.plan.peak, runner.moved, runner.counted.stayed["up"])
+    return Left(losses, weights, state, meter.peak, managed.plan.peak, runner.moved, runner.flow.counted.stayed["up"])

@@ -3,7 +3,7 @@ from __future__ import annotations
 import random
 import threading
 
-from isles.memory.arena import Arena
+from isles.memory.flow import Arena
 
 
 def test_grants_are_told_in_their_order_whichever_thread_frees() -> None:

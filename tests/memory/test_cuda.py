@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from isles.memory.costs import ACTIVATIONS, Placement, least_peak
-from isles.memory.engines.base import Engine, Inline
+from isles.memory.engines.base import Engine, Inline, ThreadEngine
 from isles.memory.engines.cuda import Cuda, CudaMoves, usual_engine
-from isles.memory.engines.threads import ThreadEngine
 from isles.memory.optimizer import Managed
 from isles.network.machines import MACHINES
 from tests.memory.loops import DECODER, UNITS, adamw, plan_of, profiled

@@ -13,8 +13,7 @@ import torch
 
 from isles.memory.costs import Placement
 from isles.memory.disk import DiskFile, Section, StagingSlot, check_folder
-from isles.memory.engines.base import DiskFailed, Inline
-from isles.memory.engines.threads import ThreadEngine
+from isles.memory.engines.base import DiskFailed, Inline, ThreadEngine
 from isles.memory.optimizer import Managed
 from isles.memory.plan import table
 from isles.models.decoder import Decoder

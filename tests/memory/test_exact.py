@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from isles.memory.costs import ACTIVATIONS, TIERS, Placement, least_peak
-from isles.memory.engines.base import Inline
-from isles.memory.engines.threads import ThreadEngine
+from isles.memory.engines.base import Inline, ThreadEngine
 from isles.memory.lanes import LaneRun
 from isles.memory.plan import table
 from isles.network.machines import MACHINES

@@ -14,8 +14,7 @@ import torch
 import isles
 from isles.memory.activations import Swapped
 from isles.memory.costs import Placement
-from isles.memory.engines.base import Engine, Inline, LaneFailed
-from isles.memory.engines.threads import ThreadEngine
+from isles.memory.engines.base import Engine, Inline, LaneFailed, ThreadEngine
 from isles.memory.optimizer import Managed
 from isles.memory.parameters import Brought
 from isles.memory.plan import PlanMismatch
@@ -120,7 +119,7 @@ def test_no_thread_outlives_a_run_of_the_trainer(how: str, monkeypatch: pytest.M
 
 
 def test_an_idle_lane_ends_and_begins_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("isles.memory.engines.threads.IDLE", 0.05)
+    monkeypatch.setattr("isles.memory.engines.base.IDLE", 0.05)
     engine, done = ThreadEngine(), [threading.Event(), threading.Event()]
     for number, event in enumerate(done):
         engine.submit("host", (number,), 0.0, lambda: None, event.set)

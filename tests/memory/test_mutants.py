@@ -14,10 +14,9 @@ import pytest
 import torch
 
 from isles.base.wrapping import Wrapping
-from isles.memory.arena import Slots
 from isles.memory.costs import Placement, least_peak
-from isles.memory.engines.base import Inline
-from isles.memory.engines.threads import ThreadEngine
+from isles.memory.engines.base import Inline, ThreadEngine
+from isles.memory.flow import Slots
 from isles.memory.optimizer import Managed
 from isles.memory.parameters import Brought
 from tests.memory.loops import DECODER, UNITS, train
@@ -36,7 +35,7 @@ def test_updates_need_gradients_that_zero_grad_does_not_reach(monkeypatch: pytes
     def reachable(self: Managed, index: int, settings: Any) -> None:
         part, brought = self._parts[index], self.runner.brought[index]
         updated, refreshed = self.engine.event(), self.engine.event()
-        self.runner.updated[index], self.runner.refreshed[index] = updated, refreshed
+        self.runner.flow.updated[index], self.runner.flow.refreshed[index] = updated, refreshed
 
         def done() -> None:
             updated.fire()

@@ -15,13 +15,12 @@ import torch
 from isles.base.wrapping import host_work
 from isles.memory.costs import ACTIVATIONS, Placement
 from isles.memory.engines import cuda
-from isles.memory.engines.base import Inline
+from isles.memory.engines.base import Inline, ThreadEngine
 from isles.memory.engines.cuda import CudaMoves
-from isles.memory.engines.threads import ThreadEngine
 from isles.memory.optimizer import Managed
 from isles.network.machines import MACHINES
-from isles.training.memory import trial
-from isles.training.memory.trial import try_out
+from isles.training.memory import in_use
+from isles.training.memory.in_use import try_out
 from tests.memory.loops import DECODER, UNITS, adamw, plan_of, profiled
 from tests.memory.streams import Event, Stream, Watch, WatchedCuda, watching
 
@@ -126,9 +125,9 @@ def test_a_gpu_is_tried_out_before_it_is_trusted(monkeypatch: pytest.MonkeyPatch
     """The two engines leave the same bits; one that loses an update in a lane does not."""
     cpu, before = torch.device("cpu"), torch.get_rng_state()
     made: list[Any] = []
-    real = trial.profile
-    monkeypatch.setattr(trial, "_SHAPE", replace(trial._SHAPE, d_model=32, heads=2, ffn=64, context=16))
-    monkeypatch.setattr(trial, "profile", lambda *a, **k: made[0] if made else made.append(real(*a, **k)) or made[0])
+    real = in_use.profile
+    monkeypatch.setattr(in_use, "_SHAPE", replace(in_use._SHAPE, d_model=32, heads=2, ffn=64, context=16))
+    monkeypatch.setattr(in_use, "profile", lambda *a, **k: made[0] if made else made.append(real(*a, **k)) or made[0])
     try_out(cpu, ThreadEngine, Inline)
     assert torch.equal(torch.get_rng_state(), before)
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import isles
 from isles.comm.codecs import codec
-from isles.comm.collectives.headers import Stamp
+from isles.comm.collectives.basic import Stamp
 from isles.comm.collectives.mean import mean, sent_bytes
 from isles.comm.mesh import Mesh
 from tests.covers import cover

@@ -14,7 +14,7 @@ import isles
 from isles.comm.codecs import codec
 from isles.comm.codecs.lowrank import LowRank
 from isles.comm.collectives.averaging import averaging
-from isles.comm.collectives.headers import Stamp
+from isles.comm.collectives.basic import Stamp
 from isles.comm.collectives.mean import mean
 from isles.comm.errors import Refused, WorkerFailed
 from isles.comm.mesh import Mesh

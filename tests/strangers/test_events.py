@@ -17,9 +17,8 @@ from isles.base.parsing import Unfit
 from isles.comm.errors import NodeLost
 from isles.comm.sockets import loop
 from isles.comm.sockets.connection import LinkLost, packed
-from isles.launch.link import Link
-from isles.launch.nodes import NodeGroup
-from isles.launch.relay import NodeHandle, order
+from isles.launch.handles import NodeHandle, order
+from isles.launch.nodes import Link, NodeGroup
 from isles.running.virtual import train
 from isles.training.records.events import Schema, begun, checks_host_messages, committed
 from tests.strangers.callers import ESCAPES

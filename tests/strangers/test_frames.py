@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from isles.base.errors import printable
 from isles.base.version import __version__
 from isles.comm.errors import from_plain
+from isles.comm.sockets import listener as rates
 from isles.comm.sockets import loop
-from isles.comm.sockets import reachability as rates
-from isles.comm.sockets.addresses import listen
 from isles.comm.sockets.connection import HEAD, STRANGERS, BadFrame, LinkLost, head_of, message_of, packed
-from isles.comm.sockets.reachability import EchoServer, echo_failure
+from isles.comm.sockets.listener import EchoServer, echo_failure
+from isles.comm.tcp import listen
 from isles.launch import probe
 from tests.strangers.callers import ESCAPES, GARBAGE, call, framed, many, read, reset, say
 

@@ -7,8 +7,8 @@ import os
 
 import pytest
 
-from isles.comm.sockets.addresses import listen, own_address
 from isles.comm.sockets.listener import Listener
+from isles.comm.tcp import listen, own_address
 from isles.launch.worker import join_store, open_store
 from tests.launch.local_workers import heard_at
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import isles
 from isles.comm.codecs import codec
-from isles.comm.collectives.headers import HEADER_BYTES, Stamp
+from isles.comm.collectives.basic import HEADER_BYTES, Stamp
 from isles.comm.collectives.mean import mean, refusal_wire, refused_rank
 from isles.comm.errors import CommError, Malformed, Refused, WorkerFailed, from_plain, to_plain
 from isles.comm.mesh import Mesh

@@ -25,9 +25,9 @@ from isles.base.version import __version__
 from isles.comm import credentials
 from isles.comm.credentials import Credentials, Token
 from isles.comm.errors import RendezvousFailed
-from isles.comm.sockets.addresses import listen
 from isles.comm.sockets.connection import packed
 from isles.comm.sockets.proof import TokenRefused
+from isles.comm.tcp import listen
 from isles.launch import rendezvous
 from isles.launch.nodes import NodeGroup, NodeSpec
 from tests.strangers.callers import ESCAPES, GARBAGE, call, framed, many, prove, read, reset, say, tls
@@ -231,9 +231,9 @@ def test_one_with_the_token_that_lies_about_echoes(mine: Credentials, reached: A
 
 def test_silence_after_the_hello_ends_nothing_for_others(mine: Credentials, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who said hello and is silent from then on goes away by itself; the place is free for the right one."""
-    from isles.launch import link
+    from isles.launch import nodes
 
-    monkeypatch.setattr(link, "SILENCE", 1.0)
+    monkeypatch.setattr(nodes, "SILENCE", 1.0)
     with hosting(mine, 3) as host:
         with tls(host.port) as line:
             assert prove(line, mine.token)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from isles.comm.collectives.headers import HEADER_BYTES
+from isles.comm.collectives.basic import HEADER_BYTES
 from isles.comm.collectives.mean import native_bytes
 from isles.plan.run_plan import plan_run
 from isles.training import optimizer as assemble

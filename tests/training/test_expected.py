@@ -11,7 +11,7 @@ from isles import run_virtual
 from isles.comm.mesh import Mesh
 from isles.comm.tcp import is_far
 from isles.comm.transport import LinkEstimate
-from isles.comm.virtual.transport import VirtualTransport
+from isles.comm.virtual.cluster import VirtualTransport
 from isles.replicas.loop.outer import OuterSync
 from isles.training.setup import expectation
 from isles.training.worker import trainer_of

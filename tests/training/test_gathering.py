@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from isles.comm import credentials
-from isles.comm.sockets.addresses import listen
+from isles.comm.tcp import listen
 from isles.launch.nodes import NodeGroup, NodeSpec
 from isles.running.agree import met
 from isles.training.config.sections import Config

@@ -18,10 +18,9 @@ import torch
 from torch import Tensor
 
 import isles
-from isles.comm.virtual.transport import VirtualTransport
+from isles.comm.virtual.cluster import VirtualTransport
 from isles.memory.costs import ACTIVATIONS, TIERS, Placement
-from isles.memory.engines.base import Inline
-from isles.memory.engines.threads import ThreadEngine
+from isles.memory.engines.base import Inline, ThreadEngine
 from isles.memory.optimizer import Managed
 from isles.models.decoder import Decoder
 from isles.network.machines import MACHINES

@@ -11,12 +11,11 @@ import torch
 from torch import Tensor
 
 import isles
-from isles.comm.virtual.transport import VirtualTransport
+from isles.comm.virtual.cluster import VirtualTransport
 from isles.memory.costs import Placement
-from isles.memory.engines.base import Inline
-from isles.memory.engines.threads import ThreadEngine
+from isles.memory.engines.base import Inline, ThreadEngine
 from isles.memory.optimizer import Managed
-from isles.memory.sharing import runs
+from isles.memory.parameters import runs
 from isles.models.decoder import Decoder
 from isles.network.machines import MACHINES
 from isles.plan.run_plan import plan_run

@@ -8,7 +8,7 @@ import pytest
 
 from isles.training.config.reading import read_config
 from isles.training.config.world import VirtualConfig, WorldConfig
-from isles.training.deadlines import deadlines
+from isles.training.worker import deadlines
 from tests.training.runs import lines_of, metrics, run, tiny, write_text
 
 PAUSED = [

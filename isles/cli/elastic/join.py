@@ -1,4 +1,4 @@
-"""`isles join`: take part in a run that a lighthouse keeps."""
+"""Take part in a run that a lighthouse keeps: `isles join`, and `isles swarm peer` where peers serve stages."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from isles.cli.terminal import OwnDevice, end_in_order
 
 if TYPE_CHECKING:
     from isles.comm.credentials import Token
+    from isles.network.clusters.nodes import ClusterNode
     from isles.training.config.reading import Tables
 
 RunToken = Annotated[
@@ -96,8 +97,7 @@ def place(listen: str | None, lighthouse: str) -> tuple[tuple[str, int] | None, 
     is at HOST:PORT, and to which this machine may speak by another line than to all others). HOST may be that of the
     router in front of this machine. (None, "") where nothing is listened at.
     """
-    from isles.comm.sockets.addresses import is_own, parse_address
-    from isles.comm.tcp import outward_address
+    from isles.comm.tcp import is_own, outward_address, parse_address
 
     if listen is None:
         return None, ""
@@ -152,3 +152,57 @@ def _several(address: str, token: Token, listening: list[str | None], settings: 
             process.wait()
         raise
     return max(code if code >= 0 else 128 - code for code in codes)
+
+
+swarm = typer.Typer(help="Serve a stage of a run whose peers come and go.", no_args_is_help=True)
+
+
+@swarm.command("peer")
+def peer(
+    join: Annotated[str, typer.Option("--join", metavar="HOST:PORT", help="Where the lighthouse is.")],
+    token: RunToken = None,
+    stage: Annotated[
+        int | None, typer.Option(help="A wish; left out: the stage that wants a peer most.", show_default=False)
+    ] = None,
+    data: OwnData = None,
+    device: OwnDevice = None,
+    set_: OwnSettings = None,
+    listen: Annotated[
+        str | None, typer.Option(metavar="[HOST:]PORT", help="Let other peers reach this one directly, at this port.")
+    ] = None,
+    relay: OwnRelay = False,
+    node: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="A run in clusters: this machine's table, of isles doctor --describe --peer. Default: it is measured.",
+        ),
+    ] = None,
+) -> None:
+    """Serve a stage: the configuration comes from the lighthouse, the state from another peer. Ctrl-C leaves after the
+    step under way.
+    """
+    end_in_order()
+    parsed = read_token(token)
+    described = None if node is None else _described(node)
+    there = places(listen, 1, relay)[0]
+    if stage is not None and stage < 0:
+        raise ValueError(f"--stage {stage}: choose 0 or more, or leave it out")
+    settings = own(data, device, set_)
+    from isles.training.elastic.connect import LocalSettings
+    from isles.training.swarm.connect import take_part
+    from isles.training.swarm.trainer import ANYWHERE
+
+    listening, announced = place(there, join)
+    here = LocalSettings(own=settings, listen=listening, announced=announced, relays=relay, node=described)
+    print(take_part(join, parsed, here, ANYWHERE if stage is None else stage, notify=notify), flush=True)
+
+
+def _described(path: str) -> ClusterNode:
+    """The one node of a file."""
+    from isles.network.clusters.nodes import read_nodes
+
+    nodes = read_nodes(path)
+    if len(nodes) != 1:
+        raise ValueError(f"--node {path}: it tells of {len(nodes)} nodes; give this machine's alone")
+    return nodes[0]

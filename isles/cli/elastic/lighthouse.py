@@ -17,7 +17,7 @@ from isles.cli.terminal import Set, end_in_order
 
 if TYPE_CHECKING:
     from isles.training.config.sections import Config
-    from isles.training.lighthouse.resume_info import Stand
+    from isles.training.lighthouse.server import Stand
 
 _ALONE = "127.0.0.1"
 
@@ -45,10 +45,9 @@ def lighthouse(
     with.
     """
     from isles.cli.train import new_directory
-    from isles.comm.sockets.addresses import refuse_unknown
-    from isles.comm.tcp import outward_address
+    from isles.comm.tcp import outward_address, refuse_unknown
     from isles.launch.workers import refuse_too_many
-    from isles.training.lighthouse.resume_info import Stand
+    from isles.training.lighthouse.server import Stand
 
     end_in_order()
     if not 0 <= port < 65536:
@@ -67,7 +66,7 @@ def lighthouse(
 
 def restart_lighthouse(run: Path, workers: int | None) -> None:
     """Go on with the run of a lighthouse where it stood, with `workers` on this machine; None: as many as it had."""
-    from isles.training.lighthouse.resume_info import read_stand
+    from isles.training.lighthouse.server import read_stand
 
     stand = read_stand(run)
     config, _ = _drawn_up(str(run), {}, [], None)
@@ -78,7 +77,7 @@ def _keep(config: Config, run: Path, stand: Stand) -> None:
     """Keep the run until it ends, or is stopped."""
     from isles.cli.terminal import ComingAndGoing
     from isles.cli.train import print_summary
-    from isles.comm.sockets.addresses import written
+    from isles.comm.tcp import written
     from isles.training.interrupts import first_interrupt
     from isles.training.kinds import kind_of
 

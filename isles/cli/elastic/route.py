@@ -14,10 +14,10 @@ from contextlib import ExitStack
 from isles.base.version import __version__
 from isles.cli.terminal import Check
 from isles.comm.credentials import Token
-from isles.comm.sockets.addresses import written
 from isles.comm.sockets.connection import LinkLost
+from isles.comm.sockets.listener import EchoServer
 from isles.comm.sockets.proof import SecretRefused, TokenRefused
-from isles.comm.sockets.reachability import EchoServer
+from isles.comm.tcp import written
 from isles.membership.keys import ABOUT, PIECE, REACH
 from isles.membership.messages import About, AnnounceAddress, Reachability, Refusal, decode, encode
 from isles.membership.requests import ask, measure_lighthouse_link

@@ -20,9 +20,9 @@ def status(
     """Show who takes part in a run, how far and how fast, by which fingerprint others know it and which way it reaches
     them, and what was refused.
     """
-    from isles.cli.elastic.query import run_status
     from isles.cli.terminal import print_table
     from isles.membership.messages import RunStatus
+    from isles.membership.requests import run_status
     from isles.report.panels import Table
 
     end_in_order()

@@ -221,8 +221,8 @@ def _network(links: str) -> tuple[str, str]:
     if not links.startswith(_PROBE):
         return links, links
     from isles.cli.doctor import format_rates
-    from isles.comm.sockets.addresses import parse_address
     from isles.comm.sockets.connection import LinkLost
+    from isles.comm.tcp import parse_address
     from isles.launch import probe
     from isles.report.units import format_seconds
 

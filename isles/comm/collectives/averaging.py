@@ -32,7 +32,7 @@ from isles.base.modes import torch_threads
 from isles.comm.call import Call
 from isles.comm.codecs.base import Codec
 from isles.comm.codecs.lowrank import Form, LowRank
-from isles.comm.collectives.headers import Stamp
+from isles.comm.collectives.basic import Stamp
 from isles.comm.collectives.mean import as_decoded, mean, pattern, working_bytes
 from isles.comm.transport import Steps, Work, works_of
 from isles.network.exchange_plan import MessagePattern, Then

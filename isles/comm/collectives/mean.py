@@ -38,7 +38,7 @@ from typing_extensions import override
 
 from isles.comm.call import Call
 from isles.comm.codecs.base import Codec
-from isles.comm.collectives.headers import HEADER_BYTES, Headers, Stamp, form_digest
+from isles.comm.collectives.basic import HEADER_BYTES, Headers, Stamp, form_digest
 from isles.comm.errors import CommError, Malformed, Refused, sent_by
 from isles.comm.tags import MAX_FRAGMENTS
 from isles.comm.transport import Steps, Work, native_collectives

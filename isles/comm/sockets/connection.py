@@ -1,9 +1,10 @@
 """A connection after its handshake: messages in two lanes, urgent ones before the others and between the frames of a
-long one.
+long one; and signs of life.
 
-Each end says now and then that it is there. An end that is silent for too long is lost; each piece of a long message
-over a slow link is a sign of life. A frame fits a TLS record, and what the kernel takes beyond the one that it is
-sending is bounded, or urgent messages would wait behind it.
+Bytes prove nothing about a process: the kernel of one that is frozen goes on acknowledging. So each end of a
+connection, and every worker, says now and then that it is there, whatever its other threads do. An end that is silent
+for too long is lost; each piece of a long message over a slow link is a sign of life. A frame fits a TLS record, and
+what the kernel takes beyond the one that it is sending is bounded, or urgent messages would wait behind it.
 
     frame = b"isle" + length (4 bytes, big-endian) + that many bytes of a message; length 0 says only "I am here"
 
@@ -11,7 +12,7 @@ The two highest bits of the length are flags: `URGENT`, and `MORE` where the mes
 is measured before it is buffered, and its JSON parsed as what strangers wrote. No pickle: what comes is plain data, and
 anything else is `BadFrame`.
 
-All of it runs in the loop's thread.
+A `Connection` runs in the loop's thread.
 """
 
 from __future__ import annotations
@@ -25,13 +26,84 @@ import socket
 import ssl
 import struct
 import sys
+import threading
+import time
 from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 from isles.base.parsing import parse_json
 from isles.comm.errors import CommError
-from isles.comm.sockets.heartbeats import Silence
+from isles.comm.stopping import LeaveControl
+
+BEAT = 2.0  # seconds between signs of life
+_STOOD = 2.0  # seconds between two looks that count at most: beyond it this side stood still itself
+
+
+class Silence:
+    """For how long the other side has said nothing, as seen by one that looks often.
+
+    seconds: after which it counts as lost. first: the same until its first word, for programs start slowly.
+    """
+
+    def __init__(self, seconds: float, first: float | None = None) -> None:
+        self.seconds = seconds
+        self._first: float | None = seconds if first is None else max(first, seconds)
+        self._heard = self._looked = time.monotonic()
+        self._longer = 0.0
+
+    def heard(self) -> None:
+        """Something came."""
+        self._heard, self._first, self._longer = time.monotonic(), None, 0.0
+
+    @property
+    def has_heard(self) -> bool:
+        """Whether anything ever came."""
+        return self._first is None
+
+    @property
+    def limit(self) -> float:
+        """Seconds after which it counts as lost now."""
+        return self.seconds if self._first is None else self._first
+
+    def over(self, longer: float = 0.0) -> bool:
+        """A look: whether the silence exceeds the limit and `longer`: the largest in this silence, and at most the
+        limit once more (the other side's kernel waits about as long as this one). What has come must be read first.
+        """
+        now = time.monotonic()
+        self._heard = min(self._heard + max(now - self._looked - _STOOD, 0.0), now)
+        self._looked = now
+        self._longer = max(self._longer, min(longer, self.seconds))
+        return now - self._heard > self.limit + self._longer
+
+
+def no_sign_of_life(seconds: float) -> str:
+    """What a worker is said to have failed of that was silent for so long."""
+    return f"no sign of life for {seconds:g} s: its process is stopped or its machine frozen"
+
+
+def begin_pulse(
+    send: Callable[[tuple[str, Any]], None],
+    closing: threading.Event,
+    moved: Callable[[], int],
+    asked: threading.Event,
+    leaving: LeaveControl,
+) -> None:
+    """A worker's thread of signs of life: ("beat", bytes that its connections have moved) until `closing`.
+
+    asked: where it is set, somebody has asked this process to end; passed on to `leaving`.
+    """
+
+    def beat() -> None:
+        with contextlib.suppress(OSError, EOFError):
+            while not closing.is_set():
+                send(("beat", moved()))
+                if asked.wait(BEAT):
+                    asked.clear()
+                    leaving.ask()
+
+    threading.Thread(target=beat, name="isles-pulse", daemon=True).start()
+
 
 MARK = b"isle"
 HEAD = struct.Struct(">4sI")

@@ -1,4 +1,4 @@
-"""A listening socket that strangers may do to what they like.
+"""A listening socket that strangers may do to what they like; and whether one machine reaches another, and how fast.
 
 Each connection is heard by a task of its own in the loop's thread, which has `seconds` from its beginning to its end.
 At most `MOST` are heard at a time: where there are more, the oldest of the address that has the most is cut off, so
@@ -8,6 +8,12 @@ Streams and their transports refer to each other, and asyncio gives each that sp
 looks for such cycles ever more seldom the more objects a process has, and one with torch has a million: thousands of
 strangers took hundreds of MB. So what was there before is set aside while a listener is there, and what is left of
 strangers is collected after every few of them, which then takes a millisecond.
+
+Whether a machine is reached is asked before gloo or a pair needs it, whose own answer would be a time-out. It opens an
+`EchoServer` and tells the others its port, in a fixed world one that the system picks; each of them asks for an echo:
+
+    echo_failure(address, port, name)  ---- {"echo": token} ----------------->   EchoServer
+                                       <-- {"echoed": token, "name": name} ---
 """
 
 from __future__ import annotations
@@ -15,18 +21,23 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import secrets
 import socket
 import ssl
+import statistics
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from typing import Self
+from pathlib import Path
+from typing import NamedTuple, Self
 
+from isles.base.parsing import OneLine, table, value_of
 from isles.comm import credentials
 from isles.comm.credentials import Credentials
 from isles.comm.sockets import loop
-from isles.comm.sockets.connection import STRANGERS, LinkLost, plain, reason
-from isles.comm.sockets.proof import prove_as_host
+from isles.comm.sockets.connection import STRANGERS, BadFrame, LinkLost, close, heard, packed, plain, reason
+from isles.comm.sockets.proof import dial, prove_as_host
+from isles.comm.tcp import listen
 
 MOST = 64
 _AGAIN = 0.05  # seconds until the next try, where the system accepts nothing for a moment
@@ -186,3 +197,97 @@ class Throttle:
             self._tell(text)
         else:
             self._withheld += 1
+
+
+PATIENCE = 5.0  # seconds for an echo
+_LONGEST = 256  # bytes of a question, and of an answer
+_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
+
+
+class EchoServer(Listener):
+    """Returns every token that it is sent at the address `host` while the context is open. port: 0 for one that the
+    system picks. name: by which it is told from others. seconds, raw: as of `Listener`. ValueError where the address
+    cannot be had.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        port: int = 0,
+        name: str = "",
+        seconds: float = PATIENCE,
+        raw: Callable[[socket.socket], Awaitable[bool]] | None = None,
+    ) -> None:
+        async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            asked = table(await heard(reader, _LONGEST), "the question")
+            writer.write(packed({"echoed": value_of(asked, "echo", OneLine), "name": name}))
+            await close(writer)
+
+        listening = listen(port, host)
+        self.port: int = listening.getsockname()[1]
+        super().__init__(listening, echo, seconds=seconds, raw=raw)
+
+
+async def echo_failure(address: str, port: int, name: str = "", seconds: float = PATIENCE) -> str:
+    """Empty where the echo server of that name answers at `address`, else why it does not, as in "no answer within
+    5 s". In the loop's thread.
+    """
+    token = secrets.token_hex(8)
+    try:
+        async with asyncio.timeout(seconds):
+            reader, writer = await dial(address, port, seconds)
+            try:
+                writer.write(packed({"echo": token}))
+                answer = await heard(reader, _LONGEST)
+            finally:
+                writer.transport.abort()
+    except (OSError, EOFError, BadFrame) as error:
+        return reason(error, seconds)
+    except ValueError:
+        return "it is no address"
+    return "" if answer == {"echoed": token, "name": name} else "something else answers there"
+
+
+def port_range() -> str:
+    """The ports that this system picks from, as in "32768-60999": what a firewall must let through."""
+    try:
+        first, last = _PORTS.read_text().split()
+    except (OSError, ValueError):
+        first, last = "49152", "65535"  # IANA's, which other systems keep to
+    return f"{first}-{last}"
+
+
+_PINGS = 20
+_SMALLEST = 1 << 16  # bytes
+_ENOUGH = 0.4  # seconds that a question must take to be a measurement
+
+
+class LinkRates(NamedTuple):
+    """out, back: bytes a second to the other side and from it. round_trip: median seconds."""
+
+    out: float
+    back: float
+    round_trip: float
+
+
+def measure_link(ask: Callable[[int, int], object], largest: int) -> LinkRates:
+    """Measured now, within some seconds. ask: says so many bytes, and returns once as many as the second number have
+    come back; what it raises ends it. largest: bytes of one question, and of an answer.
+    """
+
+    def timed(out: int, back: int) -> float:
+        began = time.perf_counter()
+        ask(out, back)
+        return time.perf_counter() - began
+
+    def rate(timed: Callable[[int], float]) -> float:
+        size, best = _SMALLEST, 0.0
+        while (seconds := timed(size)) < _ENOUGH:
+            best = max(best, size / seconds)
+            if size >= largest:
+                return best
+            size *= 2
+        return size / seconds
+
+    round_trip = statistics.median(timed(0, 0) for _ in range(_PINGS))
+    return LinkRates(rate(lambda size: timed(size, 0)), rate(lambda size: timed(0, size)), round_trip)

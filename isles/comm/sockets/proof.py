@@ -23,8 +23,8 @@ from typing import Any, TypeVar
 
 from isles.comm import credentials
 from isles.comm.credentials import Token
-from isles.comm.sockets.addresses import written
 from isles.comm.sockets.connection import STRANGERS, LinkLost, ends
+from isles.comm.tcp import written
 
 _SIZE = 32  # bytes of a challenge, and of a proof
 _GOOD, _OTHER, _EXPIRED = b"y", b"o", b"e"

@@ -31,7 +31,6 @@ from typing import Protocol
 import torch
 
 from isles.comm.errors import CommError
-from isles.comm.tags import Tag
 from isles.network.engine import EventQueue
 from isles.network.pauses import Absences
 
@@ -53,13 +52,6 @@ class Blocker(Protocol):
     """What ended it, if it has failed."""
 
     def fail(self, error: Exception) -> None: ...
-
-
-class Stepped(Blocker, Protocol):
-    """A transfer, while its protocol is stepped."""
-
-    tag: Tag | None
-    """Of the latest message that it sent or asked for."""
 
 
 class VirtualWorker:
@@ -118,7 +110,7 @@ class Scheduler:
         clocks = begins or [0.0] * len(absences)
         self.timeline = EventQueue()
         self.workers = [VirtualWorker(self, rank, away, clocks[rank]) for rank, away in enumerate(absences)]
-        self.stepping: Stepped | None = None
+        self.stepping: Blocker | None = None
         """The transfer whose protocol that is."""
         self._slots = slots
         self.mutex = _Mutex()

@@ -9,9 +9,6 @@ anyone.
 
 A transfer is a protocol (generator) that is stepped in the caller's turn up to its first wait, and from then on by the
 events it waits for, at their virtual time: stepping takes no time, and what it sends leaves then.
-
-`MessageAccounting` knows the outcome of every message: it was received, or a named loss or deadline ended the exchange
-that it was part of.
 """
 
 from __future__ import annotations
@@ -20,8 +17,7 @@ import contextlib
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -38,47 +34,6 @@ from isles.comm.virtual.scheduler import Blocker, Scheduler, VirtualWorker
 from isles.network.engine import ARRIVED, LAST, Event, EventQueue, Wire, WireMessage
 from isles.network.links import Topology
 
-Address = tuple[int, Channel, int, int, int]  # whose part in which exchange: rank, channel, round, fragment, attempt
-
-
-@dataclass(slots=True)
-class MessageAccounting:
-    """Bytes of all messages. sent = received + the sum of `missed`, by why nobody received them, + those that nobody
-    has asked for (`VirtualWire.unclaimed`) + those still on their way.
-    """
-
-    sent: int = 0
-    received: int = 0
-    missed: Counter[str] = field(default_factory=Counter)
-    failures: dict[Address, str] = field(default_factory=dict)
-    """What ended somebody's part in an exchange."""
-
-    def failed(self, rank: int, tag: Tag, error: BaseException) -> None:
-        """The part of `rank` in the exchange of `tag` ended by `error`."""
-        self.failures.setdefault(_address(rank, tag), type(error).__name__)
-
-    def ended(self, nbytes: int, error: BaseException | None) -> None:
-        """A message came to where it was waited for, or by `error` nobody waited any more."""
-        if error is None:
-            self.received += nbytes
-        else:
-            self.missed[type(error).__name__] += nbytes
-
-    def why(self, source: int, target: int, tag: Tag) -> str | None:
-        """What ended the exchange of a message that nobody has asked for, at either end; None: nothing did."""
-        return self.failures.get(_address(target, tag)) or self.failures.get(_address(source, tag))
-
-
-def _address(rank: int, tag: Tag) -> Address:
-    return rank, tag.channel, tag.round, tag.fragment, tag.attempt
-
-
-class Waiter(Protocol):
-    """Who waits for a work."""
-
-    def one_done(self, work: VirtualWork) -> None:
-        """It has ended, now."""
-
 
 class VirtualWork:
     """One message on its way. See `isles.comm.transport.Work`."""
@@ -91,7 +46,7 @@ class VirtualWork:
         self.finished = False
         self.at = math.inf
         self.error: Exception | None = None
-        self.waiter: Waiter | None = None  # whose yield waits for this
+        self.waiter: Callable[[VirtualWork], None] | None = None  # of whose yield waits for this
         self._owner = owner
         self._transfer = transfer  # in whose protocol it was made
 
@@ -118,7 +73,7 @@ class VirtualWork:
         self.at = self._owner.scheduler.timeline.now
         if self.waiter is not None:
             waiter, self.waiter = self.waiter, None
-            waiter.one_done(self)
+            waiter(self)
 
 
 class VirtualEvent(VirtualWork):
@@ -156,16 +111,14 @@ class VirtualTransfer:
         channel: Channel,
         deadline: float,
         traffic: Traffic,
-        accounting: MessageAccounting,
     ) -> None:
         self.error: BaseException | None = None
         self.finished = False
-        self.tag: Tag | None = None
         self._scheduler, self._owner = scheduler, owner
         self._steps: Steps[Any] | None = steps
         self._channel: Channel = channel
         self._seconds = deadline
-        self._traffic, self._accounting = traffic, accounting
+        self._traffic = traffic
         self._began = scheduler.timeline.now
         self._pending: dict[VirtualWork, None] = {}  # in the order of the yield
         self._needed = 0  # of them, before the protocol goes on
@@ -269,14 +222,12 @@ class VirtualTransfer:
                 if error is None and done < needed:
                     self._pending, self._needed = dict.fromkeys(pending), needed - done
                     for work in pending:
-                        work.waiter = self
+                        work.waiter = self.one_done
                     return
 
     def _end(self, result: Any, error: BaseException | None) -> None:
         self._result, self.error, self.finished, self._steps = result, error, True, None
         self._pending.clear()
-        if error is not None and self.tag is not None:
-            self._accounting.failed(self._owner.rank, self.tag, error)
         self._traffic.transfer(self._channel, self._began, self._scheduler.timeline.now)
         if self._deadline is not None:
             self._scheduler.timeline.cancel(self._deadline)
@@ -335,7 +286,8 @@ class VirtualWire(Wire[VirtualMessage]):
         self._posted: dict[tuple[int, int | None, Tag], list[VirtualWork]] = {}  # (target, source, tag)
         self._arrived: dict[tuple[int, Tag], dict[int, deque[VirtualMessage]]] = {}  # (target, tag) -> source
         self._coming: Counter[tuple[int, int, Tag]] = Counter()  # (target, source, tag): sent, and no receive bound yet
-        self.accounting = MessageAccounting()
+        self.sent = 0
+        """Bytes of all messages."""
         self._over: dict[tuple[int, Channel], int] = {}  # the newest round that is over there
         self._again: dict[tuple[int, Channel], tuple[int, int]] = {}  # the newest round of several attempts; its newest
         self._lost: dict[int, str] = {}
@@ -343,11 +295,9 @@ class VirtualWire(Wire[VirtualMessage]):
 
     def send(self, source: int, target: int, data: Tensor, tag: Tag, work: VirtualWork) -> None:
         """Queue `data` on the uplink of `source`; `work` is done when it has left, PeerLost if the target has ended."""
-        self.accounting.sent += data.nbytes
+        self.sent += data.nbytes
         if target in self._lost:
-            error = PeerLost(target, self._lost[target])
-            self.accounting.ended(data.nbytes, error)
-            work.finish(error)
+            work.finish(PeerLost(target, self._lost[target]))
             return
         key = target, source, tag
         self._coming[key] = self._coming.get(key, 0) + 1
@@ -383,9 +333,8 @@ class VirtualWire(Wire[VirtualMessage]):
         self._lost[rank] = why
         for key in [key for key in self._posted if key[0] == rank]:
             del self._posted[key]
-        for lost_rank in [key for key in self._arrived if key[0] == rank]:
-            for message in (message for queue in self._arrived.pop(lost_rank).values() for message in queue):
-                self.accounting.ended(message.nbytes, PeerLost(rank, why))
+        for key in [key for key in self._arrived if key[0] == rank]:
+            del self._arrived[key]
         for key in sorted((key for key in self._posted if key[1] in (rank, None)), key=lambda key: key[0]):
             self._fail_hopeless(key)
 
@@ -436,7 +385,6 @@ class VirtualWire(Wire[VirtualMessage]):
     def _came_late(self, message: VirtualMessage) -> None:
         """Its round is closed at its target: its sender gets an error, a latency later."""
         source, target, tag = message.source, message.target, message.tag
-        self.accounting.ended(message.nbytes, RoundClosed(target))
         latency = (self._ways[target].get(source) or self._way(target, source))[2]
 
         def notify() -> None:
@@ -496,8 +444,6 @@ class VirtualWire(Wire[VirtualMessage]):
             return
         self._count_down((target, source, tag))
         if target in self._lost or message.dropped:
-            lost_rank = target if target in self._lost else source
-            self.accounting.ended(message.nbytes, PeerLost(lost_rank, self._lost.get(lost_rank, "it died")))
             self._fail_hopeless((target, source, tag))
             return
         receive = self._take((target, source, tag)) or self._take((target, None, tag))
@@ -527,20 +473,7 @@ class VirtualWire(Wire[VirtualMessage]):
         self._hand_over(message, receive)
 
     def _hand_over(self, message: VirtualMessage, receive: VirtualWork) -> None:
-        self.accounting.ended(message.nbytes, receive.abandoned() or message.error)
         receive.finish(message.error)
-
-    def unclaimed(self) -> list[tuple[int, int, Tag, int]]:
-        """(source, target, tag, bytes) of each message that has come and that nobody has asked for."""
-        arrived = (
-            (target, tag, source, queue) for (target, tag), by in self._arrived.items() for source, queue in by.items()
-        )
-        return [(source, target, tag, one.nbytes) for target, tag, source, queue in arrived for one in queue]
-
-    def under_way(self) -> int:
-        """Bytes of messages that have not come yet."""
-        known = self.accounting.received + self.accounting.missed.total() + sum(one[-1] for one in self.unclaimed())
-        return self.accounting.sent - known
 
 
 def _fill(message: VirtualMessage, receive: VirtualWork) -> None:

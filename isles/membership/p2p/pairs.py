@@ -26,10 +26,9 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from isles.comm.credentials import Credentials, Token
-from isles.comm.sockets.addresses import written
 from isles.comm.sockets.connection import SILENCE, LinkLost
-from isles.comm.sockets.listener import MOST, peeked
-from isles.comm.sockets.reachability import EchoServer
+from isles.comm.sockets.listener import MOST, EchoServer, peeked
+from isles.comm.tcp import written
 from isles.membership.keys import RELAY_TICKETS, UP, authenticate, peer_key
 from isles.membership.messages import AnnounceAddress, Entry, Lookup, PeerAddress, Reachability
 from isles.membership.p2p.relay import TicketExchange
@@ -460,4 +459,4 @@ class PeerConnections:
         self._up_changes.append(there)
         if self._up_changes[2:]:  # there, gone, there
             del self._up_changes[1:]
-            self._session.aside(self._announce).start()
+            self._session.aside(self._announce)

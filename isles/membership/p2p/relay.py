@@ -7,8 +7,8 @@ Both ends show the same ticket (`TicketExchange`), at the lighthouse or at a wor
 the relay's key, and gives a pair a ticket; nothing is said between those who issue and who accept tickets.
 
 What the pair says is encrypted from end to end. Of each direction `Splices` buffers only what the other end has not
-taken yet, and reads no more meanwhile: a slow pair holds up itself alone. One thread serves all pairs, beside the
-loop's.
+taken yet, and reads no more meanwhile: a slow pair holds up itself alone. One loop serves all pairs, in a thread beside
+that of the control plane's.
 
 `RelayCount` adds up the bytes that a lighthouse has relayed over its restarts.
 """
@@ -16,141 +16,96 @@ loop's.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hmac
 import secrets
-import selectors
 import socket
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from queue import Empty, SimpleQueue
-from typing import Any
+from typing import Any, cast
+
+from typing_extensions import override
 
 from isles.comm.sockets.connection import SILENCE
 from isles.comm.sockets.listener import peeked
 from isles.membership.effects import RELAYED
 from isles.membership.p2p.stream import TICKET, TICKET_SIZE, tuned
 
-_RETAINED = 1 << 18  # bytes of each direction
-_READ, _WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
 
+class _End(asyncio.Protocol):
+    """One of two connections that are one: what comes on it leaves on the other, `far`, before more is read."""
 
-class _Way:
-    """What goes from one connection to the other. rest: what came and has not left."""
+    link: asyncio.Transport
+    far: _End
 
-    def __init__(self, source: socket.socket, target: socket.socket) -> None:
-        self.source, self.target, self.rest = source, target, memoryview(b"")
+    def __init__(self, splices: Splices) -> None:
+        self._splices = splices
 
-    def read(self, room: memoryview) -> int:
-        """Bytes that came, by way of `room`. EOFError, OSError where it is over."""
-        with contextlib.suppress(BlockingIOError):
-            read = self.source.recv_into(room)
-            if not read:
-                raise EOFError
-            self.rest = room[:read]
-            self.write()
-            self.rest = memoryview(bytes(self.rest))
-            return read
-        return 0
+    @override
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.link = cast(asyncio.Transport, transport)
+        self.link.set_write_buffer_limits(high=0)
+        self._splices.ends.add(self)
 
-    def write(self) -> None:
-        """As much as the target takes."""
-        with contextlib.suppress(BlockingIOError):
-            while self.rest:
-                self.rest = self.rest[self.target.send(self.rest) :]
+    @override
+    def data_received(self, data: bytes) -> None:
+        self._splices.carried(len(data))
+        self.far.link.write(data)
+
+    @override
+    def pause_writing(self) -> None:
+        self.far.link.pause_reading()
+
+    @override
+    def resume_writing(self) -> None:
+        self.far.link.resume_reading()
+
+    @override
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.far.link.abort()
+        self._splices.ends.discard(self)
 
 
 class Splices:
     """carried: called with bytes that went through."""
 
     def __init__(self, carried: Callable[[int], None]) -> None:
-        self._carried = carried
-        self._room = memoryview(bytearray(_RETAINED))
-        self._selector = selectors.DefaultSelector()
-        self._ways: dict[socket.socket, tuple[_Way, _Way]] = {}  # by connection: from it, to it
-        self._events: dict[socket.socket, int] = {}  # that are waited for
-        self._new: SimpleQueue[tuple[socket.socket, socket.socket] | None] = SimpleQueue()
-        self._wakes, self._awake = socket.socketpair()
-        self._awake.setblocking(False)
-        self._thread: threading.Thread | None = None
+        self.carried = carried
+        self.ends: set[_End] = set()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="isles-splices", daemon=True)
 
     def add(self, one: socket.socket, other: socket.socket) -> None:
         """Make these one."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="isles-splices", daemon=True)
+        if self._thread.ident is None:
             self._thread.start()
-        self._new.put((one, other))
-        self._wakes.send(b"x")
+        asyncio.run_coroutine_threadsafe(self._splice(one, other), self._loop)
 
     def close(self) -> None:
         """End them all. Safe to call twice."""
-        thread, self._thread = self._thread, None
-        if thread is not None:
-            self._new.put(None)
-            self._wakes.send(b"x")
-            thread.join(5.0)
-        self._wakes.close()
-        self._awake.close()
+        if self._thread.is_alive():
+            asyncio.run_coroutine_threadsafe(self._end(), self._loop)
+            self._thread.join(5.0)
+        if not self._thread.is_alive():
+            self._loop.close()
 
-    def _work(self) -> None:
-        self._selector.register(self._awake, _READ)
-        while True:
-            for key, events in self._selector.select():
-                if key.fileobj is self._awake:
-                    if not self._take_in():
-                        return
-                elif key.fileobj in self._ways:
-                    self._move(key.fileobj, events)
+    async def _splice(self, *links: socket.socket) -> None:
+        ends = [_End(self) for _ in links]
+        ends[0].far, ends[1].far = ends[1], ends[0]
+        # Both at once: then neither reads before the other can write.
+        made = (
+            self._loop.connect_accepted_socket(lambda end=end: end, link) for end, link in zip(ends, links, strict=True)
+        )
+        await asyncio.gather(*made)
 
-    def _take_in(self) -> bool:
-        with contextlib.suppress(BlockingIOError):
-            self._awake.recv(4096)
-        with contextlib.suppress(Empty):
-            while (pair := self._new.get_nowait()) is not None:
-                there, back = _Way(*pair), _Way(*reversed(pair))
-                self._ways |= {pair[0]: (there, back), pair[1]: (back, there)}
-                for end in pair:
-                    self._await(end)
-            for end in [*self._ways]:
-                self._end(end)
-            return False
-        return True
-
-    def _move(self, end: socket.socket, events: int) -> None:
-        out, into = self._ways[end]
-        try:
-            if events & _READ:
-                self._carried(out.read(self._room))
-            if events & _WRITE:
-                into.write()
-        except (EOFError, OSError):
-            self._end(end)
-            return
-        self._await(end)
-        self._await(out.target)
-
-    def _await(self, end: socket.socket) -> None:
-        out, into = self._ways[end]
-        events = (0 if out.rest else _READ) | (_WRITE if into.rest else 0)
-        before = self._events.get(end, 0)
-        if events == before:
-            return
-        if events and before:
-            self._selector.modify(end, events)
-        elif events:
-            self._selector.register(end, events)
-        elif before:
-            self._selector.unregister(end)
-        self._events[end] = events
-
-    def _end(self, end: socket.socket) -> None:
-        ways = self._ways.get(end)
-        for one in () if ways is None else (ways[0].source, ways[0].target):
-            self._ways.pop(one)
-            if self._events.pop(one, 0):
-                self._selector.unregister(one)
-            one.close()
+    async def _end(self) -> None:
+        beginning = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in beginning:
+            task.cancel()
+        await asyncio.gather(*beginning, return_exceptions=True)
+        for end in self.ends:
+            end.link.abort()
+        self._loop.call_soon(self._loop.stop)  # once they are closed
 
 
 _NUMBER = 8

@@ -54,6 +54,10 @@ _HANDSHAKE = 10.0  # seconds
 _SHORT = 1 << 14  # bytes that leave with their head
 
 
+Handle = Callable[[int, int], None]
+"""Called with what is said back: its kind, and the number of its message."""
+
+
 class Head(NamedTuple):
     """Of a piece of message `number`: where in it, and how long it is as a whole; or of a word without bytes."""
 
@@ -125,29 +129,29 @@ class Stream:
 
     # The end that sends
 
-    def probe(self) -> list[tuple[int, int]]:
+    def probe(self, handle: Handle) -> None:
         """Have the other end show that it is there: it says back when it was asked. As `send`."""
-        return self.send(Head(ALIVE, time.monotonic_ns()))
+        self.send(Head(ALIVE, time.monotonic_ns()), b"", handle)
 
-    def send(self, head: Head, data: memoryview | bytes = b"") -> list[tuple[int, int]]:
-        """Send a piece; (kind, number) of what was said back meanwhile. LinkLost where it breaks or is silent."""
+    def send(self, head: Head, data: memoryview | bytes, handle: Handle) -> None:
+        """Send a piece. LinkLost where it breaks or is silent. handle: called with what is said back meanwhile."""
         channel = CHANNELS.index(head.tag.channel)
         packed = _HEAD.pack(head.kind, head.number, head.offset, head.total, channel, *head.tag[1:])
-        replies = list[tuple[int, int]]()
         parts = (packed + data,) if len(data) < _SHORT else (packed, data)
         for part in map(memoryview, parts):
             while part:
                 try:
                     part = part[self._link.send(part) :]
                 except TimeoutError:
-                    replies += self._replies()
+                    # The other end may hold this piece back for as long as it likes; what it has taken counts now.
+                    self._receive(handle)
                 except (OSError, ValueError) as error:
                     self._ended = str(error)
-                    return replies + self._replies()
-        return replies + self._replies()
+                    self._receive(handle)
+        self._receive(handle)
 
-    def wait(self, seconds: float) -> list[tuple[int, int]]:
-        """Until something is said back, or `wake`, or `seconds` have passed; (kind, number) of what was said."""
+    def wait(self, seconds: float, handle: Handle) -> None:
+        """Until something is said back, or `wake`, or `seconds` have passed. As `send`."""
         try:
             self._poll.poll(1000 * seconds)
             with contextlib.suppress(BlockingIOError):
@@ -155,9 +159,10 @@ class Stream:
                     pass
         except (OSError, ValueError) as error:
             raise LinkLost(str(error)) from None
-        return self._replies()
+        self._receive(handle)
 
-    def _replies(self) -> list[tuple[int, int]]:
+    def _receive(self, handle: Handle) -> None:
+        """Hand on what has been said back. LinkLost where nothing more comes."""
         try:
             self._link.settimeout(0.0)
             while piece := self._link.recv(1 << 12):
@@ -171,17 +176,16 @@ class Stream:
         if time.monotonic() - self._last_received > self.lease:
             self._ended = f"no sign of life for {self.lease:g} s"
         whole = len(self._back) // _BACK.size * _BACK.size
-        replies = list[tuple[int, int]]()
-        for kind, number in _BACK.iter_unpack(bytes(self._back[:whole])):
+        replies = [*_BACK.iter_unpack(bytes(self._back[:whole]))]
+        del self._back[:whole]
+        for kind, number in replies:
             trip = (time.monotonic_ns() - number) / 1e9
             if kind != ALIVE:
-                replies.append((kind, number))
+                handle(kind, number)
             elif 0 < trip < self.lease:  # else it has said so unasked
                 self.round_trip = min(self.round_trip or trip, trip)
-        del self._back[:whole]
-        if self._ended and not replies:  # what was said before counts
+        if self._ended:  # what was said before counts
             raise LinkLost(self._ended)
-        return replies
 
     # The end that takes
 

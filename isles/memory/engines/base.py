@@ -1,19 +1,23 @@
-"""What the executor asks of an engine: work on serial lanes, events between them, moves, and an end."""
+"""Engines: what the executor asks of one (work on serial lanes, events between them, moves, an end), a thread a lane,
+and none at all.
+"""
 
 from __future__ import annotations
 
+import heapq
 import threading
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Container, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Literal
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-EngineLane = Literal["up", "down", "host", "read", "write"]
+from isles.memory.flow import EngineLane, LaneAction, LaneEvent, Urgency
+
 LANES: tuple[EngineLane, ...] = ("up", "down", "host", "read", "write")
-Urgency = tuple[int, ...]
 DEADLINE = 600.0  # seconds without what is waited for: far beyond any update of a block
 
 
@@ -23,39 +27,6 @@ class LaneFailed(RuntimeError):
 
 class DiskFailed(LaneFailed, OSError):
     """A lane to the disk failed: the disk is full, or gone."""
-
-
-class LaneEvent:
-    """Something that happens once; `then` runs at that moment, on the thread that makes it happen, or at once."""
-
-    __slots__ = ("_callbacks", "_engine", "happened")
-
-    def __init__(self, engine: Engine, happened: bool = False) -> None:
-        self._engine, self.happened = engine, happened
-        self._callbacks: list[Callable[[], None]] = []
-
-    def then(self, run: Callable[[], None]) -> None:
-        """Run it once this has happened."""
-        with self._engine.changed:
-            if not self.happened:
-                self._callbacks.append(run)
-                return
-        run()
-
-    def fire(self) -> None:
-        with self._engine.changed:
-            self.happened = True
-            callbacks, self._callbacks = self._callbacks, []
-            self._engine.changed.notify_all()
-        for run in callbacks:
-            run()
-
-    def wait(self, what: str) -> None:
-        """Return once it has happened. LaneFailed as soon as any lane has failed; RuntimeError once the engine is
-        closed; TimeoutError after ten minutes.
-        """
-        if not self.happened:
-            self._engine.wait_for(self, what)
 
 
 class Moves:
@@ -101,9 +72,7 @@ class Engine(ABC):
         return LaneEvent(self, happened)
 
     @abstractmethod
-    def submit(
-        self, lane: EngineLane, urgency: Urgency, seconds: float, work: Callable[[], None], done: Callable[[], None]
-    ) -> None:
+    def submit(self, lane: EngineLane, urgency: Urgency, seconds: float, work: LaneAction, done: LaneAction) -> None:
         """Do `work` on the lane, the most urgent (least) first, then `done`. seconds: what it takes on the machine of
         the plan.
         """
@@ -143,9 +112,7 @@ class Inline(Engine):
     backend.
     """
 
-    def submit(
-        self, lane: EngineLane, urgency: Urgency, seconds: float, work: Callable[[], None], done: Callable[[], None]
-    ) -> None:
+    def submit(self, lane: EngineLane, urgency: Urgency, seconds: float, work: LaneAction, done: LaneAction) -> None:
         """At once."""
         with torch.no_grad():
             work()
@@ -154,3 +121,93 @@ class Inline(Engine):
     def wait_for(self, event: LaneEvent, what: str) -> None:
         """Nothing is under way that could bring it."""
         raise RuntimeError(f"memory: {what} cannot come: the plan does not fit its budget")
+
+
+IDLE = 60.0  # seconds without work, after which a lane's thread ends
+
+
+class _Job(NamedTuple):
+    urgency: Urgency
+    number: int
+    seconds: float
+    work: LaneAction
+    done: LaneAction
+
+
+class ThreadEngine(Engine):
+    """A thread a lane. first_come: lanes down and host serve in the order of submission, for comparison. pace: a copy
+    takes at least the seconds that it takes on the plan's machine, so a CPU shows the order and the waits of a device
+    with a link.
+    """
+
+    def __init__(self, *, pace: bool = False, first_come: bool = False) -> None:
+        super().__init__()
+        self.pace, self.first_come = pace, first_come
+        self._queues: dict[EngineLane, list[_Job]] = {lane: [] for lane in LANES}
+        self._number, self._closing = 0, False
+        self._threads: dict[EngineLane, threading.Thread] = {}
+
+    def submit(self, lane: EngineLane, urgency: Urgency, seconds: float, work: LaneAction, done: LaneAction) -> None:
+        """Queue it. LaneFailed where a lane has failed."""
+        with self.changed:
+            if threading.current_thread() not in self._threads.values():
+                self.check()
+            if self._closing:
+                return
+            self._number += 1
+            order = (self._number,) if self.first_come and lane in ("down", "host") else urgency
+            heapq.heappush(self._queues[lane], _Job(order, self._number, seconds, work, done))
+            if lane not in self._threads:  # a lane that the plan does not use has no thread
+                thread = threading.Thread(target=self._serve, args=(lane,), name=f"memory {lane}", daemon=True)
+                self._threads[lane] = thread
+                thread.start()
+            self.changed.notify_all()
+
+    def threads(self, lane: EngineLane) -> int:
+        """Of torch on the lane: more would change the last bits of no update, but take the computation's cores."""
+        return 1
+
+    def computed(self, began: float, seconds: float) -> None:
+        """Wait for the rest of them, with `pace`."""
+        self._end(began, seconds)
+
+    def _end(self, began: float, seconds: float) -> None:
+        left = began + seconds - time.perf_counter() if self.pace else 0.0
+        if left > 0:
+            time.sleep(left)
+
+    def close(self) -> None:
+        """Drop what has not begun, wait for what has. TimeoutError where that does not end."""
+        with self.changed:
+            self._closing = True
+            self.changed.notify_all()
+        for lane, thread in list(self._threads.items()):
+            thread.join(DEADLINE)
+            if thread.is_alive():
+                raise TimeoutError(f"memory: the {lane} lane did not end within {DEADLINE:.0f} s")
+        with self.changed:
+            self.closed = True
+            self.changed.notify_all()
+
+    def _serve(self, lane: EngineLane) -> None:
+        torch.set_num_threads(self.threads(lane))  # of this thread alone
+        queue = self._queues[lane]
+        try:
+            while True:
+                with self.changed:
+                    if not self.changed.wait_for(lambda: queue or self._closing, IDLE):
+                        del self._threads[lane]  # `submit` starts another one
+                        return
+                    if self._closing:
+                        return
+                    job = heapq.heappop(queue)
+                began = time.perf_counter()
+                with torch.no_grad():
+                    job.work()
+                self._end(began, job.seconds)
+                done = job.done
+                del job  # and with it what its work holds
+                done()
+                del done
+        except BaseException as error:
+            self.fail(lane, error)

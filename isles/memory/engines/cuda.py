@@ -1,4 +1,4 @@
-"""Lanes of a GPU: a stream for each direction, whose copies go from and to pinned memory while kernels run.
+"""EngineEvents of a GPU: a stream for each direction, whose copies go from and to pinned memory while kernels run.
 
 What keeps copies and kernels apart, though kernels run later than they are called:
 
@@ -13,21 +13,21 @@ from two threads, the caller's and autograd's; which stream they use is looked u
 
 **Not run by its authors, for want of a GPU.** `tests/memory/streams.py` checks the order of its accesses without one;
 `tests/memory/test_cuda.py` waits for one; a run holds it against plain copies before it trusts it
-(`isles.training.memory.trial`).
+(`isles.training.memory.in_use`).
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
 from isles.base.modes import arena
-from isles.memory.engines.base import Engine, EngineLane, Moves, Urgency
-from isles.memory.engines.threads import ThreadEngine
+from isles.memory.engines.base import Engine, Moves, ThreadEngine
+from isles.memory.flow import EngineLane, LaneAction, Urgency
 
 _CHUNK = 1 << 24
 """Bytes of each of the two pieces of pinned memory through which numbers go whose format changes on the way."""
@@ -181,9 +181,7 @@ class Cuda(ThreadEngine):
         """Of torch, for the lane's own arithmetic."""
         return self._cores if lane == "host" else max(self._cores // 4, 1)
 
-    def submit(
-        self, lane: EngineLane, urgency: Urgency, seconds: float, work: Callable[[], None], done: Callable[[], None]
-    ) -> None:
+    def submit(self, lane: EngineLane, urgency: Urgency, seconds: float, work: LaneAction, done: LaneAction) -> None:
         """Queue it, after the kernels that have been called."""
         if threading.current_thread() not in self._threads.values():
             self.moves.computing = torch.cuda.current_stream(self.device)

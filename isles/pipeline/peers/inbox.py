@@ -2,18 +2,26 @@
 
 An epoch is what lies between two agreements. All peers take part in the same agreements, so a message of an earlier
 epoch is too late, and one of a later epoch waits until this peer gets there.
+
+How a peer joins others that are at work (`ask`):
+
+ASK        to all, once it is here; they name it when they agree
+WELCOME    from all who were there before, from the epoch on in which it is a member; one is enough
+
+What a welcome holds depends on the system. A malformed message closes the queue from its sender, and nothing else.
 """
 
 from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 from torch import Tensor
 
-from isles.comm.collectives.message_queue import MessageQueue, QueuedMessage
-from isles.comm.errors import DeadlinePassed
+from isles.comm.collectives.message_queue import MessageHeader, MessageQueue, QueuedMessage
+from isles.comm.errors import DeadlinePassed, Malformed, PeerLost
 from isles.comm.tags import Channel
 from isles.network.routing.events import Task
 from isles.pipeline.swarm.ledger import words_for
@@ -140,6 +148,46 @@ class PeerInbox:
 
     def requeue(self, message: QueuedMessage) -> None:
         self._boxes[VOTE].append(message)
+
+
+W = TypeVar("W")
+_PATIENCE = 100  # times the deadline of what the others do meanwhile
+_LOOK = 1.0  # seconds
+
+
+def ask(
+    inbox: PeerInbox,
+    others: Sequence[int],
+    read: Callable[[Tensor], W],
+    patience: float,
+    *,
+    number: int = 0,
+    body: Tensor | None = None,
+    gives_up: Callable[[], bool] = lambda: False,
+) -> W | None:
+    """Ask `others`, some of whom are there, to be let in, and wait for a welcome: what `read` makes of it, which raises
+    ValueError for what is none. number, body: what is asked. None once this peer `gives_up`.
+
+    PeerLost where all of them are lost first; DeadlinePassed where nobody answers in 100 times `patience`.
+    """
+    queue, came = inbox.queue, list[W]()
+
+    def hear(message: QueuedMessage) -> None:
+        try:
+            came.append(read(message.body))
+        except ValueError as error:
+            queue.refuse(message.sender, Malformed(queue.group.ranks[message.sender], str(error)))
+
+    inbox.answers[WELCOME] = hear
+    for other in others:
+        queue.meet(other)
+        queue.send(other, MessageHeader(ASK, 0, number=number), body)
+    asked = set(others)
+    inbox.wait_for(lambda: bool(came) or asked <= queue.lost.keys() or gives_up(), _PATIENCE * patience, look=_LOOK)
+    if not came and asked <= queue.lost.keys():
+        raise PeerLost(-1, "everybody who was asked to let this one in")
+    del inbox.answers[WELCOME]
+    return came[0] if came else None
 
 
 def as_bits(value: float) -> int:

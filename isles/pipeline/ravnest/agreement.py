@@ -15,8 +15,8 @@ all have agreed on alone. A node that has come is a member from the next time on
     vote     in a world of fixed size: nothing but who is lost. Where nodes come and leave: leaves | `COMERS` x (who
              came, its descriptor, see `isles.network.clusters.nodes`)
 
-A node joins as in `isles.pipeline.peers.join`: it asks with its descriptor, and gets a `ClusterWelcome` right after the
-average at which all agreed that it has come.
+A node joins as in `isles.pipeline.peers.inbox`: it asks with its descriptor, and gets a `ClusterWelcome` right after
+the average at which all agreed that it has come.
 """
 
 from __future__ import annotations
@@ -38,8 +38,7 @@ from isles.comm.transport import Steps, Transfer
 from isles.network.clusters.formation import ClusterGrowth
 from isles.network.clusters.nodes import is_encoded_node
 from isles.pipeline.peers.agreement import Agreement
-from isles.pipeline.peers.inbox import ASK, COMERS, OUTER, VOTE, WELCOME, PeerInbox
-from isles.pipeline.peers.join import ask
+from isles.pipeline.peers.inbox import ASK, COMERS, OUTER, VOTE, WELCOME, PeerInbox, ask
 from isles.pipeline.ravnest.assignment import ClusterAssignment
 from isles.pipeline.swarm.ledger import words_for
 
@@ -270,7 +269,7 @@ def let_in(agreement: ClusterAgreement, facts: Mapping[str, int]) -> list[int]:
 def ask_in(
     inbox: PeerInbox, others: Sequence[int], descriptors: int, gives_up: Callable[[], bool] = lambda: False
 ) -> ClusterWelcome | None:
-    """Tell `others` what this node offers, and wait to be let in; see `isles.pipeline.peers.join.ask`."""
+    """Tell `others` what this node offers, and wait to be let in; see `isles.pipeline.peers.inbox.ask`."""
     group = inbox.queue.group
     welcome = ask(
         inbox,

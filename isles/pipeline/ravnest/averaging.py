@@ -26,8 +26,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from isles.comm.codecs import codec
-from isles.comm.collectives.basic import broadcast
-from isles.comm.collectives.headers import Stamp
+from isles.comm.collectives.basic import Stamp, broadcast
 from isles.comm.collectives.mean import mean
 from isles.comm.errors import Refused, WorkerFailed
 from isles.comm.group import Group

@@ -33,7 +33,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -46,8 +45,8 @@ from isles.comm.group import Group
 from isles.comm.transport import Work
 from isles.models.stages import Stage
 from isles.network.routing.events import Span, Task
-from isles.pipeline.compute import Context, OpenPass, StageCompute
-from isles.pipeline.shares import StageShares
+from isles.pipeline.compute import Context, OpenPass, StageCompute, StageShares
+from isles.pipeline.config import PipelineConfig
 from isles.pipeline.wire import StageForm, phase
 
 
@@ -113,17 +112,6 @@ HEADER = 16  # bytes: two int64
 MORE, LAST, BROKEN = range(3)
 
 
-@dataclass(frozen=True, slots=True)
-class StageMessage:
-    """One message. number: of its microbatch in the run. is_last: nothing follows until the cluster has drained. body:
-    as `StageForm.pack` and `pack_back` make it.
-    """
-
-    number: int
-    is_last: bool
-    body: Tensor
-
-
 def pack_message(number: int, flag: int, body: Tensor) -> Tensor:
     """The bytes of a message, (16 + n,) uint8. flag: `MORE`, `LAST` or `BROKEN`."""
     wire = torch.empty(HEADER + body.numel(), dtype=torch.uint8, device="cpu")
@@ -152,7 +140,7 @@ class NeighbourReceiver:
         return self._length
 
     def expect(self, number: int) -> None:
-        """Take the message about microbatch `number` of the run when it comes, unless another one is awaited."""
+        """Take the message about microbatch `number` of the run when it comes, unless it is awaited."""
         if self._posted is None:
             buffer = torch.empty(self._length, dtype=torch.uint8, device="cpu")
             call = self._group.call("pipeline", round=number)
@@ -161,9 +149,10 @@ class NeighbourReceiver:
     def is_here(self) -> bool:
         return self._posted is not None and self._posted[1].done()
 
-    def take(self) -> StageMessage:
-        """The message that is here. What it failed with is raised; PeerLost where the neighbour says that somebody is;
-        Malformed, naming the neighbour, where it is about something else.
+    def take(self) -> tuple[Tensor, bool]:
+        """The body of the message that is here, as `StageForm.pack` and `pack_back` make it, and whether nothing
+        follows until the cluster has drained. What it failed with is raised; PeerLost where the neighbour says that
+        somebody is; Malformed, naming the neighbour, where it is about something else.
         """
         assert self._posted is not None
         expected, work, wire = self._posted
@@ -176,49 +165,32 @@ class NeighbourReceiver:
             raise Malformed(rank, f"microbatch {number}, flag {flag}, where microbatch {expected} was due")
         if flag == BROKEN:
             raise PeerLost(-1, f"of this cluster, as worker {rank} says")
-        return StageMessage(number, flag == LAST, wire[HEADER:])
+        return wire[HEADER:], flag == LAST
 
 
 StaleUpdate = Callable[[int], None]
 """Steps the newest weights by the gradients in place and clears them; told how many updates old these are at most."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AsyncOptions:
-    """How a cluster runs. in_flight: microbatches in it at most. every: backward passes that an update is the mean of
-    (Ravnest's update_frequency). recompute: keep inputs alone. shares: of an inner step's computation that this
-    stage's tasks are; None: nothing is charged.
+def room_of(config: PipelineConfig, stage: int, stages: int) -> int:
+    """Forwards that a stage of a cluster of so many holds at most: in_flight, a number or as many as stages, is of the
+    whole cluster.
     """
-
-    in_flight: int
-    every: int = 1
-    order: Literal["plan", "arrival"] = "plan"
-    recompute: bool = True
-    shares: StageShares | None = None
-
-    def room(self, stage: int) -> int:
-        """Forwards that a stage before the last holds at most."""
-        return max(1, self.in_flight - stage) if self.order == "plan" else self.in_flight
+    in_flight = config.in_flight if isinstance(config.in_flight, int) else stages
+    if stage == stages - 1:
+        return 0
+    return max(1, in_flight - stage) if config.order == "plan" else in_flight
 
 
-def most_versions(ways: AsyncOptions, stage: int, stages: int) -> int:
+def most_versions(config: PipelineConfig, stage: int, stages: int) -> int:
     """Versions of its weights that a stage holds at most, the newest among them."""
-    return 1 if stage == stages - 1 else 1 + -(-(ways.room(stage) - 1) // ways.every)
-
-
-@dataclass(frozen=True, slots=True)
-class Passed:
-    """A microbatch whose backward pass is over. used: the version of the weights that it was computed at; applied: the
-    newest one then.
-    """
-
-    microbatch: int
-    used: int
-    applied: int
+    return 1 + -(-max(room_of(config, stage, stages) - 1, 0) // config.microbatches)
 
 
 class AsyncStage:
-    """One node's stage. group: its cluster, whose positions are the stages. update: see `StaleUpdate`.
+    """One node's stage. group: its cluster, whose positions are the stages. update: see `StaleUpdate`. config: says
+    how the cluster runs; an update is the mean of `microbatches` backward passes (Ravnest's update_frequency). shares:
+    of an inner step's computation that this stage's tasks are; None: nothing is charged.
 
     A neighbour that is lost or late raises PeerLost or DeadlinePassed with its name out of `run`; one that sends what
     cannot be Malformed or Refused. What was under way is then worthless, and so are this cluster's weights since. Of a
@@ -231,96 +203,87 @@ class AsyncStage:
         update: StaleUpdate,
         group: Group,
         form: StageForm,
-        ways: AsyncOptions,
+        config: PipelineConfig,
         *,
+        shares: StageShares | None = None,
         autocast: Context = nullcontext,
     ) -> None:
-        here, last = group.rank, group.size - 1
-        self.stage, self.group, self.form, self.ways = stage, group, form, ways
-        again = ways.recompute and here < last
-        self.compute = StageCompute(stage, group, form, ways.every, autocast=autocast, recompute=again)
+        here, last = self.here, last = group.rank, group.size - 1
+        self.stage, self.group, self.form, self.config, self.shares = stage, group, form, config, shares
+        again = config.recompute and here < last
+        self.compute = StageCompute(stage, group, form, config.microbatches, autocast=autocast, recompute=again)
         self.versions = WeightVersions(parameter for parameter in stage.parameters() if parameter.requires_grad)
         self.most_versions, self.most_held = 1, 0
         """Versions of the weights, and inputs, that were in memory at once."""
-        self.passed: list[Passed] = []
-        """Of the last run."""
+        self.passed: list[tuple[int, int]] = []
+        """The last run's backward passes: the version of the weights that each was computed at, and the newest then."""
         self.played: list[Span] = []
         """The last run's tasks at this node, in seconds of its clock."""
         self.losses: list[Tensor] = []
         """Of the run under way, or the last one: of every microbatch whose backward pass is over, nats."""
-        self._update, self._next = update, 0
+        self.done = 0
+        """Microbatches of the run so far, until its last drained state."""
+        self._update = update
         self._held: dict[int, tuple[OpenPass, int, bool]] = {}
         """The version of the weights that each was computed at, and whether it is the last."""
-        self._is_leaf = here == last
-        self._room = ways.room(here)
+        self._is_leaf, self._room = here == last, max(room_of(config, here, group.size), 1)
         sizes = form.nbytes(Task("F", 0, 0)), form.nbytes(Task("B", 0, 0))
         self._down = NeighbourReceiver(group, here - 1, Task("F", 0, here), sizes[0]) if here else None
         self._up = NeighbourReceiver(group, here + 1, Task("B", 0, here), sizes[1]) if here < last else None
         self._sends: list[Work] = []
 
-    @property
-    def done(self) -> int:
-        return self._next
-
     def resume(self, microbatches: int, updates: int) -> None:
-        self._next, self.versions.newest = microbatches, updates
+        self.done, self.versions.newest = microbatches, updates
 
     def refuse(self) -> None:
         """In place of `run`, where this node knows that its cluster is broken: whoever runs hears of it."""
-        _Segment(self, iter(())).report_broken()
+        self._begin(iter(()))
+        self._report_broken()
 
     def run(self, batches: Iterable[Tensor] = ()) -> list[Tensor]:
         """Train on `batches` (B, T+1) int64, which the root alone has, one or more; then drain: nothing is in flight
         afterwards. Their losses in order, nats.
         """
-        segment = _Segment(self, batches)
+        self._begin(batches)
         try:
-            return segment.run()
+            return self._train()
         except PeerLost as error:
-            segment.report_broken(error.rank)
+            self._report_broken(error.rank)
             raise
 
-
-class _Segment:
-    """From one drained state to the next."""
-
-    def __init__(self, node: AsyncStage, batches: Iterable[Tensor]) -> None:
-        self.node, self.group, self.form, self.held = node, node.group, node.form, node._held
-        self.here = self.group.rank
-        self.texts = _with_last(batches)
-        self.forward = self.backward = node._next
+    def _begin(self, batches: Iterable[Tensor]) -> None:
+        """In a drained state."""
+        self._texts, self._has_ended = _with_last(batches), False
+        self._forwards = self._backwards = self.done
         """Microbatches of the run that have gone each way here."""
-        self.ended = False
-        """Whether the last one came by."""
-        self.losses = node.losses = []
-        self.in_update, self.oldest = 0, 0
+        self._in_update = self._oldest = 0
+        self.losses = []
 
-    def run(self) -> list[Tensor]:
-        node = self.node
-        node.passed.clear()
-        node.played.clear()
-        if node._down is not None:
-            node._down.expect(self.forward)
-        while not self.ended or self.held:
+    def _train(self) -> list[Tensor]:
+        self.passed.clear()
+        self.played.clear()
+        if self._down is not None:
+            self._down.expect(self._forwards)
+        while not self._has_ended or self._held:
             if self._goes_forward():
                 self._forward()
             else:
                 self._backward()
-        if self.in_update:
-            raise ValueError(f"{len(self.losses)} microbatches are no whole updates of {node.ways.every}")
-        node._next = self.forward
-        if node._sends:
-            self.group.start(all_done(node._sends), "pipeline", nbytes=self._nbytes()).wait()
-            node._sends.clear()
+        if self._in_update:
+            raise ValueError(f"{len(self.losses)} microbatches are no whole updates of {self.config.microbatches}")
+        self.done = self._forwards
+        if self._sends:
+            self.group.start(all_done(self._sends), "pipeline", nbytes=self._nbytes()).wait()
+            self._sends.clear()
         return self.losses
 
-    def report_broken(self, lost: int = -1) -> None:
+    def _report_broken(self, lost: int = -1) -> None:
         """Whoever still waits for this node waits for nothing. lost: the rank that need not be told."""
-        here, ranks = self.group.rank, self.group.ranks
-        if not self.node._is_leaf and not self.ended and ranks[here + 1] != lost:
-            self._send_broken(here + 1, Task("F", self.forward, here + 1))
-        number = self.forward if self.node._is_leaf else self.backward
-        if here and ranks[here - 1] != lost and (self.held or not self.ended):
+        here, ranks = self.here, self.group.ranks
+        if not self._is_leaf and not self._has_ended and ranks[here + 1] != lost:
+            self._send_broken(here + 1, Task("F", self._forwards, here + 1))
+        number = self._forwards if self._is_leaf else self._backwards
+        if here and ranks[here - 1] != lost and (self._held or not self._has_ended):
             self._send_broken(here - 1, Task("B", number, here - 1))
 
     def _send_broken(self, position: int, task: Task) -> None:
@@ -331,18 +294,17 @@ class _Segment:
 
     def _goes_forward(self) -> bool:
         """Whether the next task is a forward pass. What it begins with is here then."""
-        node = self.node
-        has_room = not self.ended and len(self.held) < node._room
-        if node.ways.order == "plan":
-            box = node._down if has_room else node._up
+        has_room = not self._has_ended and len(self._held) < self._room
+        if self.config.order == "plan":
+            box = self._down if has_room else self._up
             self._await(*([] if box is None else [box]))
             return has_room
         while True:
-            if node._up is not None and node._up.is_here():
+            if self._up is not None and self._up.is_here():
                 return False
-            if has_room and (node._down is None or node._down.is_here()):
+            if has_room and (self._down is None or self._down.is_here()):
                 return True
-            boxes = [node._up, *([node._down] if has_room else [])]
+            boxes = [self._up, *([self._down] if has_room else [])]
             self._await(*(box for box in boxes if box is not None and box.work is not None))
 
     def _await(self, *boxes: NeighbourReceiver) -> None:
@@ -351,80 +313,76 @@ class _Segment:
             self.group.start(any_done(works), "pipeline", nbytes=self._nbytes()).wait()
 
     def _nbytes(self) -> int:
-        return max((box.nbytes for box in (self.node._down, self.node._up) if box is not None), default=0)
+        return max((box.nbytes for box in (self._down, self._up) if box is not None), default=0)
 
     def _forward(self) -> None:
-        node, began, task = self.node, self.group.transport.now(), Task("F", self.forward, self.here)
+        began, task = self.group.transport.now(), Task("F", self._forwards, self.here)
         text, wire, source = None, None, None
-        if node._down is None:
-            text, self.ended = next(self.texts)
+        if self._down is None:
+            text, self._has_ended = next(self._texts)
         else:
-            came = node._down.take()
-            self.ended, wire, source = came.is_last, came.body, self.here - 1
-        self.forward += 1
-        if not self.ended and node._down is not None:
-            node._down.expect(self.forward)
-        if node._is_leaf:
-            done, _ = node.compute.run_forward(task, text, wire, source, "loss")
-            self._back(task, done, None, self.ended)
-            self._passed(task.microbatch, node.versions.newest)
+            (wire, self._has_ended), source = self._down.take(), self.here - 1
+        self._forwards += 1
+        if not self._has_ended and self._down is not None:
+            self._down.expect(self._forwards)
+        if self._up is None:
+            done, _ = self.compute.run_forward(task, text, wire, source, "loss")
+            self._back(task, done, None, self._has_ended)
+            self._pass(self.versions.newest)
         else:
-            with nullcontext() if node.ways.recompute else node.versions.saving():
-                done, sent = node.compute.run_forward(task, text, wire, source)
-            self.held[task.microbatch] = done, node.versions.hold(), self.ended
-            node.most_held = max(node.most_held, len(self.held))
+            with nullcontext() if self.config.recompute else self.versions.saving():
+                done, sent = self.compute.run_forward(task, text, wire, source)
+            self._held[task.microbatch] = done, self.versions.hold(), self._has_ended
+            self.most_held = max(self.most_held, len(self._held))
             self._charge("forward")
-            self._send(task._replace(hop=self.here + 1), sent, is_last=self.ended)
-            assert node._up is not None
-            node._up.expect(self.backward)
-        self._ended(task, began)
+            self._send(task._replace(hop=self.here + 1), sent, is_last=self._has_ended)
+            self._up.expect(self._backwards)
+        self._end(task, began)
 
     def _backward(self) -> None:
-        node, began = self.node, self.group.transport.now()
-        assert node._up is not None
-        came = node._up.take()
-        task, self.backward = Task("B", came.number, self.here), self.backward + 1
-        done, version, is_last = self.held.pop(came.number)
-        if self.held:
-            node._up.expect(self.backward)
-        with node.versions.at(version):
-            self._back(task, done, came.body, is_last)
-        node.versions.release(version)
-        self._passed(came.number, version)
-        self._ended(task, began)
+        began, task = self.group.transport.now(), Task("B", self._backwards, self.here)
+        assert self._up is not None
+        wire, _ = self._up.take()
+        self._backwards += 1
+        done, version, is_last = self._held.pop(task.microbatch)
+        if self._held:
+            self._up.expect(self._backwards)
+        with self.versions.at(version):
+            self._back(task, done, wire, is_last)
+        self.versions.release(version)
+        self._pass(version)
+        self._end(task, began)
 
     def _back(self, task: Task, done: OpenPass, wire: Tensor | None, is_last: bool) -> None:
-        loss, sent = self.node.compute.run_backward(task._replace(kind="B"), done, wire, self.here + 1)
+        loss, sent = self.compute.run_backward(task._replace(kind="B"), done, wire, self.here + 1)
         self.losses.append(loss)
         self._charge("both" if wire is None else "backward")
         if sent is not None:
             self._send(Task("B", task.microbatch, self.here - 1), sent, is_last=is_last)
 
-    def _passed(self, number: int, used: int) -> None:
-        node = self.node
-        node.passed.append(Passed(number, used, node.versions.newest))
-        self.oldest, self.in_update = max(self.oldest, node.versions.newest - used), self.in_update + 1
-        if self.in_update < node.ways.every:
+    def _pass(self, used: int) -> None:
+        self.passed.append((used, self.versions.newest))
+        self._oldest, self._in_update = max(self._oldest, self.versions.newest - used), self._in_update + 1
+        if self._in_update < self.config.microbatches:
             return
-        node.versions.update()
-        node.most_versions = max(node.most_versions, node.versions.live)
-        node._update(self.oldest)
-        self.oldest = self.in_update = 0
+        self.versions.update()
+        self.most_versions = max(self.most_versions, self.versions.live)
+        self._update(self._oldest)
+        self._oldest = self._in_update = 0
 
     def _send(self, task: Task, body: Tensor | None, *, is_last: bool) -> None:
         """What `task` begins with, to the neighbour that does it."""
         assert body is not None
-        node, wire = self.node, pack_message(task.microbatch, LAST if is_last else MORE, body)
-        node._sends = [work for work in node._sends if not work.done() or work.error is not None]
-        node._sends.append(self.group.call("pipeline", round=task.microbatch).send(task.hop, wire, phase(task)))
+        wire = pack_message(task.microbatch, LAST if is_last else MORE, body)
+        self._sends = [work for work in self._sends if not work.done() or work.error is not None]
+        self._sends.append(self.group.call("pipeline", round=task.microbatch).send(task.hop, wire, phase(task)))
 
     def _charge(self, what: Literal["forward", "backward", "both"]) -> None:
-        shares, transport = self.node.ways.shares, self.group.transport
-        if shares is not None:
-            transport.compute(getattr(shares, what) * transport.step_seconds)
+        if self.shares is not None:
+            self.compute.charge(getattr(self.shares, what))
 
-    def _ended(self, task: Task, began: float) -> None:
-        self.node.played.append(Span(self.group.rank, task, began, self.group.transport.now()))
+    def _end(self, task: Task, began: float) -> None:
+        self.played.append(Span(self.group.rank, task, began, self.group.transport.now()))
 
 
 def _with_last(batches: Iterable[Tensor]) -> Iterator[tuple[Tensor, bool]]:

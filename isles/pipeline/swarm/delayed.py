@@ -32,13 +32,13 @@ from isles.pipeline.swarm.swarm import Swarm, SwarmStep, Votes
 
 @dataclass(slots=True)
 class _PastStep:
-    """A step whose microbatches are done. weights: that they ran on; gradients: of what `step_tally` says was counted.
+    """A step whose microbatches are done. weights: that they ran on; gradients: of what `tally` says was counted.
     shared: microbatches that the peers of its stage have counted, whose sum is under way; is_whole: whether all were
     there who had counted.
     """
 
     number: int
-    step_tally: StepTally
+    tally: StepTally
     gradients: list[Tensor | None]
     weights: list[Tensor]
     shared: int = 0
@@ -121,7 +121,7 @@ class DelayedSwarm(Swarm):
     def _past(self) -> _PastStep:
         gradients = [parameter.grad for parameter in self.parameters]
         weights = [parameter.detach().clone() for parameter in self.parameters]
-        return _PastStep(self.number, self.peer.step_tally, gradients, weights)
+        return _PastStep(self.number, self.peer.tally, gradients, weights)
 
     @contextmanager
     def _back_in(self, past: _PastStep) -> Iterator[None]:
@@ -135,7 +135,7 @@ class DelayedSwarm(Swarm):
     @torch.no_grad()
     def _go_to(self, step: _PastStep) -> None:
         self.number = step.number
-        self.peer.restore_tally(step.step_tally)
+        self.peer.tally = step.tally
         for parameter, gradient, weights in zip(self.parameters, step.gradients, step.weights, strict=True):
             parameter.grad = gradient
             parameter.copy_(weights)

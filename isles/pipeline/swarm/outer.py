@@ -117,7 +117,7 @@ class OwnSwarm(Swarm):
 
     @override
     def _gradient(self, counted: int) -> Tensor | None:
-        own = len(self.peer.counted)
+        own = len(self.peer.tally.counted)
         return self._mean(self._own(), own) if own else self._own()[:0]
 
     @override

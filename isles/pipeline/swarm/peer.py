@@ -11,35 +11,116 @@ What leaves a stage is kept until its gradient has come, so another peer can do 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from isles.comm.collectives.message_queue import MessageHeader, QueuedMessage
 from isles.comm.errors import Refused
+from isles.comm.group import Group
+from isles.models.stages import Stage
+from isles.network.routing.events import Task
+from isles.pipeline.compute import Context, OpenPass, StageCompute, StageShares
+from isles.pipeline.config import PipelineConfig
 from isles.pipeline.peers.agreement import Agreement
-from isles.pipeline.peers.inbox import BACKWARD, FORWARD, HOME, TAKEN, PeerInbox
+from isles.pipeline.peers.inbox import BACKWARD, FORWARD, HOME, TAKEN
 from isles.pipeline.swarm.balancer import PeerBalancer
 from isles.pipeline.swarm.ledger import PartialRoute, RepairPlan
-from isles.pipeline.swarm.stage_work import OpenWork, SavedPass, StageWork
+from isles.pipeline.wire import StageForm
+
+_FORWARD, _BACKWARD = Task("F", 0, 0), Task("B", 0, 0)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SwarmOptions:
-    """How microbatches travel. room: that an origin has under way at most; None: as many as there are. forward,
-    backward: seconds until another peer is asked, from sending a microbatch until it is told to be done, and from then
-    until its gradient is here. chooses_again: whether there are such deadlines. patience: seconds without any message
-    after which DeadlinePassed ends the wait. keeps: whether passes are saved in the ledger.
+@dataclass(slots=True)
+class OpenWork:
+    """A microbatch under way here: its forward pass, whose backward is to come. wire: what came from position `sender`,
+    sent: what left, as bytes. seconds: that it computed so far.
+
+    receiver: whom it went to last, since when, and whether it is `taken`, its forward pass done there. asked: all whom
+    it went to, whose gradients are taken.
     """
 
-    room: int | None = None
-    forward: float = 30.0
-    backward: float = 75.0
-    chooses_again: bool = True
-    patience: float = 75.0
-    keeps: bool = True
+    passed: OpenPass
+    wire: Tensor | None
+    sent: Tensor | None
+    seconds: float
+    sender: int | None
+    receiver: int | None = None
+    since: float = 0.0
+    taken: bool = False
+    asked: set[int] = field(default_factory=set)
+
+
+@dataclass(frozen=True, slots=True)
+class SavedPass:
+    """What a peer keeps of a microbatch that it has counted, as bytes: what came, what left, the gradient of that, and
+    the gradient of what came. wire and back are None at the first stage, sent and gradient at the last.
+    """
+
+    wire: Tensor | None
+    sent: Tensor | None
+    gradient: Tensor | None
+    back: Tensor | None
+    loss: Tensor
+
+
+class StageWork(StageCompute):
+    """`stage` and its messages. text: a microbatch of the step under way by its number, (B, T+1) int64, for the first
+    stage. scale: what a loss is divided by, the microbatches of a step.
+    """
+
+    def __init__(
+        self,
+        stage: Stage,
+        group: Group,
+        form: StageForm,
+        scale: int,
+        *,
+        shares: StageShares | None,
+        autocast: Context,
+    ) -> None:
+        super().__init__(stage, group, form, scale, autocast=autocast)
+        self.text: Callable[[int], Tensor] | None = None
+        self.shares = shares
+
+    @property
+    def ends(self) -> bool:
+        """Whether this stage makes the loss."""
+        return self.stage.piece.leaves
+
+    def forward(self, microbatch: int, wire: Tensor | None, sender: int | None) -> OpenWork:
+        """wire: what came from position `sender`; None at the first stage. Refused where that cannot be a payload."""
+        began, text = self.group.transport.now(), None
+        if wire is None:
+            assert self.text is not None
+            text = self.text(microbatch)
+        passed, sent = self.run_forward(_FORWARD, text, wire, sender, "loss" if self.ends else "on")
+        self.charge(0.0 if self.shares is None else self.shares.forward)
+        return OpenWork(passed, wire, sent, self.group.transport.now() - began, sender)
+
+    def backward(self, done: OpenWork, gradient: Tensor | None, sender: int | None) -> SavedPass:
+        """Add to the gradients of the stage. gradient: what came from position `sender`; None where the loss is."""
+        began, shares = self.group.transport.now(), self.shares
+        loss, back = self.run_backward(_BACKWARD, done.passed, gradient, sender)
+        if shares is not None:
+            self.charge(shares.both - shares.forward if gradient is None else shares.backward)
+        done.seconds += self.group.transport.now() - began
+        return SavedPass(done.wire, done.sent, gradient, back, loss)
+
+    def take_back(self, microbatch: int, saved_pass: SavedPass) -> None:
+        """Take what `backward` added of it out of the gradients again, by doing it once more."""
+        gradients = [(parameter, parameter.grad) for parameter in self.stage.parameters()]
+        for parameter, _ in gradients:
+            parameter.grad = None
+        self.backward(self.forward(microbatch, saved_pass.wire, None), saved_pass.gradient, None)
+        with torch.no_grad():
+            for parameter, before in gradients:
+                if before is not None and parameter.grad is not None:
+                    before -= parameter.grad
+                parameter.grad = before
 
 
 @dataclass(slots=True)
@@ -67,15 +148,20 @@ class StepTally(NamedTuple):
 
 
 class SwarmPeer:
-    """This worker's share of the microbatches. stages: the positions of each stage's peers, kept by whoever settles."""
+    """This worker's share of the microbatches. room: that an origin has under way at most; None: as many as there are.
+    stages: the positions of each stage's peers, kept by whoever settles.
+    """
 
-    def __init__(self, work: StageWork, inbox: PeerInbox, agreement: Agreement, ways: SwarmOptions, seed: int) -> None:
-        self.work, self.inbox, self.agreement, self.ways = work, inbox, agreement, ways
-        self.me = inbox.queue.group.rank
-        self.now = inbox.queue.group.transport.now
+    def __init__(
+        self, work: StageWork, agreement: Agreement, config: PipelineConfig, room: int | None, seed: int
+    ) -> None:
+        self.work, self.agreement, self.config, self.room = work, agreement, config, room
+        self.inbox, queue = agreement.inbox, agreement.inbox.queue
+        self._chooses_again = config.swarm.consistency != "strict"
+        self.me, self.now = queue.group.rank, queue.group.transport.now
         self.stages: list[tuple[int, ...]] = []
         self.stage = 0
-        self.restore_tally(StepTally([], {}, {}))
+        self.forget()
         self.counts = SwarmCounts()
         self._seed = seed
         self._balancer = PeerBalancer(seed)
@@ -103,15 +189,8 @@ class SwarmPeer:
             self._balancer.join(peer)
 
     def forget(self) -> None:
-        self.restore_tally(StepTally([], {}, {}))
-
-    @property
-    def step_tally(self) -> StepTally:
-        return StepTally(self.counted, self.ledger, self.losses)
-
-    def restore_tally(self, step_tally: StepTally) -> None:
-        """Go on from what was counted then."""
-        self.counted, self.ledger, self.losses = step_tally
+        """Count a step from its beginning."""
+        self.tally = StepTally([], {}, {})
 
     def state_dict(self) -> dict[str, Any]:
         """JSON-able, between two steps."""
@@ -121,10 +200,6 @@ class SwarmPeer:
         """Go on from `state_dict`, at the stage where it was made."""
         self._balancer.load_state_dict(state["balancer"])
         self.counts = SwarmCounts(**state["counts"])
-
-    def losses_counted(self) -> list[Tensor]:
-        """Of the microbatches that are counted, doubles twice."""
-        return [self.losses[number] for number in self.counted]
 
     def mean_queue(self) -> int:
         """Microbatches that waited here since this was asked last, on average, in thousandths."""
@@ -144,7 +219,7 @@ class SwarmPeer:
                 self._go_home()
             if self._backwards:
                 self._backward(self._backwards.popleft())
-            elif waiting and (self.ways.room is None or len(self._under) < self.ways.room):
+            elif waiting and (self.room is None or len(self._under) < self.room):
                 self._originate(waiting.popleft())
             elif self._forwards:
                 self._forward(self._forwards.popleft())
@@ -159,15 +234,15 @@ class SwarmPeer:
         self._clear()
         for microbatch, peer in plan_repairs.doubles:
             if peer == self.me:
-                self.work.take_back(microbatch, self.ledger.pop(microbatch))
-                self.counted.remove(microbatch)
+                self.work.take_back(microbatch, self.tally.ledger.pop(microbatch))
+                self.tally.counted.remove(microbatch)
                 self.counts.taken_back += 1
         self._routes = {route.microbatch * len(self.stages) + route.first: route for route in plan_repairs.runs}
         own = [route for route in plan_repairs.runs if self.me in route.visits]
         answers = {route.microbatch for route in plan_repairs.runs if route.sink == self.me}
         for route in plan_repairs.runs:
             if route.feed == self.me:
-                sent = self.ledger[route.microbatch].sent
+                sent = self.tally.ledger[route.microbatch].sent
                 self._send(route.visits[0], FORWARD, route.microbatch, sent)
         starts = deque(route.microbatch for route in own if route.first == 0 and self.stage == 0)
         self.counts.repaired += len(own)
@@ -179,9 +254,9 @@ class SwarmPeer:
                 message = self._forwards.popleft()
                 answers.discard(message.header.number)
                 self._forward(message)
-            elif starts and (self.ways.room is None or len(self._under) < self.ways.room):
+            elif starts and (self.room is None or len(self._under) < self.room):
                 self._originate(starts.popleft())
-            elif not answers and all(route.microbatch in self.ledger for route in own):
+            elif not answers and all(route.microbatch in self.tally.ledger for route in own):
                 break
             else:
                 self._wait()
@@ -213,8 +288,8 @@ class SwarmPeer:
 
     def _forward(self, message: QueuedMessage) -> None:
         number, sender = message.header.number, message.sender
-        if number in self.ledger:  # it was counted here, on another way
-            self._answer(sender, number, self.ledger[number], 0.0)
+        if number in self.tally.ledger:  # it was counted here, on another way
+            self._answer(sender, number, self.tally.ledger[number], 0.0)
             return
         if number in self._under:  # it came on another way as well: answer there
             self._under[number].sender = sender
@@ -251,12 +326,12 @@ class SwarmPeer:
         self._queued.append(self.queue)
         del self._under[number]
         self._pending.discard(number)
-        self.counted.append(number)
-        self.losses[number] = saved_pass.loss
+        self.tally.counted.append(number)
+        self.tally.losses[number] = saved_pass.loss
         self.counts.counted += 1
         self.counts.seconds += under.seconds
-        if self.ways.keeps:
-            self.ledger[number] = saved_pass
+        if self.config.swarm.consistency == "exact":
+            self.tally.ledger[number] = saved_pass
         if under.sender is not None:
             self._answer(under.sender, number, saved_pass, under.seconds)
 
@@ -309,14 +384,14 @@ class SwarmPeer:
         lost = self.agreement.lost
         if self.agreement.is_due:
             return True
-        return bool(lost) and (not self.ways.chooses_again or any(set(peers) <= lost for peers in self.stages))
+        return bool(lost) and (not self._chooses_again or any(set(peers) <= lost for peers in self.stages))
 
     def _forget_lost(self) -> None:
         """What went to who is lost, or late, goes to somebody else."""
         lost = self.agreement.lost
         for peer in lost & self._balancer.peers.keys():
             self._balancer.lose(peer)
-        if not self.ways.chooses_again or not len(self._balancer):
+        if not self._chooses_again or not len(self._balancer):
             return
         for number, under in list(self._under.items()):
             if under.receiver is None:
@@ -330,14 +405,15 @@ class SwarmPeer:
                 self._send_on(number)
 
     def _until(self, under: OpenWork) -> float:
-        return under.since + (self.ways.backward if under.taken else self.ways.forward)
+        limits = self.config.swarm
+        return under.since + (limits.backward_deadline if under.taken else limits.forward_deadline)
 
     def _wait(self) -> None:
         """For news, or until somebody is late. DeadlinePassed where nothing comes at all."""
         if self.agreement.is_due:
             return  # by a message that was sorted since that was asked last: it would wake nobody any more
-        seconds = self.ways.patience
-        if self.ways.chooses_again and not self._routes:
+        seconds = patience = self.agreement.patience
+        if self._chooses_again and not self._routes:
             limits = [self._until(under) for under in self._under.values() if under.receiver is not None]
             seconds = min([seconds, *(max(until - self.now(), 0.0) for until in limits)])
-        self.inbox.wait_for_news(seconds, self.ways.patience)
+        self.inbox.wait_for_news(seconds, patience)

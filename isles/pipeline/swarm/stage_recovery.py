@@ -1,4 +1,5 @@
-"""How a stage's state reaches a peer that comes to serve it, and how a stage that has lost all peers is rebuilt.
+"""How a peer comes to a swarm, between two steps, how a stage's state reaches it, and how a stage that has lost all
+peers is rebuilt.
 
 Between two steps one peer of the stage sends its state; a peer that has it answers whenever it waits, until an exchange
 begins:
@@ -26,8 +27,8 @@ from torch import Tensor
 
 from isles.comm.collectives.message_queue import MessageHeader, QueuedMessage
 from isles.comm.errors import DeadlinePassed
-from isles.pipeline.peers.inbox import STATE_REQUEST, STATE_TRANSFER, PeerInbox
-from isles.pipeline.peers.join import welcome
+from isles.comm.group import numbers
+from isles.pipeline.peers.inbox import ROW, STATE_REQUEST, STATE_TRANSFER, WELCOME, PeerInbox, as_bits, as_number, ask
 from isles.pipeline.recovery import sources
 from isles.pipeline.swarm.placement import NOWHERE, StageChange
 from isles.pipeline.swarm.swarm import StageLost, Swarm
@@ -137,3 +138,54 @@ def _await_comers(swarm: Swarm, patience: float) -> None:
 
     with suppress(DeadlinePassed):
         inbox.wait_for(is_over, patience)
+
+
+def welcome(swarm: Swarm, step: int) -> None:
+    """Tell those who have just come where they are, right after `Swarm.arrange`."""
+    comers = [change.peer for change in swarm.changes if change.before == NOWHERE]
+    if not comers:
+        return
+    placement, members = swarm.placement, swarm.agreement.members
+    fresh = {change.peer for change in swarm.changes}
+    rows = [
+        [peer, stage, as_bits(placement.seconds.get(peer, 0.0)), peer in members, peer in fresh]
+        for peer, stage in enumerate(swarm.stages)
+        if stage != NOWHERE
+    ]
+    head = [swarm.agreement.inbox.epoch, step, as_bits(placement.balance.next_look)]
+    body = numbers(*head, *(int(each) for row in rows for each in row)).view(torch.uint8)
+    for peer in comers:
+        swarm.agreement.inbox.queue.send(peer, MessageHeader(WELCOME, 0), body)
+
+
+def enter(swarm: Swarm, others: Sequence[int], wish: int = NOWHERE) -> tuple[int, StageChange]:
+    """Come to the swarm that `others` are of, to serve stage `wish`; see `ask`. The step that this peer begins with
+    and its own change.
+    """
+    inbox, agreement = swarm.agreement.inbox, swarm.agreement
+    came = ask(inbox, others, lambda body: _read(swarm, body), agreement.patience, number=wish + 1)
+    assert came is not None
+    epoch, step, look, *rest = came
+    rows = [rest[begin : begin + ROW] for begin in range(0, len(rest), ROW)]
+    inbox.epoch = epoch
+    agreement.let_in([peer for peer, _, _, is_member, _ in rows if is_member])
+    placement = swarm.placement
+    stages = placement.stages
+    for peer, stage, *_ in rows:
+        stages[peer] = stage
+    placement.seconds = {peer: seconds for peer, _, bits, *_ in rows if (seconds := as_number(bits))}
+    placement.balance.next_look = as_number(look)
+    swarm.changes = [StageChange(peer, NOWHERE, stages[peer]) for peer, _, _, _, is_fresh in rows if is_fresh]
+    swarm.apply_placement()
+    return step, StageChange(swarm.me, NOWHERE, stages[swarm.me])
+
+
+def _read(swarm: Swarm, body: Tensor) -> list[int]:
+    """Its numbers. ValueError where it is no welcome."""
+    numbers = body.view(torch.int64).tolist()
+    rows = [numbers[begin : begin + ROW] for begin in range(3, len(numbers), ROW)]
+    known = {peer: stage for peer, stage, *_ in rows} if len(numbers) % ROW == 3 % ROW else {}
+    fits = bool(known) and len(known) == len(rows) and min(numbers[:2]) >= 1 and swarm.me in known
+    if fits and all(0 <= peer < len(swarm.stages) and 0 <= known[peer] < swarm.count for peer in known):
+        return numbers
+    raise ValueError("a welcome that is none")

@@ -27,14 +27,103 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from isles.comm.errors import CommError
-from isles.pipeline.config import Consistency
+from isles.comm.collectives.message_queue import MessageHeader, QueuedMessage
+from isles.comm.errors import CommError, Malformed, Refused
 from isles.pipeline.peers.agreement import Agreement
-from isles.pipeline.peers.inbox import ASK, COMERS, as_bits, as_number
+from isles.pipeline.peers.inbox import ASK, COMERS, MEAN, SHARD, as_bits, as_number
 from isles.pipeline.swarm.ledger import as_words, from_words, lacking, plan_repairs
 from isles.pipeline.swarm.peer import SwarmPeer
 from isles.pipeline.swarm.placement import NOWHERE, PeerStats, StageChange, StagePlacement, origins
-from isles.pipeline.swarm.reduction import StageSum
+
+
+class StageSum:
+    """The sums of one peer, one at a time; all peers of a stage begin one in the same epoch, which is its name. Refused
+    shares end their sender's queue.
+    """
+
+    def __init__(self, agreement: Agreement) -> None:
+        self._agreement, self._inbox = agreement, agreement.inbox
+        self._me = agreement.me
+        self._epoch = -1
+        self._early: list[QueuedMessage] = []
+        self._inbox.answers[SHARD] = self._inbox.answers[MEAN] = self._take
+
+    def begin(self, peers: Sequence[int], own: Tensor) -> None:
+        """The sum of `own` (n,) over positions `peers`, this one among them. Bytes sent: 2 (p - 1) / p times own's."""
+        self._peers, self._epoch, count = list(peers), self._inbox.epoch, len(peers)
+        self._bounds = [own.numel() * at // count for at in range(count + 1)]
+        self._place = self._peers.index(self._me)
+        self._parts: dict[int, Tensor] = {}
+        self._done: set[int] = set()
+        self._is_finite = bool(own.isfinite().all())  # a run that diverges does so everywhere
+        self._total = torch.empty_like(own)
+        for at, peer in enumerate(self._peers):
+            share = own[self._bounds[at] : self._bounds[at + 1]]
+            if peer == self._me:
+                self._parts[peer] = share
+            else:
+                self._inbox.queue.send(peer, MessageHeader(SHARD, 0, self._epoch), share.view(torch.uint8))
+        self._add_up()
+        early, self._early = self._early, []
+        for message in early:
+            self._take(message)
+
+    def result(self) -> Tensor | None:
+        """The sum begun last; None where it is not complete and one of the peers is lost, here or to another one: what
+        is missing may be missing elsewhere too, and nobody would send it. DeadlinePassed where nothing comes at all.
+        """
+        agreement, peers = self._agreement, set(self._peers)
+        while True:
+            self._inbox.sort()
+            missing = peers - self._done - {self._me} | peers - self._parts.keys()
+            if not missing:
+                return self._total
+            if self._inbox.queue.lost.keys() & peers or agreement.is_due:
+                return None
+            self._inbox.wait_for_news(agreement.patience, agreement.patience, min(missing))
+
+    def _take(self, message: QueuedMessage) -> None:
+        """Of a sum that this peer begins later it is kept; of one that failed it is too late."""
+        if message.header.attempt > self._epoch:
+            self._early.append(message)
+        elif message.header.attempt == self._epoch:
+            self._read(message)
+
+    def _read(self, message: QueuedMessage) -> None:
+        """A share that is to be added up here, or one that was elsewhere."""
+        sender, is_sum = message.sender, message.header.kind == MEAN
+        if sender not in self._peers:
+            return
+        at = self._peers.index(sender) if is_sum else self._place
+        begin, end = self._bounds[at], self._bounds[at + 1]
+        if message.body.numel() != (end - begin) * self._total.dtype.itemsize:
+            rank = self._inbox.queue.group.ranks[sender]
+            self._inbox.queue.refuse(sender, Malformed(rank, f"a share of {message.body.numel()} bytes"))
+            return
+        share = message.body.view(self._total.dtype)
+        if self._is_finite and not share.isfinite().all():
+            rank = self._inbox.queue.group.ranks[sender]
+            self._inbox.queue.refuse(sender, Refused(rank, "a share that is not finite"))
+            return
+        if is_sum:
+            self._total[begin:end] = share
+            self._done.add(sender)
+        else:
+            self._parts[sender] = share
+            self._add_up()
+
+    def _add_up(self) -> None:
+        if self._me in self._done or len(self._parts) < len(self._peers):
+            return
+        added = self._parts[self._peers[0]].clone()
+        for peer in self._peers[1:]:
+            added += self._parts[peer]
+        self._total[self._bounds[self._place] : self._bounds[self._place + 1]] = added
+        self._done.add(self._me)
+        for peer in self._peers:
+            if peer != self._me:
+                self._inbox.queue.send(peer, MessageHeader(MEAN, 0, self._epoch), added.view(torch.uint8))
+
 
 _NO_SQUARE = -1.0
 """Of a gradient of nothing."""
@@ -74,19 +163,10 @@ class Swarm:
     those of a stage's mean square over its peers, which are alike here.
     """
 
-    def __init__(
-        self,
-        peer: SwarmPeer,
-        agreement: Agreement,
-        parameters: Sequence[nn.Parameter],
-        placement: StagePlacement,
-        microbatches: int,
-        *,
-        consistency: Consistency = "exact",
-    ) -> None:
-        self.peer, self.agreement, self.parameters = peer, agreement, list(parameters)
+    def __init__(self, peer: SwarmPeer, parameters: Sequence[nn.Parameter], placement: StagePlacement) -> None:
+        self.peer, self.agreement, self.parameters = peer, peer.agreement, list(parameters)
         self.placement, self.count = placement, len(placement.costs)
-        self.microbatches, self.consistency = microbatches, consistency
+        self.microbatches, self.consistency = peer.config.microbatches, peer.config.swarm.consistency
         self.changes: list[StageChange] = []
         """Of the last `arrange`."""
         self._next: list[StageChange] = []
@@ -104,8 +184,10 @@ class Swarm:
         """Stages that would be without a peer, could all go who ask to: the same at all."""
         self._going: list[int] = []
         self._asking: dict[int, int] = {}  # by position, the stage that it wishes to serve
-        self.sum = StageSum(agreement)
-        agreement.inbox.answers[ASK] = lambda message: self._asking.update({message.sender: message.header.number - 1})
+        self.sum = StageSum(self.agreement)
+        self.agreement.inbox.answers[ASK] = lambda message: self._asking.update(
+            {message.sender: message.header.number - 1}
+        )
         if self.stages[self.me] != NOWHERE:
             self.apply_placement()
 
@@ -245,7 +327,7 @@ class Swarm:
 
     def _repaired(self) -> Votes:
         while True:
-            book = as_words(set(self.peer.counted), self.microbatches)
+            book = as_words(set(self.peer.tally.counted), self.microbatches)
             votes = self.agreement.agree([*self._counted(), *book])
             self.apply_placement()
             ledger = {position: from_words(vote[2:], self.microbatches) for position, vote in votes.items()}
@@ -262,7 +344,8 @@ class Swarm:
 
     def _counted(self) -> list[int]:
         """How many microbatches this peer has added to its gradients, and the sum of their losses."""
-        return [len(self.peer.counted), as_bits(float(sum(loss.double() for loss in self.peer.losses_counted())))]
+        counted, _, losses = self.peer.tally
+        return [len(counted), as_bits(float(sum(losses[number].double() for number in counted)))]
 
     def _conclude(self, settled: Votes) -> SwarmStep | None:
         """The step's gradients, once all who are left have them. settled: what all said when the ledger was right."""
@@ -295,7 +378,7 @@ class Swarm:
 
     def _vote(self, gradient: Tensor | None) -> tuple[dict[int, PeerStats], list[int]]:
         """What every peer says of itself when it has its gradient, or has none; and who asks to come."""
-        own = len(self.peer.counted)
+        own = len(self.peer.tally.counted)
         square = float(gradient.double().square().sum()) if gradient is not None and gradient.numel() else _NO_SQUARE
         seconds = round(1e9 * self.peer.counts.seconds / own) if own else 0
         clock = as_bits(self.peer.now())

@@ -28,7 +28,7 @@ from typing_extensions import override
 
 from isles.base.modes import HostCopies, arena, is_away, own_modes, pinned_bytes
 from isles.base.wrapping import Deferred, Phased, Sharing, host_work, is_within_function
-from isles.comm.collectives.headers import packed
+from isles.comm.collectives.basic import packed
 from isles.comm.errors import DeadlinePassed, WorkerFailed
 from isles.comm.tags import MAX_FRAGMENTS
 from isles.comm.transport import Transfer

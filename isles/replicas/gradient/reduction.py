@@ -25,7 +25,7 @@ from typing_extensions import override
 
 from isles.comm.call import Call
 from isles.comm.collectives.averaging import Averaging
-from isles.comm.collectives.headers import Stamp
+from isles.comm.collectives.basic import Stamp
 from isles.comm.collectives.mean import native_bytes, native_mean
 from isles.comm.transport import Steps
 from isles.network.exchange_plan import MemoryItem, MessagePattern, Ring

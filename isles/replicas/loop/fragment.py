@@ -33,7 +33,7 @@ from typing_extensions import override
 
 from isles.base.modes import torch_threads
 from isles.comm.collectives.averaging import averaging
-from isles.comm.collectives.headers import Stamp
+from isles.comm.collectives.basic import Stamp
 from isles.comm.tags import MAX_FRAGMENTS
 from isles.comm.transport import Transfer
 from isles.models.blocks import blocks_of

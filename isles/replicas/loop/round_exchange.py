@@ -40,8 +40,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from isles.comm.collectives.averaging import Averaging
-from isles.comm.collectives.basic import exchange
-from isles.comm.collectives.headers import Stamp
+from isles.comm.collectives.basic import Stamp, exchange
 from isles.comm.errors import CommError, DeadlinePassed, Diverged, Elsewhere, Malformed, PeerLost, Refused
 from isles.comm.group import Group
 from isles.comm.roster import Roster

@@ -39,8 +39,7 @@ from isles.comm.codecs.base import Codec
 from isles.comm.codecs.scaled import Identity
 from isles.comm.codecs.sparse import FORMS, indices_bytes, pack, smallest, unpack
 from isles.comm.collectives.averaging import Coded, averaging
-from isles.comm.collectives.basic import gather_ragged, ragged_bytes
-from isles.comm.collectives.headers import HEADER_BYTES, NOTE_BYTES, Stamp
+from isles.comm.collectives.basic import HEADER_BYTES, NOTE_BYTES, Stamp, gather_ragged, ragged_bytes
 from isles.comm.collectives.mean import sent_bytes
 from isles.comm.errors import Malformed, sent_by
 from isles.comm.transport import Steps

@@ -28,8 +28,8 @@ from isles.membership.messages import JoinSwarm, StartSwarm, SwarmBeat, SwarmSta
 from isles.membership.requests import measure_lighthouse_link
 from isles.models import choose_device
 from isles.network.clusters.nodes import NO_FIGURES, ClusterNode, encode_node
-from isles.training.clusters.cuts import cluster_cuts, forward_speed, inbox_of, memory, run_number
 from isles.training.clusters.node import ClusterWorker, enter, found, growth_of
+from isles.training.clusters.stage_server import cluster_cuts, forward_speed, inbox_of, memory, run_number
 from isles.training.elastic.states import state_of
 from isles.training.records.shard import State, StateCopy, read_state
 from isles.training.step import Left, seed_draws
@@ -241,7 +241,7 @@ class ClusterParticipant(SwarmParticipant):
     @override
     def made(self, part: StartSwarm | JoinSwarm) -> ElasticClusterNode:
         return ElasticClusterNode(
-            self.member(),
+            self,
             part,
             descriptor=encode_node(self._descriptor or self._measured()) if isinstance(part, JoinSwarm) else NO_FIGURES,
             members_now=self._members_now,
@@ -260,7 +260,7 @@ class ClusterParticipant(SwarmParticipant):
         while not self._closed.wait(wait):
             wait = _AGAIN
             for member in [*self._there]:
-                self._transport.give_up(member, "this worker leaves, and could not wait for the next average")
+                self.transport.give_up(member, "this worker leaves, and could not wait for the next average")
 
     def _members_now(self) -> set[int] | None:
         now = self.client.ask(b"", key=STATUS)

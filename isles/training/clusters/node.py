@@ -6,6 +6,11 @@
         repair                                        standby nodes take lost ones' places, new clusters begin
         validate, save, stop                          as any worker, see `isles.training.trainer`
 
+on standby            holds nothing, until it takes a lost one's place or a new cluster begins
+serves                its stage (`isles.training.clusters.stage_server`)
+cluster is broken     its stage: what it did since the last average does not count, until the cluster is repaired
+leaves                its stage, until its successor has loaded it
+
 Steps are updates; each stage counts its own, and all have done as many where a segment ends. A worker that is lost
 takes its cluster out (`isles.pipeline.ravnest.agreement`), until at an average a standby node takes its place; the
 others go on to the end. At each step every cluster reads the next batch of one order (`isles.data.loader`), so no two
@@ -35,8 +40,18 @@ from isles.network.routing.events import Span
 from isles.pipeline.peers.inbox import PeerInbox
 from isles.pipeline.ravnest.agreement import ClusterAgreement, ClusterWelcome, ask_in, let_in
 from isles.pipeline.ravnest.assignment import ClusterAssignment
-from isles.training.clusters.cuts import cluster_cuts, first_blocks, inbox_of, model_load, opening_notices
-from isles.training.clusters.stage_server import ClusterState, SharedReading, StageServer
+from isles.pipeline.ravnest.averaging import ClusterAverage
+from isles.training.clusters.stage_server import (
+    SharedReading,
+    StageServer,
+    cluster_cuts,
+    cuts_at,
+    inbox_of,
+    layout_of_assignment,
+    model_load,
+    opening_notices,
+    shared_segments,
+)
 from isles.training.config.reading import run_name
 from isles.training.config.sections import Config
 from isles.training.loop import TrainingLoop
@@ -87,8 +102,22 @@ class ClusterWorker(TrainingLoop):
         self.stale, self._has_come = 0.0, False
         self._end_at = self._taken = 0
         """Losses of the segment under way that are among `losses`, or were reported."""
-        self._cluster_state = ClusterState(config, world, corpus, self.agreement, cuts, self._update)
-        self.average = self._cluster_state.average
+        self.average = ClusterAverage(
+            self.agreement,
+            shared_segments(config, cuts),
+            by_samples=getattr(config.replicas, "weights", "equal") == "samples",
+            with_state=config.pipeline.ravnest.average_optimizer,
+        )
+        self._corpus, self._cuts = corpus, cuts
+        self.server: StageServer | None = None
+        """What this worker holds; None: it stands by."""
+        self._is_broken = False
+        """Whether a node of its cluster is lost, and nobody has taken its place yet."""
+        self._tokens_before = 0
+        """Read in places that this worker had before."""
+        self._recut()
+        if self.agreement.trains:
+            self._serve()
 
     def meet(self, present: Sequence[int]) -> None:
         """All who begin together ask for what concerns all of them."""
@@ -122,14 +151,9 @@ class ClusterWorker(TrainingLoop):
         return self.agreement.has_departed
 
     @property
-    def server(self) -> StageServer | None:
-        """What this worker holds; None: it stands by."""
-        return self._cluster_state.server
-
-    @property
     def trains(self) -> bool:
         """Whether it takes part in what its cluster does now."""
-        return self._cluster_state.trains
+        return self.agreement.trains and not self._is_broken
 
     @override
     def steps_done(self) -> int:
@@ -154,7 +178,7 @@ class ClusterWorker(TrainingLoop):
         return {
             **totals,
             **self.compared(parameters, next(whole.parameters()).dtype, len(assignment.living), text),
-            "tokens": self._cluster_state.tokens if self.trains else self._cluster_state.tokens_before,
+            "tokens": self._tokens if self.trains else self._tokens_before,
             "parameters": parameters if tells else 0,
             "val_loss": loss if tells else None,
             "val_loss_replica": loss if text is not None else None,
@@ -185,7 +209,7 @@ class ClusterWorker(TrainingLoop):
     @property
     def _every(self) -> int:
         """Updates between averages; 0: there are none."""
-        averages = len(self._cluster_state.cuts) > 1 or self._is_open
+        averages = len(self._cuts) > 1 or self._is_open
         return getattr(self.config.replicas, "sync_every", 0) if averages else 0
 
     def _until(self) -> int:
@@ -228,7 +252,7 @@ class ClusterWorker(TrainingLoop):
         server = self.server
         if server is None or not self.agreement.trains:
             return
-        if self._cluster_state.is_broken:
+        if self._is_broken:
             server.at(self.steps)
             server.node.refuse()  # some of its nodes may not know
             return
@@ -255,7 +279,7 @@ class ClusterWorker(TrainingLoop):
         if not self._every:
             raise error
         self.agreement.miss(error.rank)
-        self._cluster_state.is_broken = True
+        self._is_broken = True
         self.losses.clear()  # what was trained since the last line is worth nothing
 
     def _update(self, stale: int) -> None:
@@ -280,7 +304,7 @@ class ClusterWorker(TrainingLoop):
         facts |= {"since": self.reading.since, "before": self.reading.before}
         for comer in let_in(self.agreement, facts):
             if self.world.rank == self.agreement.assignment.living[0]:  # who says what all know
-                self._cluster_state.note(f"worker {comer} has come, and stands by from step {self.steps} on")
+                self._note(f"worker {comer} has come, and stands by from step {self.steps} on")
 
     def _repair(self) -> None:
         """Where somebody stands by for who was lost or leaves, their clusters go on from the others' weights; so do new
@@ -291,13 +315,70 @@ class ClusterWorker(TrainingLoop):
             self.average.load(self.steps)
         if self._is_open:
             if self.agreement.has_departed:
-                self._cluster_state.note(f"worker {self.world.rank} leaves after step {self.steps}")
+                self._note(f"worker {self.world.rank} leaves after step {self.steps}")
                 raise Left
             self._take_assignment()  # others may have left without a successor
 
     def _take_assignment(self) -> None:
         self.reading = self.reading.among(len(self.agreement.assignment.clusters), self.steps)
-        self._cluster_state.take_assignment(self.steps, self.reading.after(self.steps))
+        assignment, here, server = self.agreement.assignment, self.world.rank, self.server
+        is_recut, coordinates = self._recut(), assignment.coordinates_of(here)
+        has_source, takes = ([pair[side] for pair in assignment.handovers] for side in (0, 1))
+        if coordinates is None and here not in has_source:
+            self._serve_nothing()
+        elif here in has_source:
+            assert server is not None
+            self.average.serve(server.model, server.optimizer)
+        elif coordinates is not None and (coordinates[0] in assignment.complete or here in takes):
+            self._begin_at(*coordinates)
+        elif server is not None and self.trains:
+            world = self._arranged()
+            if world.stage.ranks != server.world.stage.ranks or world.reader != server.world.reader:
+                server.regroup(world, self.steps, self.reading.after(self.steps))
+            if is_recut:
+                self.average.serve(server.model, server.optimizer)
+
+    def _recut(self) -> bool:
+        """Whether the clusters are cut anew: then what is averaged with whom is, too."""
+        wanted = self.agreement.assignment.cuts
+        if wanted == tuple(cut.begins for cut in self._cuts):
+            return False
+        self._cuts = cuts_at(self.config, wanted)
+        self.average.recut(shared_segments(self.config, self._cuts))
+        return True
+
+    def _begin_at(self, cluster: int, stage: int) -> None:
+        """In a cluster that wants the others' weights, or a place whose holder leaves."""
+        is_new, assignment = self.server is None, self.agreement.assignment
+        self._serve().begin_after(self.steps, self.reading.after(self.steps))
+        if is_new:
+            notice = f"worker {self.world.rank} serves stage {stage} of cluster {cluster} from step {self.steps} on"
+            self._note(notice if self._is_open else f"{notice}, in place of one that was lost")
+        if stage == 0 and self._is_open and cluster in assignment.out:
+            notice = f"cluster {cluster} begins at step {self.steps} with the others' weights"
+            self._note(f"{notice}: {assignment.describe_cluster(cluster)}")
+
+    def _serve(self) -> StageServer:
+        """Hold what this worker's place is now."""
+        self._serve_nothing()
+        world = self._arranged()
+        cut = self._cuts[world.coordinate.replica]
+        self.server = StageServer(self.config, world, cut, self._update, self._corpus)
+        self.average.serve(self.server.model, self.server.optimizer)
+        return self.server
+
+    def _serve_nothing(self) -> None:
+        self._tokens_before, self.server, self._is_broken = self._tokens, None, False
+
+    @property
+    def _tokens(self) -> int:
+        return self._tokens_before + (0 if self.server is None else self.server.tokens)
+
+    def _arranged(self) -> Mesh:
+        return self.world.arranged(layout_of_assignment(self.agreement.assignment, self.world.size))
+
+    def _note(self, text: str) -> None:
+        self.world.report({"notice": text})
 
     # Records
 
@@ -307,7 +388,7 @@ class ClusterWorker(TrainingLoop):
         if self.server is None or not self.trains:
             return
         self._take(self.server)
-        self.tokens = self._cluster_state.tokens
+        self.tokens = self._tokens
         if self.losses:
             super().report(val_loss)
 
@@ -330,7 +411,7 @@ class ClusterWorker(TrainingLoop):
             "assignment": self.agreement.assignment.to_plain(),
             "steps": self.steps,
             "averaged": self.averaged,
-            "tokens_before": self._cluster_state.tokens_before,
+            "tokens_before": self._tokens_before,
             "read": self.reading.after(self.steps),
             "traffic": self.world.world.traffic.state_dict(),
             "transport": self.world.transport.state_dict(),
@@ -349,7 +430,7 @@ class ClusterWorker(TrainingLoop):
                 raise ValueError("the checkpoint was written while a worker was lost: name an earlier one with --step")
             self.server.load_state_dict(state["server"], state["steps"])
         self._go_on(state)
-        self._cluster_state.tokens_before = state["tokens_before"]
+        self._tokens_before = state["tokens_before"]
         self.world.transport.load_state_dict(state["transport"])
         self.world.world.traffic.load_state_dict(state["traffic"])
         self.load_records(state)
@@ -399,7 +480,7 @@ def found(
     """One of the first, `founders` of `world`, which has positions for all who may come. inbox, growth: as in
     `ClusterWorker`. ValueError where they fill no cluster.
     """
-    cuts = [first_blocks(cut) for cut in cluster_cuts(config)]
+    cuts = [cut.begins for cut in cluster_cuts(config)]
     assignment = ClusterAssignment.of(cuts, founders)
     worker = ClusterWorker(config, world, corpus, assignment, inbox=inbox, growth=growth)
     worker.meet(founders)

@@ -1,14 +1,13 @@
-"""What a worker of a run in clusters holds, as its assignment changes at averages.
-
-on standby            nothing, until it takes a lost one's place or a new cluster begins
-serves                its stage of the model with optimizer and schedule, and at the root the text
-cluster is broken     its stage: what it did since the last average does not count, until the cluster is repaired
-leaves                its stage, until its successor has loaded it
+"""Where each cluster cuts the model, what a worker holds of it (its stage with optimizer and schedule, and at the root
+the text), and what this machine offers to a cluster.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,20 +19,115 @@ from torch import Tensor
 from isles.comm.layout import Coordinate, Layout
 from isles.comm.mesh import Mesh
 from isles.data import Corpus
-from isles.models import autocast, limits, sketch
+from isles.models import Decoder, Shape, autocast, flops_per_token, limits, sketch
+from isles.models.cuts import PieceCosts, decoder_costs
+from isles.models.stages import Stage, load_of
+from isles.network.clusters.cuts import ModelLoad
+from isles.pipeline.compute import stage_shares
 from isles.pipeline.evaluation import assembled, mean_loss
-from isles.pipeline.pipeline import Cut, form_of
-from isles.pipeline.ravnest.agreement import ClusterAgreement
+from isles.pipeline.peers.inbox import PeerInbox
+from isles.pipeline.pipeline import Cut, cut_of, form_of
+from isles.pipeline.ravnest.agreement import cluster_inbox
 from isles.pipeline.ravnest.assignment import ClusterAssignment
-from isles.pipeline.ravnest.averaging import ClusterAverage
-from isles.pipeline.ravnest.stage import AsyncOptions, AsyncStage
-from isles.pipeline.shares import stage_shares
-from isles.training.clusters.cuts import cuts_at, first_blocks, shared_segments
+from isles.pipeline.ravnest.averaging import SharedSegment, refinement
+from isles.pipeline.ravnest.stage import AsyncStage
+from isles.training.config.inner import inner_kind, inner_notices
 from isles.training.config.sections import Config
-from isles.training.optimizer import inner_optimizer, rate_schedule
+from isles.training.optimizer import inner_optimizer, rate_schedule, what_is_left_out
 from isles.training.records.shard import save_model
-from isles.training.stage_runner import build_stage, on_host, run_scheme
-from isles.training.text import Text
+from isles.training.stage_runner import build_stage, hold_against_whole, on_host, planned_cut, run_scheme
+from isles.training.step import Text
+from isles.training.swarm.step import of_all, split_sequence
+
+_MOMENTS, _SPARE = 8, 1 << 20
+"""Tensors that an optimizer keeps of a parameter, in its shape, and bytes beside."""
+
+
+def cluster_cuts(config: Config) -> list[Cut]:
+    """Of every cluster at the start. ValueError for a model that cannot be cut there."""
+    if not config.pipeline.ravnest.clusters:
+        return [planned_cut(config)] * config.replicas_in_all
+    return cuts_at(config, config.pipeline.ravnest.clusters)
+
+
+def cuts_at(config: Config, clusters: Sequence[Sequence[int]]) -> list[Cut]:
+    """Of clusters, by the first block of each stage but the first. ValueError for a model that cannot be cut there."""
+    model, costs = sketch(config.model), None
+    if config.model.own is None:
+        costs = decoder_costs(config.model.shape())
+    key = "one of pipeline.ravnest.clusters"
+    return [cut_of(model, len(cuts) + 1, costs=costs, cut=cuts, loss_at="last", key=key) for cuts in clusters]
+
+
+def model_load(config: Config, costs: PieceCosts) -> ModelLoad:
+    """What the model asks of the nodes that share it, by block."""
+    sequences = config.data.batch_size_per_worker(config.replicas_in_all) // config.pipeline.microbatches
+    states = 2.0 if inner_kind(config.inner, "adamw") == "adamw" else 0.0
+    context = limits(config.model).context
+    return load_of(sketch(config.model), costs, sequences=sequences, length=context, states=states)
+
+
+def shared_segments(config: Config, cuts: list[Cut]) -> list[SharedSegment]:
+    """What is averaged over whom: which stage of each cluster."""
+    model = sketch(config.model)
+    named: dict[tuple[int, ...], list[list[str]]] = {}
+    held = []
+    for cut in cuts:
+        if cut.begins not in named:
+            named[cut.begins] = [[name for name, _ in Stage(model, piece).named_parameters()] for piece in cut.pieces]
+        held.append(dict(enumerate(named[cut.begins])))
+    return refinement(held)
+
+
+def inbox_of(config: Config, world: Mesh, met: Sequence[int] | None = None) -> PeerInbox:
+    """The messages of a run in clusters; see `cluster_inbox`. A message holds the weights and their moments at most."""
+    weights = sum(parameter.nbytes for parameter in sketch(config.model).parameters())
+    return cluster_inbox(world.world, run_number(config), (1 + _MOMENTS) * weights + _SPARE, met)
+
+
+def run_number(config: Config) -> int:
+    """That all workers of this run share, and those of another configuration do not."""
+    return split_sequence(of_all(config))
+
+
+def opening_notices(config: Config, cuts: Sequence[Cut]) -> list[str]:
+    """What a user should know at the start; every cut is held against the whole."""
+    notices = inner_notices(config.inner, "adamw", config.run.steps)
+    for cut in {one.begins: one for one in cuts}.values():
+        notice = hold_against_whole(config, cut) if len(cut.pieces) > 1 else None
+        notices += [] if notice is None else [notice]
+    return list(dict.fromkeys(notices + what_is_left_out(config)))
+
+
+_FOR = 0.5  # seconds of measuring
+_SEQUENCES = 8
+
+
+def memory(device: torch.device) -> float:
+    """Bytes that a run on `device` can have: of that GPU, or of the RAM that nobody uses."""
+    if device.type == "cuda":
+        return float(torch.cuda.mem_get_info(device)[0])
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        fields = dict(line.split(":") for line in meminfo.read_text(encoding="ascii").splitlines())
+        return 1024.0 * int(fields["MemAvailable"].split()[0])
+    return float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+
+
+def forward_speed(device: torch.device) -> float:
+    """FLOP/s that forward passes of a small decoder reach on `device`: the median of half a second's."""
+    shape = Shape(d_model=256, layers=2, heads=4, ffn=768, vocab=256, context=128, tie_embeddings=False)
+    model, times = Decoder(shape).to(device), []
+    tokens = torch.zeros(_SEQUENCES, shape.context, dtype=torch.int64, device=device)
+    with torch.no_grad():
+        ends = time.perf_counter() + _FOR
+        while len(times) < 3 or time.perf_counter() < ends:
+            began = time.perf_counter()
+            model.logits(tokens)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            times.append(time.perf_counter() - began)
+    return flops_per_token(shape) / 3 * tokens.numel() / statistics.median(times[1:])
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,24 +188,15 @@ class StageServer:
         scheme = run_scheme(config, self.cut)
         form = form_of(self.model, scheme, config.pipeline, batch_size=self.samples, context=context, vocab=vocab)
         cast = partial(autocast, config.model, self.device)
-        self.node = AsyncStage(self.model, self._update, world.stage, form, self._ways(), autocast=cast)
+        pipeline, piece = config.pipeline, self.cut.pieces[world.coordinate.stage]
+        shares = stage_shares(piece, self.cut.costs, pipeline.microbatches, recompute=pipeline.recompute)
+        self.node = AsyncStage(self.model, self._update, world.stage, form, pipeline, shares=shares, autocast=cast)
 
     def regroup(self, world: Mesh, updates: int, sequences: int) -> None:
         """Hold the same, among others or beside other clusters, after so many updates and sequences of the data."""
         self.world = world
         self._take_part()
         self._go_on_after(updates, sequences)
-
-    def _ways(self) -> AsyncOptions:
-        pipeline, piece = self.config.pipeline, self.cut.pieces[self.world.coordinate.stage]
-        shares = stage_shares(piece, self.cut.costs, pipeline.microbatches, recompute=pipeline.recompute)
-        return AsyncOptions(
-            in_flight=pipeline.in_flight if isinstance(pipeline.in_flight, int) else len(self.cut.pieces),
-            every=pipeline.microbatches,
-            order=pipeline.order,
-            recompute=pipeline.recompute,
-            shares=shares,
-        )
 
     def begin_after(self, updates: int, sequences: int) -> None:
         """As all are after so many, but for weights and optimizer state, which are here to be written over. sequences:
@@ -206,103 +291,3 @@ class StageServer:
         if self.text is not None:
             self.text.load_state_dict(state["loader"])
         self.at(updates)
-
-
-class ClusterState:
-    """cuts: of each cluster. update: called after the backward pass of an update, with how many updates its gradients
-    are old.
-    """
-
-    def __init__(
-        self,
-        config: Config,
-        world: Mesh,
-        corpus: Corpus | None,
-        agreement: ClusterAgreement,
-        cuts: list[Cut],
-        update: Callable[[int], None],
-    ) -> None:
-        self._config, self._world, self._corpus, self._agreement = config, world, corpus, agreement
-        self._update, self._is_open = update, agreement.growth is not None
-        self.cuts = cuts
-        self.average = ClusterAverage(
-            agreement,
-            shared_segments(config, cuts),
-            by_samples=getattr(config.replicas, "weights", "equal") == "samples",
-            with_state=config.pipeline.ravnest.average_optimizer,
-        )
-        self.server: StageServer | None = None
-        """None: this worker stands by."""
-        self.is_broken = False
-        """Whether a node of its cluster is lost, and nobody has taken its place yet."""
-        self.tokens_before = 0
-        """Read in places that this worker had before."""
-        self._recut()
-        if agreement.trains:
-            self._serve()
-
-    @property
-    def trains(self) -> bool:
-        """Whether it takes part in what its cluster does now."""
-        return self._agreement.trains and not self.is_broken
-
-    @property
-    def tokens(self) -> int:
-        return self.tokens_before + (0 if self.server is None else self.server.tokens)
-
-    def take_assignment(self, steps: int, sequences: int) -> None:
-        """Hold what this worker's place asks for now, after so many updates and sequences of the data's order."""
-        assignment, here = self._agreement.assignment, self._world.rank
-        is_recut = self._recut()
-        coordinates, server = assignment.coordinates_of(here), self.server
-        has_source, takes = ([pair[side] for pair in assignment.handovers] for side in (0, 1))
-        if coordinates is None and here not in has_source:
-            self._serve_nothing()
-        elif here in has_source:
-            assert server is not None
-            self.average.serve(server.model, server.optimizer)
-        elif coordinates is not None and (coordinates[0] in assignment.complete or here in takes):
-            self._begin_at(*coordinates, steps, sequences)
-        elif server is not None and self.trains:
-            world = self._arranged()
-            if world.stage.ranks != server.world.stage.ranks or world.reader != server.world.reader:
-                server.regroup(world, steps, sequences)
-            if is_recut:
-                self.average.serve(server.model, server.optimizer)
-
-    def _recut(self) -> bool:
-        """Whether the clusters are cut anew: then what is averaged with whom is, too."""
-        wanted = self._agreement.assignment.cuts
-        if wanted == tuple(map(first_blocks, self.cuts)):
-            return False
-        self.cuts = cuts_at(self._config, wanted)
-        self.average.recut(shared_segments(self._config, self.cuts))
-        return True
-
-    def _begin_at(self, cluster: int, stage: int, steps: int, sequences: int) -> None:
-        """In a cluster that wants the others' weights, or a place whose holder leaves."""
-        is_new, assignment = self.server is None, self._agreement.assignment
-        self._serve().begin_after(steps, sequences)
-        if is_new:
-            notice = f"worker {self._world.rank} serves stage {stage} of cluster {cluster} from step {steps} on"
-            self.note(notice if self._is_open else f"{notice}, in place of one that was lost")
-        if stage == 0 and self._is_open and cluster in assignment.out:
-            notice = f"cluster {cluster} begins at step {steps} with the others' weights"
-            self.note(f"{notice}: {assignment.describe_cluster(cluster)}")
-
-    def _serve(self) -> StageServer:
-        """Hold what this worker's place is now."""
-        self._serve_nothing()
-        world = self._arranged()
-        self.server = StageServer(self._config, world, self.cuts[world.coordinate.replica], self._update, self._corpus)
-        self.average.serve(self.server.model, self.server.optimizer)
-        return self.server
-
-    def _serve_nothing(self) -> None:
-        self.tokens_before, self.server, self.is_broken = self.tokens, None, False
-
-    def _arranged(self) -> Mesh:
-        return self._world.arranged(layout_of_assignment(self._agreement.assignment, self._world.size))
-
-    def note(self, text: str) -> None:
-        self._world.report({"notice": text})

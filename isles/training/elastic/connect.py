@@ -7,12 +7,11 @@ was typed there (`--set`), or the defaults.
 
 from __future__ import annotations
 
-import os
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -31,9 +30,9 @@ from isles.comm.credentials import Credentials, Token
 from isles.comm.errors import CommError, Malformed, RendezvousFailed
 from isles.comm.group import Group
 from isles.comm.mesh import Mesh
-from isles.comm.sockets.addresses import parse_address, refuse_unknown, written
 from isles.comm.sockets.connection import LinkLost
 from isles.comm.sockets.proof import SecretRefused
+from isles.comm.tcp import parse_address, refuse_unknown, written
 from isles.data import Corpus, load_corpus
 from isles.launch.workers import LocalWorkers, raise_first
 from isles.membership.client import FollowerClient, MembershipClient, failure_notifier
@@ -50,12 +49,12 @@ from isles.network.clusters.nodes import ClusterNode
 from isles.training.config.reading import Tables, over, resolve
 from isles.training.config.sections import Config
 from isles.training.config.trust import names_in
-from isles.training.deadlines import deadlines
 from isles.training.elastic.leader import Participant
 from isles.training.elastic.states import server_name
 from isles.training.elastic.support import in_rounds
 from isles.training.elastic.worker import ElasticWorker
-from isles.training.interrupts import first_interrupt
+from isles.training.interrupts import first_interrupt, notify_in_handler
+from isles.training.worker import deadlines
 
 _NEEDED = ("model.hf", "model.factory", "data.path", "data.tokenizer")  # without which it would be another run
 _OWN = (*_NEEDED, "model.options", "model.device", "data.cache", "pipeline.skippipe.plan", "memory.disk")
@@ -380,9 +379,7 @@ def take_part(address: str, token: Token, here: LocalSettings, *, notify: Callab
 
 def _leave(worker: Participant) -> None:
     worker.leaving.set()
-    text = "isles: leaving once the others have a plan without this worker; Ctrl-C again ends it at once\n"
-    with suppress(OSError, ValueError):
-        os.write(sys.stderr.fileno(), text.encode())  # in a handler: whoever prints may be in the middle of it
+    notify_in_handler("leaving once the others have a plan without this worker; Ctrl-C again ends it at once")
 
 
 def _as_island(config: Config, where: tuple[str, Token, LocalSettings]) -> str:

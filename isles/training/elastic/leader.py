@@ -34,10 +34,10 @@ from isles.membership.rounds import Decision, IslandGroup, RoundLeader
 from isles.membership.run_log import ALONE, LATE, WHOLE, RoundRecord, StartRecord
 from isles.membership.state_transfer import FetchRequest, StateNotFound, StateRejected, StateTransfer, StateUnavailable
 from isles.training.config.sections import Config
-from isles.training.deadlines import deadlines
 from isles.training.elastic.states import FRESH, MODEL, States, missed
 from isles.training.elastic.support import is_quorum, lands_together, last_round, sync_every
 from isles.training.elastic.worker import Decisions, ElasticWorker
+from isles.training.worker import deadlines
 
 SLOW = 60.0
 """Seconds without a piece of a state, beyond two rounds of its donor, until another one is asked for."""

@@ -20,9 +20,8 @@ from isles.base.tables import changed
 from isles.comm.call import Ledger
 from isles.comm.errors import CommError
 from isles.comm.group import Group
-from isles.comm.virtual.cluster import VirtualCluster
+from isles.comm.virtual.cluster import VirtualCluster, VirtualTransport
 from isles.comm.virtual.scheduler import Scheduler
-from isles.comm.virtual.transport import VirtualTransport
 from isles.data import load_corpus
 from isles.membership.data_ledger import batches
 from isles.membership.rounds import Decision, IslandGroup, RoundLeader
@@ -32,13 +31,12 @@ from isles.membership.state_transfer import FetchRequest, StateNotFound, is_writ
 from isles.membership.views import View
 from isles.replicas.parts.interfaces import Mixing
 from isles.training.config.sections import Config
-from isles.training.deadlines import deadlines
-from isles.training.elastic.metrics import recorded, views_of
 from isles.training.elastic.states import ANCHORS, MODEL, STATE
-from isles.training.elastic.support import in_rounds, lands_together, last_round, sync_every
+from isles.training.elastic.support import in_rounds, lands_together, last_round, recorded, sync_every, views_of
 from isles.training.elastic.worker import Decisions, ElasticWorker
 from isles.training.lighthouse.mean import consolidate
 from isles.training.records.rundir import lock_run
+from isles.training.worker import deadlines
 
 _LOST = "PeerLost"
 

@@ -21,7 +21,7 @@ from typing_extensions import override
 from isles.base.durable import settle, write_text
 from isles.base.parsing import integer, table
 from isles.membership.effects import Coordinator
-from isles.membership.journal import Journal
+from isles.membership.lighthouse import Journal
 from isles.membership.messages import SwarmStatus
 from isles.membership.state_transfer import StateUnavailable
 from isles.membership.swarm_coordinator import SwarmCoordinator, SwarmRules

@@ -3,6 +3,7 @@
 RUN/config.toml         at once
 RUN/members.jsonl       the assembly's journal: the lighthouse's memory
 RUN/metrics.jsonl       what the workers report, by member
+RUN/lighthouse.json     where it stands and how many workers it has started, for `isles resume`
 RUN/summary.json        at the end: its presence means that the run is complete
 
 Started again on its directory it goes on: workers come back by themselves. No torch: models and states are files here.
@@ -16,20 +17,22 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
-from isles.base.durable import no_room
-from isles.base.parsing import Unfit, integer, table
+from pydantic import Field
+
+from isles.base.durable import no_room, write_text
+from isles.base.parsing import Int, Port, Str, Unfit, integer, parse_json, read, table
 from isles.base.version import __version__
 from isles.comm.tcp import room_for
 from isles.membership.effects import Coordinator
-from isles.membership.journal import NAME, Journal
 from isles.membership.keys import LIGHTHOUSE, STATUS, MemberKeys
-from isles.membership.lighthouse import GRACE, Lighthouse
+from isles.membership.lighthouse import GRACE, Journal, Lighthouse
 from isles.membership.messages import MemberPaths, PathRow, encode, read_paths
 from isles.membership.p2p.stream import CARRIED
+from isles.membership.run_log import JOURNAL
 from isles.membership.session import RejectionRow, Rejections, read_rejections
 from isles.membership.state_transfer import FetchRequest, StateServer, StateUnavailable, fetch_state
 from isles.membership.tls_session import open_router
@@ -49,6 +52,30 @@ LOOK = 1.0
 _PAIR = ("by", "to", "way", "round_trip", "sent", "taken")  # of a path in the summary
 _SHOWN = 1000  # paths
 _MOST = 1 << 40  # bytes of a file where the model's are not known
+_STAND = "lighthouse.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stand:
+    """host, port: as workers reach it. workers: started on this machine too."""
+
+    host: Str
+    port: Port
+    workers: Annotated[Int, Field(ge=0)]
+
+    def write(self, out: Path) -> None:
+        write_text(out / _STAND, as_json(asdict(self)) + "\n")
+
+
+def read_stand(out: Path) -> Stand:
+    """Read the stand of the run in `out`. ValueError, in one line, where its file is missing or damaged."""
+    hint = f"light it with: isles lighthouse {out} --host HOST --port PORT"
+    try:
+        return read(Stand, parse_json((out / _STAND).read_bytes()))
+    except OSError:
+        raise ValueError(f"{out / _STAND}: is missing, so nobody knows where the lighthouse stood; {hint}") from None
+    except ValueError:
+        raise ValueError(f"{out / _STAND}: is damaged; {hint}") from None
 
 
 class LighthouseServer(ABC):
@@ -97,9 +124,9 @@ class LighthouseServer(ABC):
 
     def _run(self) -> SummaryTable | None:
         with lock_run(self.out), contextlib.ExitStack() as stack:
-            if (self.out / SUMMARY).exists() and (self.out / NAME).exists():
+            if (self.out / SUMMARY).exists() and (self.out / JOURNAL).exists():
                 raise ValueError(f"{self.out}: this run is complete; name another directory with --out")
-            if (self.out / SUMMARY).exists() or ((self.out / METRICS).exists() and not (self.out / NAME).exists()):
+            if (self.out / SUMMARY).exists() or ((self.out / METRICS).exists() and not (self.out / JOURNAL).exists()):
                 raise ValueError(f"--out {self.out}: holds a run already; name another directory")
             mine, is_new = host_credentials(self.out, None)
             room_for(_DESCRIPTORS * self.config.world.elastic.max_members + _SPARE)

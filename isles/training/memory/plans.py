@@ -21,10 +21,10 @@ from isles.base.wrapping import SpreadShares, Wrapping
 from isles.memory.config import MemoryConfig
 from isles.memory.costs import Profile
 from isles.memory.disk import check_folder
+from isles.memory.parameters import portions_of
 from isles.memory.plan import MemoryPlan, from_json
 from isles.memory.profile import StateBytes, adamw_bytes, fully_sharded, profile
 from isles.memory.search import METHODS, Search
-from isles.memory.sharing import portions_of
 from isles.memory.units import units_of
 from isles.models import ModelConfig, choose_device, limits, sketch
 from isles.models.cuts import Piece

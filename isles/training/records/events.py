@@ -60,7 +60,7 @@ _RESULTS = (
 
 
 class Schema:
-    """Of the run that `of` says. A call is a check of `isles.launch.relay`."""
+    """Of the run that `of` says. A call is a check of `isles.launch.handles`."""
 
     def __init__(self, of: Config) -> None:
         self.steps = _COUNT if of.run.tokens else of.run.steps  # workers may come to more

@@ -102,7 +102,7 @@ def first_blocks(config: Config) -> list[Any]:
         return [list(cuts) for cuts in config.pipeline.ravnest.clusters]
     if config.pipeline.stages == 1:
         return []
-    return [piece.blocks.start for piece in planned_cut(config).pieces[1:]]
+    return list(planned_cut(config).begins)
 
 
 def run_facts(config: Config) -> dict[str, Any]:

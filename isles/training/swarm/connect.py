@@ -19,6 +19,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal
 
+from typing_extensions import override
+
 from isles.base.errors import printable
 from isles.comm.credentials import Token
 from isles.comm.errors import CommError, Diverged, Malformed, Refused, RendezvousFailed
@@ -83,7 +85,7 @@ def take_part(address: str, token: Token, here: LocalSettings, wish: int, *, not
             time.sleep(_SOON)
 
 
-class SwarmParticipant:
+class SwarmParticipant(OwnMember):
     """One peer in one member, until `stack` ends. wish, notify, errors: as in `take_part`. leaving: set once this peer
     is to leave.
     """
@@ -96,9 +98,9 @@ class SwarmParticipant:
         leaving: threading.Event,
         notify: Callable[[str], None],
     ) -> None:
-        self.config, self.folder, self.wish = connection.config, connection.folder, wish
-        self.leaving, self.notify = leaving, notify
-        self._corpus = connection.corpus
+        super().__init__()
+        self.config, self.folder, self.corpus = connection.config, connection.folder, connection.corpus
+        self.wish, self.leaving, self.notify = wish, leaving, notify
         self._run = self.number()
         self._there: set[int] = set()
         self._named: set[int] = set()
@@ -106,9 +108,9 @@ class SwarmParticipant:
         self._session, self._refused = connection.session, connection.session.refused
         alone = IslandGroup()
         certificates = connection.shown(alone)
-        entry = member_of(connection.session, self._corpus.sha256, certificates, notify)
+        entry = member_of(connection.session, self.corpus.sha256, certificates, notify)
         self.client = SwarmClient(connection.session, entry, self._meet)
-        self._transport, self._transfers = connect(
+        self.transport, self.transfers = connect(
             stack, connection, self.client, alone, certificates, size=MAX_MEMBERS, notify=notify
         )
 
@@ -195,21 +197,10 @@ class SwarmParticipant:
         return self._left() if self.leaving.is_set() else "again"
 
     def made(self, part: StartSwarm | JoinSwarm) -> PeerWork:
-        return ElasticSwarmTrainer(self.member(), part, wish=self.wish, await_saved=self.client.await_saved)
+        return ElasticSwarmTrainer(self, part, wish=self.wish, await_saved=self.client.await_saved)
 
-    def member(self) -> OwnMember:
-        return OwnMember(
-            self.config,
-            self._transport,
-            self._corpus,
-            self._transfers,
-            self.folder,
-            report=self._report,
-            stop_here=self._stops,
-        )
-
-    def _stops(self, step: int) -> bool:
-        """Whether this peer ends after `step` without the others' leave."""
+    @override
+    def stop_here(self, step: int) -> bool:
         return self.client.ended is not None or (self._trainer is not None and self._trainer.has_left)
 
     def _resume(self, trainer: PeerWork, step: int) -> None:
@@ -231,7 +222,7 @@ class SwarmParticipant:
         path = self.folder / f"kept-{stage}.safetensors"
         try:
             asked = FetchRequest(source=LIGHTHOUSE, what=state_of(stage, step), most=_MOST, seconds=_SLOW)
-            return path, self._transfers.fetch(asked, path)
+            return path, self.transfers.fetch(asked, path)
         except StateUnavailable as why:
             raise CommError(f"the state of stage {stage} after step {step} did not come ({why})") from None
 
@@ -239,7 +230,7 @@ class SwarmParticipant:
         """Hand in the model, or wait while the first peer does; where that one is lost, put it together again."""
         while True:
             if result["parameters"]:
-                self._transfers.publish(MODEL, self.folder / "model.safetensors", {})
+                self.transfers.publish(MODEL, self.folder / "model.safetensors", {})
             self._report_counters()
             self.client.report({"result": result})
             answered_at, first = time.monotonic(), trainer.first
@@ -261,8 +252,8 @@ class SwarmParticipant:
         if self._trainer is not None:
             self._trainer.inbox.queue.meet(member)
 
-    def _report(self, event: Any) -> None:
-        """What the trainer tells whoever started it."""
+    @override
+    def report(self, event: Any) -> None:
         if "notice" in event:
             self.notify(event["notice"])
             self.client.report({"notice": event["notice"]})
@@ -277,6 +268,6 @@ class SwarmParticipant:
             if isinstance(why, Malformed | Refused) and member not in self._named:
                 self._refused.note(member, why.detail)
                 self._named.add(member)
-        self.client.report({"carried": dict(self._transport.carried)})
-        self.client.report({"paths": self._transport.paths()})
+        self.client.report({"carried": dict(self.transport.carried)})
+        self.client.report({"paths": self.transport.paths()})
         self.client.report({"refused": self._refused.rows()})

@@ -20,22 +20,18 @@ from isles.models import limits, sketch
 from isles.models.stages import Stage
 from isles.network.routing.events import Span
 from isles.pipeline.boundaries.scheme import Scheme
-from isles.pipeline.compute import Context
+from isles.pipeline.compute import Context, StageShares, stage_shares
 from isles.pipeline.config import PipelineConfig
 from isles.pipeline.peers.agreement import Agreement
 from isles.pipeline.peers.inbox import LARGE, PeerInbox, message_lengths
-from isles.pipeline.peers.join import enter, welcome
 from isles.pipeline.pipeline import Cut, form_of
 from isles.pipeline.recovery import gradient_norm, refuse_unequal
-from isles.pipeline.shares import StageShares, stage_shares
 from isles.pipeline.swarm.delayed import DelayedSwarm
 from isles.pipeline.swarm.evaluation import SwarmEvaluator, gathered, state_bytes
 from isles.pipeline.swarm.outer import OwnSwarm
-from isles.pipeline.swarm.peer import SwarmOptions, SwarmPeer
-from isles.pipeline.swarm.placement import NOWHERE, StageChange, StagePlacement
-from isles.pipeline.swarm.rebalancer import Rebalancer
-from isles.pipeline.swarm.stage_recovery import StageStateServer, hint, take, take_neighbours
-from isles.pipeline.swarm.stage_work import StageWork
+from isles.pipeline.swarm.peer import StageWork, SwarmPeer
+from isles.pipeline.swarm.placement import NOWHERE, Rebalancer, StageChange, StagePlacement
+from isles.pipeline.swarm.stage_recovery import StageStateServer, enter, hint, take, take_neighbours, welcome
 from isles.pipeline.swarm.swarm import StageLost, Swarm, SwarmStep
 from isles.pipeline.wire import StageForm
 from isles.replicas.start import same_weights, spread_from_first
@@ -43,8 +39,7 @@ from isles.replicas.sync import ReplicaSync
 from isles.training.config.reading import to_toml
 from isles.training.config.sections import Config
 from isles.training.stage_runner import on_host
-from isles.training.step import Left
-from isles.training.text import Text
+from isles.training.step import Left, Text
 from isles.training.worker import PartsMaker
 
 _AHEAD = 3
@@ -69,6 +64,11 @@ class Swarmed:
 
     reads = False
     played: Sequence[Span] = ()
+    owner: Any
+    """The trainer: `state_bytes`, this peer's state between two steps, for peers that come to its stage; `become`,
+    which makes this worker a peer of another stage from such a state; `revive`, the same for a stage that has no peer
+    left, from states of its neighbours.
+    """
 
     def __init__(
         self,
@@ -87,26 +87,13 @@ class Swarmed:
             refuse_unequal([len(piece.blocks) for piece in cut.pieces], 'pipeline.swarm.stage_lost = "rebuild"')
         self.rows = config.data.batch_size_per_worker(1)
         inbox = self._inbox(met)
-        self._transfers = StageStateServer(inbox, lambda: self._state())
+        self._transfers = StageStateServer(inbox, lambda: self.owner.state_bytes())
         self.swarm = self._swarm(inbox, present, parts.autocast)
         self._evaluate = SwarmEvaluator(self.swarm)
         self.step = self.tokens = self.moves = self.rebuilt = 0
         self.block_norm = 0.0
         self.last: SwarmStep | None = None
         self._is_arranged = self._has_declined = False
-
-    def serve_others(
-        self,
-        state: Callable[[], bytes],
-        *,
-        become: Callable[[int, Tensor], NewStage],
-        revive: Callable[[int, Sequence[Tensor]], NewStage],
-    ) -> None:
-        """state: this peer's between two steps, for peers that come to its stage. become(stage, state): makes this
-        worker a peer of another stage from such a state. revive(stage, states): the same for a stage that has no peer
-        left, from states of its neighbours.
-        """
-        self._state, self._become, self._revive = state, become, revive
 
     def _inbox(self, met: Sequence[int] | None) -> PeerInbox:
         """The messages between all who may ever be in the run."""
@@ -133,21 +120,14 @@ class Swarmed:
         placed = [coordinate.stage for coordinate in world.layout.coordinates]
         stages = [stage if rank in present else NOWHERE for rank, stage in enumerate(placed)]
         agreement = Agreement(inbox, group.deadlines.pipeline, present if world.rank in present else ())
-        ways = ways_of(pipeline, stages, agreement.patience)
-        peer = SwarmPeer(work, inbox, agreement, ways, seed=config.run.seed * world.size + world.rank)
-        costs = stage_costs(self.cut)
-        policy, period, margin = pipeline.swarm.rebalance, pipeline.swarm.rebalance_every, pipeline.swarm.hysteresis
-        balance = None if policy == "none" else Rebalancer(policy, costs, period=period, hysteresis=margin)
-        late = DelayedSwarm if pipeline.swarm.delay_updates else Swarm
-        kind = late if config.method == "none" else OwnSwarm
-        return kind(
-            peer,
-            agreement,
-            self._trained(),
-            StagePlacement(stages, costs, balance),
-            pipeline.microbatches,
-            consistency=pipeline.swarm.consistency,
+        seed, room = config.run.seed * world.size + world.rank, origin_room(pipeline, stages)
+        peer, own = SwarmPeer(work, agreement, pipeline, room, seed), pipeline.swarm
+        balance = Rebalancer(
+            own.rebalance, stage_costs(self.cut), period=own.rebalance_every, hysteresis=own.hysteresis
         )
+        late = DelayedSwarm if own.delay_updates else Swarm
+        kind = late if config.method == "none" else OwnSwarm
+        return kind(peer, self._trained(), StagePlacement(stages, balance))
 
     def enter(self, others: Sequence[int], wish: int = NOWHERE) -> int:
         """Come to a swarm that is at work, of which `others` are; the step that this peer begins with. wish: the stage
@@ -160,7 +140,7 @@ class Swarmed:
         if step > self.config.run.steps:
             raise Malformed(-1, f"a welcome to step {step}, which this run has not")
         here = [self.swarm.stages[peer] for peer in self.swarm.agreement.members]
-        self.swarm.peer.ways = ways_of(self.config.pipeline, here, self.swarm.agreement.patience)
+        self.swarm.peer.room = origin_room(self.config.pipeline, here)
         self._move(change)
         self.step, self._is_arranged = step - 1, True
         return step
@@ -185,7 +165,7 @@ class Swarmed:
             self._decline()
         if self.swarm.stages[self.swarm.me] == 0:
             form = self.swarm.peer.work.form
-            self.tokens += len(self.swarm.peer.counted) * form.sequences * form.length
+            self.tokens += len(self.swarm.peer.tally.counted) * form.sequences * form.length
         return torch.tensor(self.last.loss, device=next(self.stage.parameters()).device, dtype=torch.float32)
 
     def take_last(self) -> bool:
@@ -273,9 +253,9 @@ class Swarmed:
             state = take(agreement.inbox, donors, agreement.patience)
             if state is None:
                 raise StageLost(change.after)
-            self.serve(*self._become(change.after, state))
+            self.serve(*self.owner.become(change.after, state))
         else:
-            self.serve(*self._revive(change.after, take_neighbours(self.swarm, change.after)))
+            self.serve(*self.owner.revive(change.after, take_neighbours(self.swarm, change.after)))
             self.rebuilt += 1
         self.moves += 1
 
@@ -353,16 +333,11 @@ def stage_costs(cut: Cut) -> list[float]:
     return [own + (cut.costs.head if piece.leaves else 0.0) for own, piece in zip(blocks, cut.pieces, strict=True)]
 
 
-def ways_of(pipeline: PipelineConfig, stages: Sequence[int], patience: float) -> SwarmOptions:
-    """How microbatches travel. stages: by peer, `NOWHERE` for who is not there. patience: seconds (`SwarmOptions`)."""
+def origin_room(pipeline: PipelineConfig, stages: Sequence[int]) -> int | None:
+    """Microbatches that an origin has under way at most; None: as many as there are. stages: by peer, `NOWHERE` for who
+    is not there.
+    """
     in_flight, origins = pipeline.in_flight, max(stages.count(0), 1)
     here = sum(stage != NOWHERE for stage in stages)
     room = {"auto": -(-_AHEAD * here // origins), "1f1b": max(stages, default=0) + 1, "all": None}
-    return SwarmOptions(
-        room=in_flight if isinstance(in_flight, int) else room[in_flight],
-        forward=pipeline.swarm.forward_deadline,
-        backward=pipeline.swarm.backward_deadline,
-        chooses_again=pipeline.swarm.consistency != "strict",
-        patience=patience,
-        keeps=pipeline.swarm.consistency == "exact",
-    )
+    return in_flight if isinstance(in_flight, int) else room[in_flight]

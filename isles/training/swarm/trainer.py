@@ -12,8 +12,6 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -27,9 +25,9 @@ from isles.comm.errors import Malformed
 from isles.comm.group import Group
 from isles.comm.layout import Coordinate, Layout
 from isles.comm.mesh import Mesh
-from isles.comm.transport import Transport
 from isles.data import Corpus
 from isles.membership.messages import JoinSwarm, StartSwarm, SwarmBeat
+from isles.membership.p2p.transport import ElasticTransport
 from isles.membership.state_transfer import StateTransfer
 from isles.membership.swarm_coordinator import MAX_MEMBERS
 from isles.models import limits, sketch
@@ -42,16 +40,14 @@ from isles.pipeline.swarm.outer import SwarmRoster
 from isles.replicas.sync import ReplicaSync
 from isles.training.config.inner import lr_factor
 from isles.training.config.sections import Config
-from isles.training.deadlines import deadlines
 from isles.training.elastic.states import state_of
 from isles.training.optimizer import rate_schedule, wrapped
 from isles.training.records.shard import StateCopy, state_from_bytes
 from isles.training.stage_runner import broadcast_from_first, build_stage, run_scheme
-from isles.training.step import Left, StepRunner
+from isles.training.step import Left, StepRunner, Text
 from isles.training.swarm.step import NewStage, Swarmed, begin_alike
-from isles.training.text import Text
 from isles.training.trainer import Trainer
-from isles.training.worker import PartsMaker
+from isles.training.worker import PartsMaker, deadlines
 
 _FAREWELL = 2.0
 """Seconds in which what a peer has sent before it leaves must be gone. The others need none of it by then."""
@@ -126,10 +122,7 @@ class SwarmTrainer(Trainer):
         self._present = range(world.size) if present is None else present
         self._maker = SwarmParts(config, world, corpus, present=self._present, met=met)
         super().__init__(config, world, self._maker.made())
-        cut = self.model_step.cut
-        self.model_step.serve_others(
-            lambda: self._state().to_bytes(), become=partial(self._become, cut), revive=partial(self._revive, cut)
-        )
+        self.model_step.owner = self
 
     @override
     def run(self, out: Path | None) -> dict[str, Any] | None:
@@ -169,18 +162,21 @@ class SwarmTrainer(Trainer):
         super().step()
         self.tokens = self.model_step.tokens
 
+    def state_bytes(self) -> bytes:
+        return self._state().to_bytes()
+
     def _state(self) -> StateCopy:
-        """This peer's state between two steps; what another one `_become`s from."""
+        """This peer's state between two steps; what another one `become`s from."""
         optimizer = self.optimizer
         held = {"model": optimizer.weights(), "inner": optimizer.inner_state(), "steps": optimizer.steps}
         held |= {"outer": optimizer.outer_state(), "norm": self.model_step.block_norm}
         held["late"] = self.model_step.swarm.late
         return StateCopy({**held, "schedule": self.schedule.state_dict()})
 
-    def _become(self, cut: Cut, stage: int, received: Tensor) -> NewStage:
+    def become(self, stage: int, received: Tensor) -> NewStage:
         """Serve `stage` from now on, with the state that a peer of it gave."""
         state = _read(received, self.config.run.steps)
-        served = self._rebuilt(cut, stage)
+        served = self._rebuilt(stage)
         self.optimizer.load_weights(state["model"])
         self.optimizer.load_inner_state(state["inner"])
         self.optimizer.load_outer_state(state["outer"])
@@ -190,12 +186,12 @@ class SwarmTrainer(Trainer):
         self.model_step.swarm.late = state["late"]
         return served
 
-    def _revive(self, cut: Cut, stage: int, received: Sequence[Tensor]) -> NewStage:
+    def revive(self, stage: int, received: Sequence[Tensor]) -> NewStage:
         """Serve `stage`, which nobody does any more, made of the states that peers of its neighbours gave: CheckFree's
         mean of their blocks, empty moments, a higher rate.
         """
         states = [_read(each, self.config.run.steps) for each in received]
-        served = self._rebuilt(cut, stage)
+        served, cut = self._rebuilt(stage), self.model_step.cut
         whole = sketch(self.config.model)
         run_scheme(self.config, cut).fit(whole)
         found = [
@@ -215,7 +211,8 @@ class SwarmTrainer(Trainer):
             group["lr"] = rate * lr_factor(self.optimizer.steps + 1, self.config.run.steps, self.config.inner)
         return served
 
-    def _rebuilt(self, cut: Cut, stage: int) -> NewStage:
+    def _rebuilt(self, stage: int) -> NewStage:
+        cut = self.model_step.cut
         scheme = run_scheme(self.config, cut)
         if stage == 0 and self.text is None:
             self.text = self._maker.read()
@@ -235,7 +232,7 @@ class SwarmTrainer(Trainer):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         stage = state["step"]["stages"][self.world.rank]
         if stage != self.model_step.swarm.stages[self.world.rank]:
-            self.model_step.serve(*self._rebuilt(self.model_step.cut, stage))
+            self.model_step.serve(*self._rebuilt(stage))
         super().load_state_dict(state)
 
     @override
@@ -290,22 +287,28 @@ FetchPart = Callable[[int], tuple[Path, dict[str, Any]]]
 _RETAINED = 2  # steps of which a peer goes on to offer its state
 
 
-@dataclass
-class OwnMember:
+class OwnMember(ABC):
     """What a member of a run trains with.
 
     transport: between members. transfers: through which this peer serves its states. folder: for files on their way.
-    report: called with events for the lighthouse. stop_here: asked after each step whether this peer ends.
     """
 
     config: Config
-    transport: Transport
+    transport: ElasticTransport
     corpus: Corpus
     transfers: StateTransfer
     folder: Path
-    report: Callable[[Any], None]
-    stop_here: Callable[[int], bool]
-    _offered: list[str] = field(default_factory=list)
+
+    def __init__(self) -> None:
+        self._offered: list[str] = []
+
+    @abstractmethod
+    def report(self, event: Any) -> None:
+        """What the trainer tells whoever started it."""
+
+    @abstractmethod
+    def stop_here(self, step: int) -> bool:
+        """Whether this peer ends after `step` without the others' leave."""
 
     def mesh(self, stages: Mapping[int, int]) -> Mesh:
         """The world as this peer sees it. stages: of the members that are known, its own included."""
@@ -409,9 +412,8 @@ class ElasticSwarmTrainer(SwarmTrainer, PeerWork):
     @override
     def go_on_from(self, step: int, retained: FetchPart) -> None:
         received = torch.frombuffer(bytearray(retained(self.world.coordinate.stage)[0].read_bytes()), dtype=torch.uint8)
-        stepped = self.model_step
-        stepped.serve(*self._become(stepped.cut, self.world.coordinate.stage, received))
-        stepped.step = step
+        self.model_step.serve(*self.become(self.world.coordinate.stage, received))
+        self.model_step.step = step
 
     @property
     @override

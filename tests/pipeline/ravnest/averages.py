@@ -19,8 +19,8 @@ from isles.models.stages import Stage
 from isles.pipeline.ravnest.agreement import ClusterAgreement, cluster_inbox
 from isles.pipeline.ravnest.assignment import ClusterAssignment
 from isles.pipeline.ravnest.averaging import ClusterAverage, refinement
-from isles.pipeline.ravnest.stage import AsyncOptions, AsyncStage
-from tests.pipeline.ravnest import nodes
+from isles.pipeline.ravnest.stage import AsyncStage
+from tests.cli.test_plan_clusters import nodes
 from tests.pipeline.ravnest.nodes import BLOCKS, Wet
 
 THREE = ((1, 2), (3,), ())
@@ -103,7 +103,8 @@ class Member:
         self.optimizer = nodes.stepper(self.plan.optimizer, list(self.stage.parameters()))
         self.average.serve(self.stage, self.optimizer)
         group = self.world.world.among(self.agreement.assignment.clusters[self.cluster], "pipeline")
-        self.node = AsyncStage(self.stage, self.step, group, nodes.form(), AsyncOptions(in_flight=group.size))
+        options = nodes.options(nodes.Row(group.size))
+        self.node = AsyncStage(self.stage, self.step, group, nodes.form(), options)
         self.broken = False
 
     def step(self, stale: int) -> None:

@@ -16,8 +16,9 @@ from isles.comm.mesh import Mesh
 from isles.models.cuts import cut_points, pieces
 from isles.models.stages import Stage
 from isles.pipeline.boundaries.base import FullStream
-from isles.pipeline.ravnest.stage import AsyncOptions, AsyncStage
-from isles.pipeline.shares import StageShares
+from isles.pipeline.compute import StageShares
+from isles.pipeline.config import PipelineConfig
+from isles.pipeline.ravnest.stage import AsyncStage
 from isles.pipeline.wire import StageForm
 
 WIDTH, VOCAB, LENGTH, SEQUENCES, BLOCKS = 12, 50, 8, 2, 4
@@ -94,6 +95,17 @@ def stepper(name: str, parameters: list[nn.Parameter]) -> Optimizer:
     return torch.optim.AdamW(parameters, lr=0.01)
 
 
+def options(row: Row) -> PipelineConfig:
+    """A cluster of one stage is beside longer ones."""
+    return PipelineConfig(
+        stages=max(row.stages, 2),
+        in_flight=row.in_flight,
+        microbatches=row.every,
+        order=row.order,
+        recompute=row.recompute,
+    )
+
+
 def form(dtype: torch.dtype = torch.float32) -> StageForm:
     return StageForm(sequences=SEQUENCES, length=LENGTH, vocab=VOCAB, dtype=dtype, boundary=FullStream(WIDTH))
 
@@ -111,10 +123,8 @@ def made(world: Mesh, row: Row, update: Callable[[Stage], Callable[[int], None]]
         optimizer.step()
         optimizer.zero_grad()
 
-    ways = AsyncOptions(
-        in_flight=row.in_flight, every=row.every, order=row.order, recompute=row.recompute, shares=row.shares
-    )
-    node = AsyncStage(stage, step if update is None else update(stage), group, form(), ways)
+    update = (lambda stage: step) if update is None else update
+    node = AsyncStage(stage, update(stage), group, form(), options(row), shares=row.shares)
     node.stales = stales  # type: ignore[attr-defined]  # what each update was told
     return node
 
@@ -141,7 +151,7 @@ def train(world: Mesh, rows: list[Row]) -> list[dict[str, Any] | None]:
                 "losses": losses,
                 "weights": {name: parameter.detach().clone() for name, parameter in node.stage.named_parameters()},
                 "stales": node.stales,  # type: ignore[attr-defined]
-                "passed": [(one.used, one.applied) for one in passed],
+                "passed": passed,
                 "versions": node.most_versions,
                 "held": node.most_held,
                 "played": played,

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import isles
-from isles.pipeline.ravnest.stage import AsyncOptions, most_versions
-from isles.pipeline.shares import StageShares
+from isles.pipeline.compute import StageShares
+from isles.pipeline.ravnest.stage import most_versions
+from tests.cli.test_plan_clusters import nodes
 from tests.gloo import run_gloo
-from tests.pipeline.ravnest import nodes
 from tests.pipeline.ravnest.nodes import Row
 
 LONG = pytest.mark.long
@@ -61,7 +61,7 @@ def test_an_update_is_as_stale_as_its_oldest_gradient() -> None:
         ages = [applied - used for used, applied in nodes.schedule(row, stage)]
         assert node["stales"] == [max(pair) for pair in zip(ages[::2], ages[1::2], strict=True)]
     assert virtual(row)[0]["stales"][:4] == [0, 1, 2, 2]
-    most = [most_versions(AsyncOptions(in_flight=4, every=2), stage, 4) for stage in range(4)]
+    most = [most_versions(nodes.options(row), stage, 4) for stage in range(4)]
     assert most == [3, 2, 2, 1] == [node["versions"] for node in virtual(row)]
 
 

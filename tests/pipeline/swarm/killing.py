@@ -11,7 +11,7 @@ import isles
 from isles.comm.errors import PeerLost
 from isles.comm.mesh import Mesh
 from isles.comm.tags import Tag
-from isles.comm.virtual.transport import VirtualTransport
+from isles.comm.virtual.cluster import VirtualTransport
 from isles.network.engine import ARRIVED
 
 

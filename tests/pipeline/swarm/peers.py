@@ -17,13 +17,12 @@ from isles.models import Decoder, Shape
 from isles.models.cuts import PieceCosts, cut_points, pieces
 from isles.models.stages import Stage
 from isles.pipeline.boundaries.base import FullStream
-from isles.pipeline.config import Consistency
+from isles.pipeline.compute import stage_shares
+from isles.pipeline.config import Consistency, PipelineConfig, SwarmConfig
 from isles.pipeline.peers.agreement import Agreement
 from isles.pipeline.peers.inbox import LARGE, PeerInbox, message_lengths
-from isles.pipeline.shares import stage_shares
-from isles.pipeline.swarm.peer import SwarmOptions, SwarmPeer
-from isles.pipeline.swarm.placement import StagePlacement
-from isles.pipeline.swarm.stage_work import StageWork
+from isles.pipeline.swarm.peer import StageWork, SwarmPeer
+from isles.pipeline.swarm.placement import Rebalancer, StagePlacement
 from isles.pipeline.swarm.swarm import Swarm
 from isles.pipeline.wire import StageForm
 
@@ -48,6 +47,14 @@ class Setting:
     def stages(self) -> list[int]:
         """By rank."""
         return [stage for stage, count in enumerate(self.peers) for _ in range(count)]
+
+    @property
+    def config(self) -> PipelineConfig:
+        forward, backward = self.deadlines if self.consistency != "strict" else (30.0, 75.0)
+        own = SwarmConfig(consistency=self.consistency, forward_deadline=forward, backward_deadline=backward)
+        return PipelineConfig(
+            routing="swarm", stages=len(self.peers), loss_at="last", microbatches=self.microbatches, swarm=own
+        )
 
     @property
     def shape(self) -> Shape:
@@ -83,19 +90,9 @@ def swarm_of(world: Mesh, setting: Setting) -> Swarm:
     inbox = PeerInbox(MessageQueue(group, run=9, lengths=lengths, channels=LARGE))
     work = StageWork(stage, group, form, setting.microbatches, shares=shares, autocast=nullcontext)
     agreement = Agreement(inbox, setting.patience, range(world.size))
-    placement = StagePlacement(stages, [1.0] * len(setting.peers))
-    forward, backward = setting.deadlines
-    ways = SwarmOptions(
-        room=setting.room,
-        forward=forward,
-        backward=backward,
-        patience=setting.patience,
-        chooses_again=setting.consistency != "strict",
-        keeps=setting.consistency == "exact",
-    )
-    peer = SwarmPeer(work, inbox, agreement, ways, seed=1000 * setting.seed + world.rank)
-    trained = list(stage.parameters())
-    return Swarm(peer, agreement, trained, placement, setting.microbatches, consistency=setting.consistency)
+    placement = StagePlacement(stages, Rebalancer("none", [1.0] * len(setting.peers)))
+    peer = SwarmPeer(work, agreement, setting.config, setting.room, 1000 * setting.seed + world.rank)
+    return Swarm(peer, list(stage.parameters()), placement)
 
 
 def train(world: Mesh, setting: Setting) -> Any:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from isles.pipeline.swarm.rebalancer import (
+from isles.pipeline.swarm.placement import (
     BalancePolicy,
     PeerLoad,
     Rebalancer,

@@ -136,7 +136,7 @@ class Attacker:
             over.start()
             with suppress(LinkLost):
                 for head in heads:
-                    said += stream.send(head, bytes(head.size))
+                    stream.send(head, bytes(head.size), lambda *reply: said.append(reply))
                     left += 1
             over.cancel()
         return left, said
@@ -146,10 +146,10 @@ class Attacker:
         with self.paired() as stream:
             said = list[tuple[int, int]]()
             for head in heads:
-                said += stream.send(head, bytes(head.size))
+                stream.send(head, bytes(head.size), lambda *reply: said.append(reply))
             until = time.monotonic() + seconds
             while len(said) < len(heads) and time.monotonic() < until:
-                said += stream.wait(0.1)
+                stream.wait(0.1, lambda *reply: said.append(reply))
             return said
 
     def gift(self, said: Any) -> Answer:

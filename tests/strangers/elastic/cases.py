@@ -311,9 +311,9 @@ def a_terabyte_announced(one: Attacker) -> None:
 @case("engine")
 def words_that_no_pair_says(one: Attacker) -> None:
     with one.paired() as stream, pytest.raises(LinkLost):
-        stream.send(Head(200))
+        stream.send(Head(200), b"", lambda *_: None)
         for _ in range(100):
-            stream.wait(0.1)
+            stream.wait(0.1, lambda *_: None)
 
 
 @case("victim", "more unexpected messages than are buffered", OWN)

@@ -16,9 +16,8 @@ from isles.comm.tags import Tag
 from isles.membership.client import MembershipClient
 from isles.membership.coordinator import RoundsCoordinator
 from isles.membership.effects import Rules
-from isles.membership.journal import Journal
 from isles.membership.keys import HELLO, MemberKeys
-from isles.membership.lighthouse import Lighthouse
+from isles.membership.lighthouse import Journal, Lighthouse
 from isles.membership.messages import Entry, Hello, decode, encode
 from isles.membership.p2p.pairs import PeerConnections
 from isles.membership.p2p.transport import ElasticTransport

@@ -18,10 +18,9 @@ from isles.plan.peers import plan_clusters
 from isles.running.run import launch
 from isles.training.config.reading import read_config, to_toml
 from isles.training.config.sections import Config
-from isles.training.deadlines import deadlines
 from isles.training.records.checkpoint import Checkpoints
 from isles.training.records.reshard import prepare
-from isles.training.worker import train_worker
+from isles.training.worker import deadlines, train_worker
 from tests.cli.command import isles as command
 from tests.pipeline.ravnest import averages
 

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from typing_extensions import override
 
-from isles.cli.elastic.query import run_status
 from isles.comm.credentials import parse_token
 from isles.membership.messages import SwarmStatus
+from isles.membership.requests import run_status
 from isles.network.clusters.nodes import ClusterNode
 from isles.training.clusters.node import growth_of
 from tests.cli.command import isles

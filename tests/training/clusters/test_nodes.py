@@ -11,8 +11,7 @@ from isles.comm.mesh import Mesh
 from isles.memory.meter import MemoryMeter
 from isles.plan.peers import plan_clusters
 from isles.running.run import launch
-from isles.training.clusters.cuts import cluster_cuts
-from isles.training.clusters.stage_server import StageServer
+from isles.training.clusters.stage_server import StageServer, cluster_cuts
 from isles.training.config.inner import lr_factor
 from isles.training.config.reading import read_config
 from isles.training.config.sections import Config

@@ -5,13 +5,12 @@ message, and that the same comes of it twice.
 from __future__ import annotations
 
 from pathlib import Path
-from unittest.mock import patch
 
 import pytest
 from safetensors.numpy import load_file
 
-from isles.comm.virtual.wire import VirtualMessage, VirtualWire
-from isles.training.elastic.simulated import SimulatedElasticRun
+from isles.training.simulated_churn import SimulatedElasticRun
+from tests.training.elastic.accounting import AccountedWire, accounted
 from tests.training.elastic.test_simulated import churned, small
 from tests.training.elastic.traces import random_trace
 
@@ -22,33 +21,31 @@ def run_through(
     folder: Path, method: str, *, most: int, events: int, seed: int, name: str = "run"
 ) -> SimulatedElasticRun:
     """Of messages whose round was over where they came, one end at least must know what ended its part in it."""
-    late, come_late = list[VirtualMessage](), VirtualWire._came_late
-
-    def noted(wire: VirtualWire, message: VirtualMessage) -> None:
-        late.append(message)
-        come_late(wire, message)
-
     founders, spacing = most // 2, 60.0 / most
     trace = random_trace(founders=founders, most=most, events=events, spacing=spacing, seed=seed)
     steps = 2 * (int(trace[-1].at / 20.0) + 12)
-    with patch.object(VirtualWire, "_came_late", noted):
+    with accounted():
         run = churned(small(folder, founders, steps, method=method), trace, folder, name)
-    why = {run.simulation.wire.accounting.why(one.source, one.target, one.tag) for one in late}
-    assert why <= REASONS
+    wire = wire_of(run)
+    assert {wire.why(one.source, one.target, one.tag) for one in wire.late} <= REASONS
     return run
+
+
+def wire_of(run: SimulatedElasticRun) -> AccountedWire:
+    wire = run.simulation.wire
+    assert isinstance(wire, AccountedWire)
+    return wire
 
 
 def check(run: SimulatedElasticRun) -> None:
     """It ended with all who are there; every message was received, or a loss or a deadline ended its exchange."""
     assert run.simulation.membership is not None
     assert set(run.simulation.membership.view.members) <= set(run.results)
-    wire = run.simulation.wire
-    accounting = wire.accounting
+    wire = wire_of(run)
     assert wire.under_way() == 0
-    assert set(accounting.missed) <= REASONS
-    reasons = {accounting.why(source, target, tag) for source, target, tag, _ in wire.unclaimed()}
-    assert reasons <= REASONS
-    assert accounting.received > 0.5 * accounting.sent
+    assert set(wire.missed) <= REASONS
+    assert {wire.why(one.source, one.target, one.tag) for one in wire.unclaimed()} <= REASONS
+    assert wire.received > 0.5 * wire.sent
     assert run.simulation.counts["deaths"] and run.simulation.counts["outages"] and run.simulation.counts["pauses"]
 
 
@@ -66,9 +63,9 @@ def test_hundreds_of_events_are_the_same_twice(tmp_path: Path, method: str, seed
     """No two members ever differ; the first seed is done again."""
     one = run_through(tmp_path, method, most=64, events=events, seed=seed, name="one")
     check(one)
-    accounting = one.simulation.wire.accounting
+    wire = wire_of(one)
     print(f"{method}, seed {seed}: {dict(one.simulation.counts)}, {one.summary['outcomes']}")
-    print(f"bytes: {accounting.sent} sent, {accounting.received} received, {dict(accounting.missed)} missed")
+    print(f"bytes: {wire.sent} sent, {wire.received} received, {dict(wire.missed)} missed")
     if seed > 1:
         return
     two = run_through(tmp_path, method, most=64, events=events, seed=seed, name="two")

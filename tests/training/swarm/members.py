@@ -78,7 +78,7 @@ class SwarmRun(LitRun):
     def vanish(self, number: int) -> None:
         """Its connections break, as when its process is killed; then it ends."""
         peer = self.peers[number]
-        transport = peer._transport
+        transport = peer.transport
         peer.client.ended = Over("killed")
         self._killed.add(number)
         vanish(transport)

@@ -148,7 +148,7 @@ class Recorded(SwarmTrainer):
     def step(self) -> None:
         super().step()
         assert self.model_step.last is not None
-        self.counted.append(sorted(self.model_step.swarm.peer.counted))
+        self.counted.append(sorted(self.model_step.swarm.peer.tally.counted))
         self.present.append(self.model_step.last.members)
 
 

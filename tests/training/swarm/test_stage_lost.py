@@ -40,10 +40,10 @@ class Noting(SwarmTrainer):
 
     revived = 0
 
-    def _revive(self, *given: Any) -> Any:
+    def revive(self, *given: Any) -> Any:
         self.revived = self.model_step.step
         self.steps_before = self.optimizer.steps
-        return super()._revive(*given)
+        return super().revive(*given)
 
 
 def trained(world: Mesh, read: Config, corpus: Corpus) -> dict[str, Any]:

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from isles.cli.elastic import query
 from isles.cli.elastic import status as command
 from isles.comm.collectives.message_queue import MessageHeader
+from isles.membership import requests
 from isles.training.records.tokens import make_token
 from tests.training.swarm.members import SwarmRun, elastic_config
 from tests.training.swarm.test_members import settings
@@ -84,13 +84,13 @@ def test_a_lighthouse_that_is_gone_and_comes_back(tmp_path: Path, show: Show) ->
 @pytest.mark.long
 def test_one_that_goes_amid_the_question(tmp_path: Path, show: Show, monkeypatch: pytest.MonkeyPatch) -> None:
     run = SwarmRun(elastic_config(*settings("[1,1]", 10)), tmp_path / "run")
-    ask = query.ask
+    ask = requests.ask
 
     def asked(*of: object) -> bytes | None:
         run.stop()
         return ask(*of)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(query, "ask", asked)
+    monkeypatch.setattr(requests, "ask", asked)
     with pytest.raises(OSError, match="the lighthouse has gone: ask again once it is lit"):
         show(run)
 

@@ -35,8 +35,7 @@ from typing_extensions import override
 
 from isles.base.modes import to_device, to_host
 from isles.base.wrapping import each_of, innermost
-from isles.comm.collectives.basic import all_gather
-from isles.comm.collectives.headers import Stamp, packed
+from isles.comm.collectives.basic import Stamp, all_gather, packed
 from isles.comm.errors import Diverged, WorkerFailed, sent_by
 from isles.comm.trust import JUMPS, mean_square
 from isles.network.exchange_plan import MemoryItem, PlannedExchange, by_size, gathered

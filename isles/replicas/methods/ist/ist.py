@@ -38,7 +38,7 @@ from typing_extensions import override
 
 from isles.base.modes import HostCopies, arena, is_away, pinned_bytes, to_host
 from isles.comm.codecs import codec
-from isles.comm.collectives.headers import Stamp, packed
+from isles.comm.collectives.basic import Stamp, packed
 from isles.comm.collectives.mean import pattern, working_bytes
 from isles.comm.errors import WorkerFailed
 from isles.comm.tags import Channel
