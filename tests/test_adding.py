@@ -16,6 +16,8 @@ import pytest
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
+import isles
+from isles.base.parts import CODE
 from isles.base.schema import BACKENDS
 from isles.base.tables import changed
 from isles.cli import _run, app
@@ -287,6 +289,16 @@ def use(root: str, out: str) -> None:
 
 def test_every_backend_can_be_started() -> None:
     assert set(STARTERS) == set(BACKENDS)
+
+
+def test_what_is_public_says_what_it_is() -> None:
+    """Every name of `isles` loads and has a docstring of its own; what a part of one's own derives from is there."""
+    for name in isles.__all__:
+        thing = getattr(isles, name)
+        if callable(thing):
+            assert thing.__doc__ and not thing.__doc__.startswith(f"{name}("), f"{name} has no docstring"
+    interfaces = {row.interface.partition(":")[2] for row in CODE.values() if row.interface}
+    assert interfaces <= set(isles.__all__)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

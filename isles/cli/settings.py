@@ -75,7 +75,8 @@ def _legal() -> None:
     from isles.training.config.conflicts import EXTERNAL_SITUATIONS, conflicts
 
     print('The parts of an outer method, each a setting of method = "custom" (cadence: sync_every, fragments,')
-    print("overlap_steps, outer_delay). Any choice goes together unless a line below speaks of it.\n")
+    print("overlap_steps, outer_delay). Any choice goes together unless a line below speaks of it.")
+    print("Or package.module:Class of your own, which the lines know by what it says of itself: own (lossy), ...\n")
     print_named({f"  {axis}": ", ".join(members) for axis, members in AXES.items()})
     for severity, meaning in (("refused", "makes no sense"), ("warned", "runs, with a note")):
         print(f"\n{severity} ({meaning}):\n")

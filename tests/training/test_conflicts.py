@@ -50,6 +50,7 @@ SITUATIONS: dict[str, dict[str, Any]] = {
 VALUES: dict[str, Any] = {
     "replicas.method": "demo",
     "replicas.mixing": "groups",
+    "replicas.cadence": "isles.replicas.parts.choices:EveryH",
     "replicas.fragments": "strided",
     "replicas.delay": "carry",
     "replicas.on_late": "quorum",
@@ -72,6 +73,7 @@ VALUES: dict[str, Any] = {
 }
 OF = {
     "replicas.mixing": "custom",
+    "replicas.cadence": "custom",
     "replicas.delay": "dilocox",
     "replicas.outer_delay": "custom",
     "replicas.fragments": "custom",
@@ -83,6 +85,7 @@ OF = {
 ALONE = {"world.inside": {"world.inner": 2}, "memory.vectors": {"memory.disk": "/tmp"}}
 ALONE |= {"pipeline.routing": SWARM, "pipeline.swarm.stage_lost": {"pipeline.stages": 3, "world.workers": 6}}
 ALONE |= {"pipeline.recovery.stage_loss": {"replicas.method": "none"}}
+ALONE |= {"replicas.cadence": {"replicas.options.cadence": {"sync_every": 3}}}
 """What a setting needs to be one."""
 
 

@@ -81,7 +81,10 @@ class Custom(OuterSync):
                 f'cadence = "{config.cadence}" is of {cadence.fragments} fragments; fragments = {config.fragments!r} '
                 f"cuts this model into {fragments}: change fragments, layers_per_fragment or options.cadence"
             )
-        for position in range(size) if names_code("mixing", config.mixing) else ():
+        seen: set[int] = set() if names_code("mixing", config.mixing) else {*range(size)}
+        for position in range(size):
+            if position in seen:
+                continue
             group = mixing.members(1, size, position)
             is_group = isinstance(group, tuple) and position in group and group == tuple(sorted(group))
             if not is_group or any(mixing.members(1, size, other) != group for other in group):
@@ -89,6 +92,7 @@ class Custom(OuterSync):
                     f'mixing = "{config.mixing}": members(1, {size}, {position}) is {group!r}; give all members of a '
                     "group the same ascending tuple of positions, themselves included"
                 )
+            seen.update(group)
 
     def _mixing(self) -> Mixing:
         config, filled = self.config, self.config.filled
