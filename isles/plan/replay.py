@@ -96,19 +96,17 @@ class ReplayMessage(WireMessage):
 
 
 class ReplayWire(Wire[ReplayMessage]):
-    """The links between the ranks of `topology`, and the clock. messages: handed in so far. norms: by exchange, when
-    the last worker so far asked for a gradient's norm.
+    """The links between the ranks of `topology`, and the clock. norms: by exchange, when the last worker so far asked
+    for a gradient's norm.
     """
 
     def __init__(self, topology: Topology, seed: int) -> None:
         super().__init__(topology, seed, EventQueue())
-        self.messages = 0
         self.norms: dict[Hashable, float] = {}
         self._posted: dict[Hashable, ReplayWork] = {}
         self._arrived: set[Hashable] = set()
 
     def send(self, source: int, target: int, nbytes: float, key: Hashable, channel: str) -> ReplayWork:
-        self.messages += 1
         message = ReplayMessage(source, target, key, channel, 8.0 * nbytes)
         self.carry(message)
         return message.sent
@@ -448,14 +446,9 @@ class Waits:
     computed: tuple[float, ...]
     waited: tuple[tuple[float, ...], ...]
     for_stages: tuple[tuple[float, ...], ...]
-    messages: int
-
-    def waiting(self, first: int = 1, last: int | None = None) -> float:
-        """After the steps `first` to `last` (None: and at the end), mean over the workers."""
-        return self.account_of(first, last).waiting
 
     def account_of(self, first: int, last: int | None) -> TimeAccount:
-        """Waiting after the steps `first` to `last`, and no computing."""
+        """Waiting after the steps `first` to `last` (None: and at the end), a mean over the workers; no computing."""
         stop = None if last is None else last + 1
         waiting, for_stages = (
             sum(sum(moments[first:stop]) for moments in rows) / len(rows) for rows in (self.waited, self.for_stages)
@@ -528,7 +521,7 @@ class RunReplay:
         )
         shares = (1.0,) * len(workers) if self.staged is None else self.staged.computed
         computed = tuple(share * each for share, each in zip(shares, self.step_seconds, strict=True))
-        return Waits(steps, computed, waited, for_stages, wire.messages)
+        return Waits(steps, computed, waited, for_stages)
 
     def run(self, records: ExchangeRecords, rhythm: Rhythm, steps: int) -> TimeAccount | None:
         """Of a run of `steps` inner steps, played in part where it has more than `messages`. None where even a few
