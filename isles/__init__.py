@@ -80,6 +80,7 @@ if TYPE_CHECKING:
         Mixing,
         OuterRule,
         Reading,
+        RuleState,
     )
     from isles.replicas.replica import Plain
     from isles.replicas.sync import ReplicaSync, unwrap

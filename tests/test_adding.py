@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
@@ -307,7 +308,6 @@ def test_what_is_public_says_what_it_is() -> None:
 PARTS = {
     "sign_momentum": '''"""An outer rule: the sign of the outer gradients' running mean, a fixed step an entry."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -322,9 +322,37 @@ class SignMomentum(isles.OuterRule):
     lr: float
     vectors = ("mean",)
 
-    def apply(self, anchor: Tensor, answer: isles.Answer, vectors: Mapping[str, Tensor], round: int) -> None:
-        mean = vectors["mean"].mul_(self.momentum).add_(answer.mean, alpha=1 - self.momentum)
+    def apply(self, anchor: Tensor, answer: isles.Answer, state: isles.RuleState, round: int) -> None:
+        mean = state.vectors["mean"].mul_(self.momentum).add_(answer.mean, alpha=1 - self.momentum)
         anchor.sub_(mean.sign(), alpha=self.lr)
+''',
+    "outer_muon": '''"""An outer rule: Muon (orthogonal momentum by Newton-Schulz) for matrices, SGD for the rest."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+import isles
+
+
+@dataclass(frozen=True, kw_only=True)
+class OuterMuon(isles.OuterRule):
+    """V <- momentum V + g;  anchor <- anchor - lr O(V), O(V) of V's singular vectors and singular values of 1."""
+
+    lr: float
+    plain: tuple[str, ...] = ()
+    vectors = ("momentum",)
+    whole = True
+
+    def apply(self, anchor: Tensor, answer: isles.Answer, state: isles.RuleState, round: int) -> None:
+        if anchor.dim() != 2 or state.name in self.plain:
+            anchor.sub_(answer.mean, alpha=self.lr)
+            return
+        v = state.vectors["momentum"].mul_(self.momentum).add_(answer.mean)
+        x = v / v.norm().clamp_min(1e-30)
+        for _ in range(40):
+            x = 1.5 * x - 0.5 * (x @ x.T) @ x
+        anchor.sub_(x, alpha=self.lr)
 ''',
     "float8": '''"""A codec: eight-bit floats E4M3 of entries over a power of two."""
 
@@ -455,6 +483,8 @@ class Anchor:
 ROWS = {
     "rule": 'method = "custom"\nsync_every = 2\nrule = "sign_momentum:SignMomentum"\n'
     "options.rule = {lr = 0.0078125, momentum = 0.25}",
+    "matrices": 'method = "custom"\nsync_every = 6\nrule = "outer_muon:OuterMuon"\n'
+    'options.rule = {lr = 0.25, momentum = 0.5, plain = ["embed.weight"]}',
     "codec": 'method = "diloco"\nsync_every = 3\ncodec = "float8:Float8"\noptions.codec.shift = 6',
     "cadence": 'method = "custom"\ncadence = "doubling:Doubling"\noptions.cadence.first = 2',
     "mixing": 'method = "custom"\nsync_every = 2\nmixing = "neighbours:Neighbours"\nrule = "sgd"',
@@ -563,6 +593,12 @@ def test_the_parts_do_what_they_say(elsewhere: Path, runs: dict[str, dict[str, P
     moved = {name: (start.detach() - after[name]) * 128 for name, start in before.named_parameters()}
     assert all((steps - steps.round()).abs().max() < 1e-4 and steps.abs().max() < 3.001 for steps in moved.values())
     assert max(float(steps.abs().max()) for steps in moved.values()) > 2.999, "three rounds of 1/128 an entry"
+
+    after = load_file(runs["train"]["matrices"] / "model.safetensors")
+    for name, start in before.named_parameters():
+        turned = (start.detach() - after[name]) / 0.25
+        if start.dim() == 2 and name != "embed.weight":  # one round
+            assert (torch.linalg.svdvals(turned) - 1).abs().max() < 1e-3, name
 
     outlines = {row: plan.outline for row, plan in plans.items()}
     quarter = -(-plans["codec"].parameters // 4)  # a byte an entry, in two shots, of three workers' quarters each
