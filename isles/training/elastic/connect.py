@@ -45,7 +45,7 @@ from isles.membership.rounds import Decision, IslandGroup
 from isles.membership.state_transfer import StateServer
 from isles.membership.tls_session import Session, open_session
 from isles.membership.views import identity_of, spoken
-from isles.network.clusters.nodes import ClusterNode
+from isles.network.clusters import ClusterNode
 from isles.training.config.reading import Tables, over, resolve
 from isles.training.config.sections import Config
 from isles.training.config.trust import names_in
