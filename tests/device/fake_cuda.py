@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
-from tests.training.own_models import build
+from tests.device import build
 
 COUNTS = (
     "kernels",

@@ -15,6 +15,7 @@ import pytest
 
 import isles
 from isles.comm.codecs.kinds import FORMS
+from tests.device import build
 from tests.device.ordered import METHODS as ORDERED
 from tests.device.ordered import MUTANTS
 from tests.device.table import (
@@ -29,7 +30,6 @@ from tests.device.table import (
     table_row,
     walk,
 )
-from tests.training.own_models import build
 
 OUTER = [name for name in IN_ONE_PROCESS if name not in ("none", "ist", *EVERY_STEP)]
 PLAIN = [name for name in IN_ONE_PROCESS if name not in (*EVERY_STEP, *STREAMING)]

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.device import build
 from tests.device.table import ROOT
-from tests.training.own_models import build
 
 BLOCKS = ("here", "tests", "methods", "formats", "resume", "speed", "rounds", "streams", "islands", "memory")
 

@@ -25,8 +25,8 @@ from isles.comm.errors import WorkerFailed
 from isles.running.run import launch
 from isles.training.config.reading import read_config
 from isles.training.records.checkpoint import Checkpoints
+from tests import gloo
 from tests.cli.command import Command, eventually, gone
-from tests.replicas.test_alike import gloo
 from tests.training.runs import Told, metrics, tiny, without_clocks, write_folder, write_text
 
 NAMED = 5.0  # seconds within which a killed worker is named

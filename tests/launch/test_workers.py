@@ -27,9 +27,8 @@ from isles.comm.sockets import connection as silences
 from isles.launch import workers as local
 from isles.launch.worker import dumps
 from isles.launch.workers import LocalWorkers
-from tests import forked
+from tests import forked, gloo
 from tests.launch import local_workers
-from tests.replicas.test_alike import gloo
 from tests.replicas.workers import bits, loss_of, sgd, weights
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -17,7 +17,7 @@ from isles.running.virtual import VirtualWorkers
 from isles.training.config.reading import read_config
 from isles.training.config.sections import Config
 from isles.training.worker import train_worker
-from tests.replicas.test_alike import gloo
+from tests import gloo
 
 CONTEXT, BATCH = 16, 2
 TINY = [

@@ -20,7 +20,7 @@ from isles.pipeline.ravnest.agreement import ClusterAgreement, cluster_inbox
 from isles.pipeline.ravnest.assignment import ClusterAssignment
 from isles.pipeline.ravnest.averaging import ClusterAverage, refinement
 from isles.pipeline.ravnest.stage import AsyncStage
-from tests.cli.test_plan_clusters import nodes
+from tests.pipeline.ravnest import nodes
 from tests.pipeline.ravnest.nodes import BLOCKS, Wet
 
 THREE = ((1, 2), (3,), ())

@@ -13,9 +13,8 @@ import isles
 from isles.comm.codecs import codec
 from isles.comm.collectives.mean import sent_bytes
 from isles.pipeline.ravnest.averaging import SharedSegment, refinement
-from tests.cli.test_plan_clusters import nodes
 from tests.gloo import run_gloo
-from tests.pipeline.ravnest import averages
+from tests.pipeline.ravnest import averages, nodes
 from tests.pipeline.ravnest.averages import THREE, Killed, Plan
 from tests.pipeline.ravnest.nodes import Wet
 

@@ -14,7 +14,7 @@ from isles.models.cuts import pieces
 from isles.models.stages import Stage
 from isles.pipeline.compute import StageCompute
 from isles.pipeline.evaluation import mean_loss
-from tests.cli.test_plan_clusters import nodes
+from tests.pipeline.ravnest import nodes
 from tests.pipeline.ravnest.averages import Killed, end_after
 from tests.pipeline.ravnest.nodes import BLOCKS, Wet
 

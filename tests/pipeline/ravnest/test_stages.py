@@ -12,8 +12,8 @@ import torch
 import isles
 from isles.pipeline.compute import StageShares
 from isles.pipeline.ravnest.stage import most_versions
-from tests.cli.test_plan_clusters import nodes
 from tests.gloo import run_gloo
+from tests.pipeline.ravnest import nodes
 from tests.pipeline.ravnest.nodes import Row
 
 LONG = pytest.mark.long
