@@ -17,9 +17,8 @@ middle of torch, takes the process down (SIGABRT).
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-import heapq
-import itertools
 import math
 import threading
 import time
@@ -31,6 +30,7 @@ import torch
 
 from isles.comm.errors import DeadlinePassed, PeerLost
 from isles.comm.gloo.liveness import GLANCE, Liveness
+from isles.comm.sockets import loop
 from isles.comm.tags import Channel
 from isles.comm.traffic import Traffic
 from isles.comm.transport import LinkEstimate, Steps, works_of
@@ -214,19 +214,13 @@ class Driver:
     def __init__(self, now: Callable[[], float], liveness: Liveness) -> None:
         self.now, self.liveness = now, liveness
         self.under_way: set[BackgroundTransfer] = set()
-        self._lock = threading.Lock()  # of the alarms, which any thread may add
         self._ready: SimpleQueue[BackgroundTransfer | str | None] = SimpleQueue()
-        self._alarms: list[tuple[float, int, HostEvent]] = []  # a heap; numbered, for events have no order
-        self._numbers = itertools.count()
         self._thread: threading.Thread | None = None
 
     def event(self, seconds: float) -> HostEvent:
         event = HostEvent(None, None, self.now)
         if seconds < math.inf:
-            self._begin()
-            with self._lock:
-                heapq.heappush(self._alarms, (time.monotonic() + seconds, next(self._numbers), event))
-            self._ready.put(_LOOK)
+            loop.call(lambda: asyncio.get_running_loop().call_later(seconds, event.set))
         return event
 
     def start(self, steps: Steps[Any], channel: Channel, deadline: float, traffic: Traffic) -> BackgroundTransfer:
@@ -254,22 +248,10 @@ class Driver:
             self._thread = threading.Thread(target=self._serve, name="isles-transfers", daemon=True)
             self._thread.start()
 
-    def _notify(self) -> float | None:
-        """Set the events whose time has come; seconds until something is to be looked at, None: not by itself."""
-        with self._lock:
-            now, due = time.monotonic(), []
-            while self._alarms and (self._alarms[0][0] <= now or self._alarms[0][2].done()):
-                due.append(heapq.heappop(self._alarms)[2])
-            following = self._alarms[0][0] - now if self._alarms else math.inf
-        for event in due:
-            event.set()
-        following = min(following, GLANCE if self.under_way else math.inf)
-        return following if following < math.inf else None
-
     def _serve(self) -> None:
         while True:
             with contextlib.suppress(Empty):
-                if (transfer := self._ready.get(timeout=self._notify())) is None:
+                if (transfer := self._ready.get(timeout=GLANCE if self.under_way else None)) is None:
                     return
                 if isinstance(transfer, BackgroundTransfer):
                     if torch.get_num_threads() != transfer.threads:
