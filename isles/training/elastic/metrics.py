@@ -11,7 +11,7 @@ from isles.base.schema import ElasticSummary
 from isles.data.order import rows
 from isles.membership.coordinator import RoundsCoordinator
 from isles.membership.data_ledger import batches, count_steps
-from isles.membership.messages import from_plain
+from isles.membership.messages import View, from_plain
 from isles.membership.run_log import (
     EXCHANGES,
     JOURNAL,
@@ -22,7 +22,6 @@ from isles.membership.run_log import (
     read_history,
     read_record,
 )
-from isles.membership.views import View
 
 
 def elastic_metrics(

@@ -10,7 +10,7 @@ from typing import Any, cast
 from isles.base.tables import changed
 from isles.membership import data_ledger
 from isles.membership.effects import Rules
-from isles.membership.views import View
+from isles.membership.messages import View
 from isles.models.model_limits import state_bytes
 from isles.replicas.loop.config import WeightedConfig
 from isles.training.config.conflicts import refuse_conflicts
