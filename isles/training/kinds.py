@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from isles.base.imports import import_target
-from isles.comm.mesh import Layout, grid_of
+from isles.comm.layout import Layout, grid_of
 from isles.training.records.checkpoint import Checkpoints, newest_whole, rank_to_load
 
 if TYPE_CHECKING:

@@ -28,7 +28,8 @@ from isles.base.durable import write_text
 from isles.base.modes import torch_threads
 from isles.comm import mesh
 from isles.comm.errors import PeerLost
-from isles.comm.mesh import Layout, Mesh
+from isles.comm.layout import Layout
+from isles.comm.mesh import Mesh
 from isles.comm.virtual.cluster import VirtualCluster, VirtualTransport
 from isles.comm.virtual.scheduler import Scheduler
 from isles.comm.virtual.wire import VirtualWire

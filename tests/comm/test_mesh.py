@@ -15,7 +15,8 @@ import torch
 
 import isles
 from isles.comm.codecs import codec
-from isles.comm.mesh import Coordinate, Layout, Mesh, arrange
+from isles.comm.layout import Coordinate, Layout
+from isles.comm.mesh import Mesh, arrange
 from isles.comm.transport import Deadlines
 from tests.gloo import in_a_process
 

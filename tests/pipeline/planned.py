@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import isles
-from isles.comm.mesh import Layout, Mesh
+from isles.comm.layout import Layout
+from isles.comm.mesh import Mesh
 from isles.models import Decoder, Shape
 from isles.models.decoder import next_token_loss
 from isles.network.routing.events import orders_of

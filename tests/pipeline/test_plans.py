@@ -11,7 +11,7 @@ import torch
 
 import isles
 from benchmarks._reference import paths_of
-from isles.comm.mesh import Layout
+from isles.comm.layout import Layout
 from isles.network.routing.plan import PipelinePlan
 from isles.network.routing.problem import Costs, Problem
 from isles.network.routing.routes import visited

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from isles.comm.mesh import Layout
+from isles.comm.layout import Layout
 from isles.plan.run_plan import plan_run, refuse
 from isles.running.backends import PRELOAD
 from isles.training import kinds

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isles.comm.mesh import Coordinate, Layout, Mesh
+from isles.comm.layout import Coordinate, Layout
+from isles.comm.mesh import Mesh
 from isles.data import Corpus
 from isles.models import autocast, limits, sketch
 from isles.pipeline.evaluation import assembled, mean_loss

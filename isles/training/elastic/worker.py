@@ -15,7 +15,8 @@ import torch
 from isles.base.parsing import parse_json
 from isles.comm.errors import Malformed
 from isles.comm.group import Group
-from isles.comm.mesh import Mesh, grid_of
+from isles.comm.layout import grid_of
+from isles.comm.mesh import Mesh
 from isles.data import Corpus
 from isles.data.order import rows, spare_rows
 from isles.membership.data_ledger import Batch

@@ -25,7 +25,8 @@ from isles.base.parsing import Nonnegative, integer, value_of
 from isles.comm.call import Ledger
 from isles.comm.errors import Malformed
 from isles.comm.group import Group
-from isles.comm.mesh import Coordinate, Layout, Mesh
+from isles.comm.layout import Coordinate, Layout
+from isles.comm.mesh import Mesh
 from isles.comm.transport import Transport
 from isles.data import Corpus
 from isles.membership.messages import JoinSwarm, StartSwarm, SwarmBeat

@@ -1,0 +1,109 @@
+"""The coordinates of every rank on the axes of a run, as data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from operator import attrgetter
+from typing import Any, Literal, NamedTuple
+
+MeshAxis = Literal["replica", "stage", "inner"]
+
+
+class Coordinate(NamedTuple):
+    """Of which replica a worker holds a piece, which piece of the model that is, and which of the workers it is that
+    share the piece's data-parallel work.
+    """
+
+    replica: int
+    stage: int
+    inner: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """`coordinates[rank]`, all different. Replicas need not be alike: `grid` makes those that are."""
+
+    coordinates: tuple[Coordinate, ...]
+
+    def __post_init__(self) -> None:
+        if len(set(self.coordinates)) != len(self.coordinates):
+            raise ValueError(f"layout {self.coordinates}: two ranks have the same coordinates, give each its own")
+
+    @classmethod
+    def grid(cls, outer: int, stage: int = 1, inner: int = 1) -> Layout:
+        """`outer` replicas of `stage` stages of `inner` workers: rank = (replica * stages + stage) * inner + inner
+        position, so that the workers of an island are neighbours. ValueError for an axis without a worker.
+        """
+        if min(outer, stage, inner) < 1:
+            raise ValueError(f"mesh outer={outer}, stage={stage}, inner={inner}: every axis needs at least 1 worker")
+        return cls(tuple(Coordinate(o, s, i) for o in range(outer) for s in range(stage) for i in range(inner)))
+
+    @classmethod
+    def columns(cls, stages: Sequence[Sequence[int]]) -> Layout:
+        """Stages of unequal numbers of workers, by their ranks: the k-th worker of each stage is in column k, so the
+        first column alone is sure to be whole. ValueError unless every rank from 0 on is in one stage.
+        """
+        coordinates = {rank: Coordinate(k, s, 0) for s, ranks in enumerate(stages) for k, rank in enumerate(ranks)}
+        if sorted(coordinates) != list(range(sum(map(len, stages)))):
+            raise ValueError("stages must name the ranks 0, 1, 2 ... once each")
+        return cls(tuple(coordinates[rank] for rank in range(len(coordinates))))
+
+    @classmethod
+    def rows(cls, lengths: Sequence[int], aside: int = 0) -> Layout:
+        """Replicas of unequal numbers of stages, rank after rank; then `aside` ranks that are in no replica."""
+        coordinates = [Coordinate(row, stage, 0) for row, length in enumerate(lengths) for stage in range(length)]
+        return cls((*coordinates, *(Coordinate(len(coordinates) + rank, 1, 0) for rank in range(aside))))
+
+    @property
+    def size(self) -> int:
+        return len(self.coordinates)
+
+    def sharing(self, rank: int, *axes: MeshAxis) -> list[int]:
+        """The ranks that are where `rank` is on all of `axes`, itself included, in the order of coordinates."""
+        where = attrgetter(*axes) if axes else lambda coordinate: ()
+        if axes not in self._shared:
+            found: dict[Any, list[int]] = {}
+            for other, coordinate in enumerate(self.coordinates):
+                found.setdefault(where(coordinate), []).append(other)
+            for there in found.values():
+                there.sort(key=self.coordinates.__getitem__)
+            self._shared[axes] = found
+        return list(self._shared[axes][where(self.coordinates[rank])])
+
+    @cached_property
+    def _shared(self) -> dict[tuple[MeshAxis, ...], dict[Any, list[int]]]:
+        """What `sharing` has found: of thousands of workers it is asked for every one."""
+        return {}
+
+    @cached_property
+    def holders(self) -> list[list[int]]:
+        """By coordinate in a replica, stage after stage: the ranks that hold that part of the model, in group order."""
+        first = self.coordinates.index(Coordinate(0, 0, 0))
+        return [self.sharing(rank, "stage", "inner") for rank in self.sharing(first, "replica")]
+
+    def reader(self, rank: int) -> tuple[int, int]:
+        """Which share of the data `rank` trains on, and of how many: the stages of a pipeline read the same one. In a
+        column without a first stage nobody reads, and the share is the first.
+        """
+        shares = sorted(
+            {(coordinate.replica, coordinate.inner) for coordinate in self.coordinates if coordinate.stage == 0}
+        )
+        here = self.coordinates[rank]
+        own = (here.replica, here.inner)
+        return shares.index(own) if own in shares else 0, len(shares)
+
+
+@lru_cache(maxsize=8)
+def grid_of(workers: int, *, outer: int | None = None, stage: int = 1, inner: int = 1) -> Layout:
+    """The grid of all `workers` (outer None: what is left). ValueError when the product is another number."""
+    if outer is None:
+        outer = max(workers // max(stage * inner, 1), 1)
+    layout = Layout.grid(outer, stage, inner)
+    if layout.size != workers:
+        raise ValueError(
+            f"mesh outer={outer} x stage={stage} x inner={inner} is {layout.size} workers, the world has {workers}: "
+            "start that many workers or change the mesh"
+        )
+    return layout
