@@ -58,11 +58,10 @@ class Admission:
         self.links: dict[int, Link] = {}
         self.descriptions: dict[int, Any] = {}
         self.ports: dict[int, str] = {}
-        self._echo_ports: dict[int, int] = {}
+        self.echo_ports: dict[int, int] = {}
         self._arrived: queue.SimpleQueue[tuple[Link, Any]] = queue.SimpleQueue()
         self._turned_away: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._throttle = Throttle(lambda text: self._turned_away.put(text))
-        self._released = False
         self._listener = Listener(
             listening,
             self._hear,
@@ -79,15 +78,9 @@ class Admission:
         with contextlib.suppress(queue.Empty):
             while True:
                 self._arrived.get_nowait()[0].close()
-        if self._released:
-            return
         reason = error if isinstance(error, Exception) else RendezvousFailed("node 0 was stopped")
         for link in self.links.values():
             _dismiss(link, reason)
-
-    def release(self) -> None:
-        """All is well: whoever has the links closes them."""
-        self._released = True
 
     @property
     def missing(self) -> list[int]:
@@ -97,10 +90,6 @@ class Admission:
     def format_missing(self) -> str:
         """As in "node 1, node 2"."""
         return ", ".join(f"node {node}" for node in self.missing)
-
-    def echo_addresses(self) -> dict[int, tuple[str, int]]:
-        """By node, address and port of its echo server."""
-        return {node: (link.there, self._echo_ports[node]) for node, link in self.links.items()}
 
     def admit(self) -> None:
         """Look for a moment at who has come, what they said, and who goes."""
@@ -168,7 +157,7 @@ class Admission:
         if disagreement := self.agree(description, node):
             raise Unfit(disagreement)
         echo_port, ports = value_of(hello, "echo_port", Port), value_of(hello, "ports", OneLine)
-        self.descriptions[node], self._echo_ports[node], self.ports[node] = description, echo_port, ports
+        self.descriptions[node], self.echo_ports[node], self.ports[node] = description, echo_port, ports
         return node
 
 
@@ -217,7 +206,8 @@ def host(
                 "them the same --rendezvous"
             )
         (address,) = here
-        addresses: dict[int, tuple[str, int]] = {0: (address, echo.port), **admission.echo_addresses()}
+        addresses: dict[int, tuple[str, int]] = {0: (address, echo.port)}
+        addresses |= {node: (link.there, admission.echo_ports[node]) for node, link in admission.links.items()}
         node_group = NodeGroup(
             spec=node_spec, here=address, host=address, links=admission.links, descriptions=admission.descriptions
         )
@@ -235,7 +225,7 @@ def host(
         ]
         if blocked:
             raise RendezvousFailed(f"{'; '.join(blocked)}; to see more: isles doctor, docs/two-machines.md")
-        admission.release()
+        admission.links = {}  # whoever has the group closes them
         return node_group
 
 
