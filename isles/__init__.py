@@ -30,9 +30,7 @@ if TYPE_CHECKING:
     from isles.memory.profile import profile as memory_profile
     from isles.memory.search import Search as MemorySearch
     from isles.network.churn import ChurnEvent, churn, read_trace, write_trace
-    from isles.network.clusters.cuts import ModelLoad
-    from isles.network.clusters.formation import ClusterScore, NodeCluster, form_clusters
-    from isles.network.clusters.nodes import ClusterNode, read_nodes
+    from isles.network.clusters import ClusterNode, ClusterScore, ModelLoad, NodeCluster, form_clusters, read_nodes
     from isles.network.links import Links
     from isles.network.machines import Machine, machine
     from isles.network.pauses import Pauses

@@ -516,7 +516,6 @@ def test_the_base_of_methods_knows_no_kind_of_replica() -> None:
 HEAPS = {
     "network/engine.py": "the queue of events of simulated time, and the heads of a line",
     "comm/virtual/scheduler.py": "workers by whose turn it is",
-    "comm/gloo/transfers.py": "alarms of the real clock",
     "network/routing/events.py": "the tasks of a worker that could start",
     "network/routing/search.py": "a makespan in a fraction of a replay's time, for searches",
     "memory/lanes.py": "the queue of one lane",

@@ -120,7 +120,7 @@ def _describe(target: tuple[str, int] | None) -> None:
     from isles.comm.sockets.connection import LinkLost
     from isles.launch import probe
     from isles.models import ModelConfig, choose_device
-    from isles.network.clusters.nodes import ClusterNode
+    from isles.network.clusters import ClusterNode
     from isles.training.clusters.stage_server import forward_speed, memory
 
     device = choose_device(ModelConfig())

@@ -42,7 +42,7 @@ class Members:
     deadlines: Deadlines = field(default_factory=Deadlines)
     ledger: Ledger = field(default_factory=Ledger, repr=False)
     view: int = 0
-    """Number of the view of the world (`isles.membership.views`) that the members are in."""
+    """Number of the view of the world (`isles.membership.messages`) that the members are in."""
 
     def __post_init__(self) -> None:
         if len(set(self.ranks)) != len(self.ranks):

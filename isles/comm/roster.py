@@ -18,7 +18,7 @@ _REFUSALS = 3  # invalid payloads of a worker after which it counts as lost
 
 @runtime_checkable
 class Roster(Protocol):
-    """The members of rounds 1, 2, ... as this worker knows them, by rank or member id (`isles.membership.views.View`).
+    """The members of rounds 1, 2, ... as this worker knows them, by rank or member id.
 
     The first answer for a round is final, because the worker that asks has begun it; answers for rounds that have not
     landed belong to the state.

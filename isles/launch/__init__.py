@@ -2,7 +2,7 @@
 
 `workers`     a fixed world's worker processes; `preload`: modules that the fork server loads
 `worker`      a worker's side: join the world, work, follow the launcher
-`rendezvous`  how launchers of several machines meet; `admission`: whom node 0 admits; `nodes`: the machines then
+`rendezvous`  how launchers of several machines meet, and whom node 0 admits; `nodes`: the machines then
 `handles`     connections of a launcher to its workers and to the other launchers
 `probe`       ports, round trip and rates to another machine
 """

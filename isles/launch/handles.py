@@ -27,7 +27,7 @@ from collections.abc import Callable, Container, Iterable, Sequence
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess, current_process
 from pathlib import Path
-from typing import Annotated, Any, Literal, Protocol, cast
+from typing import Annotated, Any, Literal, cast
 
 from typing_extensions import override
 
@@ -42,25 +42,6 @@ from isles.launch.worker import ByValue, WorkerSpec, serve
 _LONGEST_TMPDIR = 70  # characters, before those that multiprocessing adds
 WorkerMessage = tuple[int, str, Any]
 """(rank, "joined" | "beat" | "event" | "held" | "done" | "error" | "interrupt", value); the last: please stop."""
-
-
-class WorkerHandle(Protocol):
-    """A connection that speaks for the workers `ranks`."""
-
-    ranks: tuple[int, ...]
-    lost: bool  # nothing more will come
-
-    def fileno(self) -> int:
-        """For select and its relatives."""
-        ...
-
-    def read(self) -> list[WorkerMessage]:
-        """What has come, without waiting. A connection that is lost is an "error" of each of its workers."""
-        ...
-
-    def tell(self, command: Any) -> None:
-        """Pass a command on; one that is gone is not told."""
-        ...
 
 
 class PipeHandle:
@@ -81,9 +62,11 @@ class PipeHandle:
         self._silence = Silence(waits.silence, first=waits.join)
 
     def fileno(self) -> int:
+        """For select and its relatives."""
         return self.pipe.fileno()
 
     def read(self) -> list[WorkerMessage]:
+        """What has come, without waiting. A connection that is lost is an "error" of each of its workers."""
         (rank,) = self.ranks
         try:
             if self.lost:
@@ -100,6 +83,7 @@ class PipeHandle:
         return [(rank, kind, value)]
 
     def tell(self, command: Any) -> None:
+        """Pass a command on; one that is gone is not told."""
         with contextlib.suppress(OSError):
             self.pipe.send(command)
 
@@ -223,7 +207,7 @@ def await_outcome(link: Link) -> None:
 
 
 class NodeHandle:
-    """All workers of another machine, on node 0; a WorkerHandle of `isles.launch.handles`."""
+    """All workers of another machine, on node 0."""
 
     def __init__(self, node: int, ranks: tuple[int, ...], link: Link, check: MessageCheck) -> None:
         self.node, self.ranks, self.link, self._check = node, ranks, link, check
@@ -275,6 +259,10 @@ class ProcessHandle(NodeHandle):
     @override
     def loss(self, why: LinkLost) -> Exception:
         return WorkerFailed(self.ranks[0], f"its process is gone: {why}")
+
+
+WorkerHandle = PipeHandle | NodeHandle
+"""A connection that speaks for the workers `ranks`; `lost` once nothing more will come."""
 
 
 class RemoteWorkers:

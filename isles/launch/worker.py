@@ -2,7 +2,7 @@
 
 launcher                            worker
 "hold" | ("stop", step) | "close"   ----->   received by a thread of its own; it ends the process when the launcher ends
-("lost", rank) | ("moved", counts)  ----->   of other workers: see `isles.comm.gloo.liveness`
+("lost", rank) | ("moved", counts)  ----->   of other workers: see `isles.comm.gloo.transfers`
                                     <-----   ("joined", None) when all have met; ("beat", bytes moved) every two seconds
                                     <-----   ("event", value) | ("held", step) | ("done", result) | ("error", exception)
                                     <-----   ("interrupt", None): somebody asked this process to end (SIGTERM), and
@@ -43,7 +43,7 @@ from torch.multiprocessing import reductions
 from isles.base.durable import no_room
 from isles.comm import mesh
 from isles.comm.errors import CommError, WorkerFailed
-from isles.comm.gloo.liveness import Liveness
+from isles.comm.gloo.transfers import Liveness
 from isles.comm.gloo.transport import DistributedTransport
 from isles.comm.sockets.connection import begin_pulse
 from isles.comm.stopping import LeaveControl, StopControl

@@ -13,12 +13,11 @@ drive as well. In the order in which they are best read:
 
 What runs them, and carries data:
 
-`messages`           between lighthouse and workers, and their JSON form; `keys`: addresses and MACs
+`messages`           between lighthouse and workers, and their JSON form, with `View`; `keys`: addresses and MACs
 `session`            what carries the messages; `tls_session` and `hub`: between processes; `simulated`: in virtual time
 `lighthouse`         drives a coordinator, keeps its journal; `failure_detector`: who is connected and responsive
 `requests`, `client` a worker's requests to the lighthouse, and what it is notified of
-`rounds`             what a member does in each round, and with whom; alone or as an island of several workers;
-                     `views`: which members are in which round
+`rounds`             what a member does in each round, and with whom; alone or as an island of several workers
 `p2p`                tensors between workers, over connections of their own or relayed ones
 `state_transfer`     files that one member fetches from another
 `run_log`            what a run leaves on disk about its rounds

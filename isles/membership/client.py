@@ -47,13 +47,13 @@ from isles.membership.messages import (
     Refusal,
     Reload,
     Silent,
+    View,
     decode,
     encode,
 )
 from isles.membership.requests import BEAT, LONGEST, PATIENCE, DecisionLog, LighthouseClient, PendingTransfers
 from isles.membership.round_commit import NOTHING, RoundDecision
 from isles.membership.session import ControlSession, Query
-from isles.membership.views import View
 
 _LOG = logging.getLogger(__name__)
 EXCLUDED = "a view without it is on its way"

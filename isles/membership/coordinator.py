@@ -37,10 +37,11 @@ from isles.membership.messages import (
     Refusal,
     Reload,
     RunStatus,
+    SampleRange,
+    View,
     plain,
 )
 from isles.membership.round_commit import NOTHING
-from isles.membership.views import SampleRange, View
 
 _TIMES, _LEAST = 10, 60.0  # of the usual time of a round; seconds
 _MOST = 10  # of all members' usual time, that one's own word is taken for

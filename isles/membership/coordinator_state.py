@@ -16,9 +16,8 @@ from typing import Any
 
 from isles.membership.data_ledger import DataLedger
 from isles.membership.effects import Coordinator, Worker, WorkerTable, of_another_version
-from isles.membership.messages import Beat, Delivered, Done, PeerReport, from_plain
+from isles.membership.messages import Beat, Delivered, Done, PeerReport, View, from_plain, identity_of
 from isles.membership.round_commit import Ballot, Graces, RoundDecision
-from isles.membership.views import View, identity_of
 
 _ROUNDS, _OTHERS = 3, 2
 Pair = frozenset[int]

@@ -25,7 +25,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from isles.membership.views import SampleRange, View
+from isles.membership.messages import SampleRange, View
 
 
 class Batch(NamedTuple):

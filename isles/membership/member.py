@@ -17,9 +17,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
-from isles.membership.messages import MARGIN, Ack, Beat, BeatReply, Load, Proposal
+from isles.membership.messages import MARGIN, Ack, Beat, BeatReply, Load, Proposal, View
 from isles.membership.round_commit import RoundDecision
-from isles.membership.views import View
 
 _RETAINED = 8  # rounds whose answers stay final; an exchange is begun at most a few rounds after its round
 

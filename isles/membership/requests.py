@@ -34,6 +34,7 @@ from isles.membership.messages import (
     StatesSaved,
     SwarmBeat,
     SwarmStatus,
+    View,
     Wait,
     decode,
     encode,
@@ -41,7 +42,6 @@ from isles.membership.messages import (
 from isles.membership.round_commit import RoundDecision
 from isles.membership.session import ControlSession
 from isles.membership.tls_session import Session, open_session
-from isles.membership.views import View
 
 _RETAINED = 4096  # lines, while nobody takes them
 _REPORT_AGAIN = 0.2  # seconds

@@ -37,8 +37,8 @@ from isles.membership.messages import (
     SwarmBeat,
     SwarmStatus,
     Wait,
+    identity_of,
 )
-from isles.membership.views import identity_of
 
 MAX_MEMBERS = 1 << 14
 """Of a run, whoever had them: positions in the letters of a swarm. Some 1,000 are taken in a run of days."""

@@ -27,7 +27,7 @@ from isles.models.decoder import Decoder, next_token_loss
 from isles.models.factory import next_token_scores
 from isles.models.hf import HuggingFaceLM, in_pieces
 from isles.models.sizes import Shape
-from isles.network.clusters.cuts import ModelLoad
+from isles.network.clusters import ModelLoad
 
 
 @runtime_checkable

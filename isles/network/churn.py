@@ -1,7 +1,7 @@
 """Workers that come and go: who joins, dies, leaves or stands still when, for the virtual clock and the planner.
 
-A trace is a file of JSON lines, ordered by time; times are seconds since the start, seats the numbers of workers in the
-order in which they came (the founders of N are 0 .. N - 1, whoever joins next is N):
+A trace is a file of JSON lines, ordered by time; times are seconds since the start. Workers are numbered in the order
+in which they came (the founders of N are 0 .. N - 1, whoever joins next is N):
 
     {"at": 12.5, "join": 1}            so many workers ask to join
     {"at": 60, "kill": 3}              worker 3 dies without a word

@@ -15,7 +15,7 @@ from isles.comm.collectives.mean import pattern
 from isles.comm.collectives.message_queue import HEAD
 from isles.models import limits, sketch
 from isles.models.stages import Stage
-from isles.network.clusters.cuts import ModelLoad
+from isles.network.clusters import ModelLoad
 from isles.network.exchange_plan import MemoryItem, WorkerMemory
 from isles.network.links import Topology, links
 from isles.network.routing.events import Task

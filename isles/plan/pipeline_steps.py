@@ -70,8 +70,7 @@ class StagedSteps:
     exchanges_norm: bool
     listed: Mapping[int, Sequence[Task]] | None = None
     rest: Callable[[Task], float] = lambda task: 0.0
-    _made_for: dict[Sequence[Route], TasksByRank] = field(default_factory=dict)
-    _of_step: dict[int, TasksByRank] = field(default_factory=dict)
+    _of_step: dict[int, tuple[Sequence[Route], TasksByRank]] = field(default_factory=dict)
 
     @property
     def computed(self) -> tuple[float, ...]:
@@ -108,16 +107,12 @@ class StagedSteps:
 
     def _tasks(self, step: int) -> TasksByRank:
         if step not in self._of_step:
+            routes = tuple(self.routes(step))
+            made = next((tasks for known, tasks in self._of_step.values() if known == routes), None)
             if len(self._of_step) > _MOST_STEPS:
                 del self._of_step[min(self._of_step)]
-            self._of_step[step] = self._tasks_of(tuple(self.routes(step)))
-        return self._of_step[step]
-
-    def _tasks_of(self, routes: tuple[Route, ...]) -> TasksByRank:
-        if routes not in self._made_for:
-            self._made_for.clear()  # routes that are drawn anew for each step do not come again
-            self._made_for[routes] = self._made(routes)
-        return self._made_for[routes]
+            self._of_step[step] = routes, self._made(routes) if made is None else made
+        return self._of_step[step][1]
 
     def _made(self, routes: Sequence[Route]) -> TasksByRank:
         by_number = {route.microbatch: route for route in routes}

@@ -96,19 +96,17 @@ class ReplayMessage(WireMessage):
 
 
 class ReplayWire(Wire[ReplayMessage]):
-    """The links between the ranks of `topology`, and the clock. messages: handed in so far. norms: by exchange, when
-    the last worker so far asked for a gradient's norm.
+    """The links between the ranks of `topology`, and the clock. norms: by exchange, when the last worker so far asked
+    for a gradient's norm.
     """
 
     def __init__(self, topology: Topology, seed: int) -> None:
         super().__init__(topology, seed, EventQueue())
-        self.messages = 0
         self.norms: dict[Hashable, float] = {}
         self._posted: dict[Hashable, ReplayWork] = {}
         self._arrived: set[Hashable] = set()
 
     def send(self, source: int, target: int, nbytes: float, key: Hashable, channel: str) -> ReplayWork:
-        self.messages += 1
         message = ReplayMessage(source, target, key, channel, 8.0 * nbytes)
         self.carry(message)
         return message.sent
@@ -448,14 +446,9 @@ class Waits:
     computed: tuple[float, ...]
     waited: tuple[tuple[float, ...], ...]
     for_stages: tuple[tuple[float, ...], ...]
-    messages: int
-
-    def waiting(self, first: int = 1, last: int | None = None) -> float:
-        """After the steps `first` to `last` (None: and at the end), mean over the workers."""
-        return self.account_of(first, last).waiting
 
     def account_of(self, first: int, last: int | None) -> TimeAccount:
-        """Waiting after the steps `first` to `last`, and no computing."""
+        """Waiting after the steps `first` to `last` (None: and at the end), a mean over the workers; no computing."""
         stop = None if last is None else last + 1
         waiting, for_stages = (
             sum(sum(moments[first:stop]) for moments in rows) / len(rows) for rows in (self.waited, self.for_stages)
@@ -528,7 +521,7 @@ class RunReplay:
         )
         shares = (1.0,) * len(workers) if self.staged is None else self.staged.computed
         computed = tuple(share * each for share, each in zip(shares, self.step_seconds, strict=True))
-        return Waits(steps, computed, waited, for_stages, wire.messages)
+        return Waits(steps, computed, waited, for_stages)
 
     def run(self, records: ExchangeRecords, rhythm: Rhythm, steps: int) -> TimeAccount | None:
         """Of a run of `steps` inner steps, simulated in part where it has more than `messages`. None where even a few
@@ -537,12 +530,10 @@ class RunReplay:
         every = rhythm.every
         rounds = max(steps - rhythm.start, 0) // every
         rest = steps - rounds * every
-        steady = self._steady(every)
-        played = _rounds(records, every, rest, rounds, self.messages, _played_messages(self.staged, every, steady))
-        if played is None:
+        found = self._some(records, every, rest, rounds)
+        if found is None:
             return None
-        taken = rest + played * every
-        waits = self.waits(records(taken), taken, steady)
+        waits, played = found
         account = replace(waits.account, computing=steps * waits.step_seconds)
         return account if played == rounds else account.plus(rounds - played, _later_half(waits, rest, every, played))
 
@@ -554,13 +545,28 @@ class RunReplay:
             shifted = (one._replace(sent=one.sent - start, lands=one.lands - start) for one in records(start + steps))
             return [one for one in shifted if one.sent > 0]
 
-        steady = self._steady(every)
-        played = _rounds(later, every, 0, rounds, self.messages, _played_messages(self.staged, every, steady))
-        if played is None:
+        found = self._some(later, every, 0, rounds)
+        if found is None:
             return None
-        taken = played * every
-        waits = self.waits(later(taken), taken, steady)
+        waits, played = found
         return replace(_later_half(waits, 0, every, played), computing=every * waits.step_seconds)
+
+    def _some(self, records: ExchangeRecords, every: int, rest: int, rounds: int) -> tuple[Waits, int] | None:
+        """`rest` steps and then some of the `rounds` of `every` steps, and how many these are. None: see `run`."""
+        steady, messages = self._steady(every), self.messages
+        if rounds <= _ROUNDS:
+            fixed, each = 0, sum(one.messages for one in records(rest + rounds * every)) / max(rounds, 1)
+        else:
+            some, more = (sum(one.messages for one in records(rest + count * every)) for count in (1, 3))
+            each = (more - some) / 2
+            fixed = some - each
+        if self.staged is not None:
+            each += self.staged.messages * (every if steady is None else min(every, PLAYED))
+        if fixed + min(rounds, _ROUNDS) * each > _FACTOR * messages:
+            return None
+        played = min(rounds, max(_ROUNDS, int((messages - fixed) / each)) if each > 0 else _ROUNDS)
+        taken = rest + played * every
+        return self.waits(records(taken), taken, steady), played
 
     def _steady(self, every: int) -> SteadyStep | None:
         """A step without an exchange, the mean over a few and the workers, where a few rounds of `every` steps have too
@@ -575,31 +581,6 @@ class RunReplay:
         for_stages = tuple(sum(row[_SETTLING + 1 : _SETTLED + 1]) / settled for row in waits.for_stages)
         each = [computed + waited for computed, waited in zip(waits.computed, whole, strict=True)]
         return SteadyStep(max(sum(each) / len(each), *waits.computed), waits.computed, for_stages)
-
-
-def _played_messages(staged: StagedSteps | None, every: int, steady: SteadyStep | None) -> int:
-    """Between stages, of a round."""
-    if staged is None:
-        return 0
-    return staged.messages * (every if steady is None else min(every, PLAYED))
-
-
-def _rounds(
-    records: ExchangeRecords, every: int, rest: int, rounds: int, messages: int, between_stages: int
-) -> int | None:
-    """How many of the `rounds` of `every` steps to play beside `rest` other steps. between_stages: messages of a
-    round.
-    """
-    if rounds <= _ROUNDS:
-        fixed, each = 0, sum(one.messages for one in records(rest + rounds * every)) / max(rounds, 1)
-    else:
-        some, more = (sum(one.messages for one in records(rest + count * every)) for count in (1, 3))
-        each = (more - some) / 2
-        fixed = some - each
-    each += between_stages
-    if fixed + min(rounds, _ROUNDS) * each > _FACTOR * messages:
-        return None
-    return min(rounds, max(_ROUNDS, int((messages - fixed) / each))) if each > 0 else min(rounds, _ROUNDS)
 
 
 def _later_half(waits: Waits, start: int, every: int, rounds: int) -> TimeAccount:

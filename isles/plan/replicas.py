@@ -90,7 +90,7 @@ class SubspaceUpdate:
     def account(self, topology: Topology) -> TimeAccount:
         """What a worker waits for it, where all come to it at once."""
         waits = RunReplay(topology, [0.0] * self.workers).waits(self.exchanges, 1)
-        seconds = waits.waiting(1, 1)
+        seconds = waits.account_of(1, 1).waiting
         return TimeAccount(0.0, seconds, seconds)
 
     def _one(

@@ -245,7 +245,22 @@ def _replayed(
     """Of a round, in the long run. Where workers share stages, and so exchange in every step, most steps of long rounds
     stand for those that are simulated.
     """
-    played = partial(_played, records, opening, staged, topology, run.config.world.virtual.step_seconds)
+    seconds = [run.config.world.virtual.step_seconds] * topology.workers
+    replays = RunReplay(topology, seconds, opening, staged=staged, messages=_MESSAGES)
+    levels = [Representatives(None, level) for level in LEVELS]
+
+    def played(every: int) -> TimeAccount:
+        for some in levels:
+            if 3 * sum(one.messages for one in some(records(every))) <= _MESSAGES:
+                break
+        found = replays.long_run(lambda steps: some(records(steps)), Rhythm(0, every), rounds=6)
+        if found is None:
+            raise ValueError(
+                f"{topology.workers} workers exchange too often to simulate: choose a larger --sync-every, or fewer "
+                "--microbatches"
+            )
+        return found
+
     if run.config.world.inner == 1 and run.rhythm(every).every > 1:
         return played(every)
     step = sum(one.messages for one in records(1)) + (0 if staged is None else staged.messages)
@@ -259,25 +274,3 @@ def _replayed(
     for one in rounds:
         one.retime(1 << 20)
     return account.plus(every - short, played(1))
-
-
-def _played(
-    records: ExchangeRecords,
-    opening: Sequence[PlannedExchange],
-    staged: StagedSteps | None,
-    topology: Topology,
-    seconds: float,
-    every: int,
-) -> TimeAccount:
-    levels = [Representatives(None, level) for level in LEVELS]
-    for some in levels:
-        if 3 * sum(one.messages for one in some(records(every))) <= _MESSAGES:
-            break
-    replays = RunReplay(topology, [seconds] * topology.workers, opening, staged=staged, messages=_MESSAGES)
-    found = replays.long_run(lambda steps: some(records(steps)), Rhythm(0, every), rounds=6)
-    if found is None:
-        raise ValueError(
-            f"{topology.workers} workers exchange too often to simulate: choose a larger --sync-every, or fewer "
-            "--microbatches"
-        )
-    return found

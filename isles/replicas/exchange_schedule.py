@@ -59,21 +59,22 @@ def outline(first: Sequence[PlannedExchange], steps: int, opening: tuple[int, ..
     size = len(opening)
     moments = sorted({min(ceil(planned.sent), steps) for planned in first if planned.what != "anchor"})
     if per_step:
-        sent, rounds = [steps * nbytes for nbytes in _total((p for p in first if p.sent <= 1), size)], steps
+        sent, rounds = tuple(steps * nbytes for nbytes in bytes_of((p for p in first if p.sent <= 1), size)), steps
     else:
-        sent, rounds = _total(first, size), len(moments)
+        sent, rounds = bytes_of(first, size), len(moments)
     every = moments[1] - moments[0] if len(moments) > 1 else steps
-    return Outline(first=tuple(first[:FIRST]), rounds=rounds, every=every, opening=opening, sent=tuple(sent))
+    return Outline(first=tuple(first[:FIRST]), rounds=rounds, every=every, opening=opening, sent=sent)
 
 
-def _total(exchanges: Iterable[PlannedExchange], size: int) -> list[int]:
+def bytes_of(exchanges: Iterable[PlannedExchange], size: int) -> tuple[int, ...]:
+    """That each position sends in all of them."""
     total = [0] * size
     for (pattern, groups), times in Counter((planned.pattern, planned.groups) for planned in exchanges).items():
         for group in groups:
             for index, position in enumerate(group):
                 if len(group) > 1:
                     total[position] += times * int(pattern(len(group)).sent(index, len(group)))
-    return total
+    return tuple(total)
 
 
 @lru_cache(maxsize=8)
@@ -93,11 +94,6 @@ def opening_exchanges(nbytes: Sequence[int], size: int, hashes: int = 2) -> list
         PlannedExchange(0, 0, 0, "opening", groups, pattern, flight, "control")
         for flight, pattern in enumerate(patterns)
     ]
-
-
-def bytes_of(exchanges: Iterable[PlannedExchange], size: int) -> tuple[int, ...]:
-    """That each position sends in all of them."""
-    return tuple(_total(exchanges, size))
 
 
 def planned_rounds(parts: Composition, fragments: Sequence[Fragment], size: int, steps: int) -> list[PlannedExchange]:

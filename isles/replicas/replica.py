@@ -11,9 +11,8 @@ Copies and Shards are in `isles.replicas.island.island`. Methods keep replicas a
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any, ClassVar, Literal, Protocol
 
 import torch
@@ -50,13 +49,14 @@ class Holder(Protocol):
     def survives(self) -> bool: ...
 
 
-class Replica(ABC):
-    """One worker's part of one replica.
+class Replica:
+    """One worker's part of one replica: `model`, stepped by `inner`, unless a kind of replica says otherwise.
 
     model: what this worker computes with. inner: the optimizer whose groups and state schedulers see. parameters: the
     trainable ones of `model`. shares: of each of them, in their order, what this worker alone answers for: views of
     live memory, of 0 entries where there are fewer rows than workers. charged: whoever runs the model charges a virtual
-    clock for its steps, so that a method does not.
+    clock for its steps, so that a method does not. peers: the workers that hold its other parts, such as a pipeline's
+    stages.
     """
 
     model: nn.Module
@@ -64,76 +64,109 @@ class Replica(ABC):
     parameters: list[nn.Parameter]
     shares: list[Tensor]
     charged: bool = False
+    peers: Group | None = None
     is_part = False
-    """Whether other workers, such as a pipeline's stages, hold the other parts of this one's replica."""
+    """Whether other workers hold the other parts of this one's replica."""
+    _clipped_with: Group | None = None  # over whom the gradient's norm is taken
+    _deferred: Deferred | None = None
 
     def own(self, tensor: Tensor) -> Tensor:
         """This worker's part of a parameter, live."""
         return tensor
 
-    @abstractmethod
     def refuse(self, holder: Holder) -> None:
         """ValueError, with the mend, where `holder` cannot keep such replicas alike."""
+        if holder.needs_whole and (self.peers is not None or self._deferred is not None):
+            raise ValueError(
+                f"{type(holder).__name__} changes shapes and state of a whole model between steps: give it one without "
+                "stages, and an optimizer that steps when it is told to"
+            )
+        if self.peers is not None:
+            refuse_shared(
+                self.peers, holder.group, "give mesh.stage and mesh.outer of isles.mesh(outer=..., stage=...)"
+            )
+            refuse_survivors(holder)
 
-    @abstractmethod
     def begin(self, settings: str) -> None:
         """Called before the holder's first message. Diverged, naming the odd worker, unless all workers of the replica
         give the same `settings`.
         """
+        self.catch_up()
+        if self.peers is not None:
+            same_settings(self.peers, settings)
 
     # One inner step, in this order.
 
-    @abstractmethod
-    def no_sync(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
         """Around backward passes that only accumulate; at its end their gradients are in `.grad`."""
+        yield
+        self.gradients()
 
-    @abstractmethod
     def gradients(self) -> None:
         """Put the gradients of all backward passes of the step into `.grad`."""
+        if self._deferred is not None:
+            self._deferred.gradients()
 
-    @abstractmethod
     def unscale(self, scaled: Scaled) -> None:
         """Divide the gradients by the scale of the loss; all workers of a replica find them finite, or none does."""
+        scaled.unscale()
+        if self.peers is not None and self.largest(int(scaled.overflowed)):
+            scaled.overflow()
 
-    @abstractmethod
     def norm(self, rows: Group | None = None) -> Tensor:
         """2-norm () of the whole replica's gradient, the same bits on all of its workers. rows: workers that hold the
         other rows of these parameters.
         """
+        own = torch.nn.utils.get_total_norm(self._gradients())
+        if rows is None and self._clipped_with is None:
+            return own
+        square = own.double().square().reshape(1).cpu()
+        if rows is not None:
+            square = summed(rows, square, rows.channel)
+        if self._clipped_with is not None:
+            square = summed(self._clipped_with, square, "inner")
+        return square.sqrt().reshape(()).to(own)
 
-    @abstractmethod
     def clip(self, max_norm: float, norm: Tensor) -> None:
         """Scale gradients of norm `norm` so that it is at most `max_norm`."""
+        gradients = self._gradients()
+        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch's clip_grad_norm_
+        for device in {gradient.device for gradient in gradients}:
+            torch._foreach_mul_([own for own in gradients if own.device == device], scale.to(device))
 
-    @abstractmethod
     def apply(self, scaled: Scaled | None) -> None:
         """The inner optimizer's step, left out where the scaled loss made gradients that are not finite."""
+        if scaled is None or not scaled.overflowed:
+            self.inner.step()
 
-    @abstractmethod
     def catch_up(self) -> None:
         """Called before somebody reads or writes weights or inner state: all steps so far are in them."""
+        if self._deferred is not None:
+            self._deferred.catch_up()
 
     def is_sound(self) -> bool:
         """Whether the weights are finite that no share of this worker tells of, but all workers of the replica have."""
         return True
 
-    @abstractmethod
     def forget_moments(self) -> None:
         """Fresh inner state, as before the first step."""
+        self.catch_up()
+        fresh_state(innermost(self.inner))
 
     # The replica's other workers.
 
-    @abstractmethod
     def total(self, own: Tensor, channel: Channel) -> Tensor:
         """Sum of `own` (n,) over the workers of the replica, in the order of ranks, the same bits on all of them. Bytes
         sent: own's to each of the others.
         """
+        return own if self.peers is None else summed(self.peers, own, channel)
 
-    @abstractmethod
     def largest(self, number: int) -> int:
         """Largest of the numbers that the workers of the replica give: for what depends on a worker's part and must be
         the same for all of them. Bytes sent: 8 to each of the others.
         """
+        return number if self.peers is None else largest(self.peers, number)
 
     def spread(self, indexes: Sequence[int], channel: Channel = "inner") -> None:
         """The shares of the parameters `indexes` were written to on all workers: give each what it lacks of them."""
@@ -149,37 +182,45 @@ class Replica(ABC):
 
     # Around a run.
 
-    @abstractmethod
-    def for_evaluation(self) -> AbstractContextManager[nn.Module]:
+    @contextmanager
+    def for_evaluation(self) -> Iterator[nn.Module]:
         """The model with the weights of now, for evaluation."""
+        self.catch_up()
+        yield self.model
 
-    @abstractmethod
     def whole(self) -> nn.Module:
         """The model with all of its rows; of a stage, that stage."""
+        self.catch_up()
+        return self.model
 
-    @abstractmethod
     def weights(self) -> dict[str, Tensor]:
         """The weights that this worker holds, by name: plain tensors, live."""
+        self.catch_up()
+        return dict(self.model.state_dict())
 
-    @abstractmethod
     def load_weights(self, weights: dict[str, Tensor]) -> None:
         """Restore `weights`. RuntimeError where they are of another model."""
+        self.catch_up()
+        self.model.load_state_dict(weights)
 
-    @abstractmethod
     def inner_state(self) -> Any:
         """State of whatever `apply` steps."""
+        self.catch_up()
+        return self.inner.state_dict()
 
-    @abstractmethod
     def load_inner_state(self, state: Any) -> None:
         """Restore `inner_state`."""
+        self.catch_up()
+        self.inner.load_state_dict(state)
 
     # What a plan says of it.
 
-    @abstractmethod
     def sent(self, steps: int, questions: Sequence[PeerQuestion]) -> tuple[int, bool]:
         """Bytes that this worker sends inside its replica in `steps` steps, beside `spread`, and whether they are only
         about so many. questions: asked in each step.
         """
+        asked = [self._clipped_with if question == "norm" else self.peers for question in questions]
+        return steps * sum(_ANSWER_BYTES * len(group.others) for group in asked if group is not None), False
 
     def opening(self) -> int:
         return self.spread_bytes(range(len(self.shares)))
@@ -187,6 +228,15 @@ class Replica(ABC):
     def memory(self) -> list[MemoryItem]:
         """What is held on the host beside weights, gradients and the inner optimizer's state."""
         return []
+
+    def _gradients(self) -> list[Tensor]:
+        gradients = [own_rows(parameter.grad) for parameter in self.parameters if parameter.grad is not None]
+        if any(gradient.layout != torch.strided for gradient in gradients):
+            raise ValueError(
+                "a gradient is sparse, and torch has no norm of it: make its layer with sparse=False, or "
+                "leave out max_norm"
+            )
+        return gradients
 
 
 def as_replica(model: nn.Module, inner: Any) -> Replica:
@@ -205,7 +255,7 @@ def as_replica(model: nn.Module, inner: Any) -> Replica:
 
 
 class Plain(Replica):
-    """`model`, stepped by `inner`.
+    """A module and the inner optimizer over it.
 
     peers: the workers that hold the other parts of this replica, such as a pipeline's stages. clip_over: whether the
     gradient's norm is that over all of them ("peers"), or of this part ("own").
@@ -230,112 +280,8 @@ class Plain(Replica):
         self._clipped_with = self.peers if clip_over == "peers" else None
         self._deferred = inner if isinstance(inner, Deferred) else None
 
-    def refuse(self, holder: Holder) -> None:
-        if holder.needs_whole and (self.peers is not None or self._deferred is not None):
-            raise ValueError(
-                f"{type(holder).__name__} changes shapes and state of a whole model between steps: give it one without "
-                "stages, and an optimizer that steps when it is told to"
-            )
-        if self.peers is not None:
-            refuse_shared(
-                self.peers, holder.group, "give mesh.stage and mesh.outer of isles.mesh(outer=..., stage=...)"
-            )
-            refuse_survivors(holder)
-
-    def begin(self, settings: str) -> None:
-        self.catch_up()
-        if self.peers is not None:
-            same_settings(self.peers, settings)
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        yield
-        self.gradients()
-
-    def gradients(self) -> None:
-        if self._deferred is not None:
-            self._deferred.gradients()
-
-    def unscale(self, scaled: Scaled) -> None:
-        scaled.unscale()
-        if self.peers is not None and self.largest(int(scaled.overflowed)):
-            scaled.overflow()
-
-    def norm(self, rows: Group | None = None) -> Tensor:
-        own = torch.nn.utils.get_total_norm(self._gradients())
-        if rows is None and self._clipped_with is None:
-            return own
-        square = own.double().square().reshape(1).cpu()
-        if rows is not None:
-            square = summed(rows, square, rows.channel)
-        if self._clipped_with is not None:
-            square = summed(self._clipped_with, square, "inner")
-        return square.sqrt().reshape(()).to(own)
-
-    def clip(self, max_norm: float, norm: Tensor) -> None:
-        gradients = self._gradients()
-        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch's clip_grad_norm_
-        for device in {gradient.device for gradient in gradients}:
-            torch._foreach_mul_([own for own in gradients if own.device == device], scale.to(device))
-
-    def apply(self, scaled: Scaled | None) -> None:
-        if scaled is None or not scaled.overflowed:
-            self.inner.step()
-
-    def catch_up(self) -> None:
-        if self._deferred is not None:
-            self._deferred.catch_up()
-
-    def forget_moments(self) -> None:
-        self.catch_up()
-        fresh_state(innermost(self.inner))
-
-    def total(self, own: Tensor, channel: Channel) -> Tensor:
-        return own if self.peers is None else summed(self.peers, own, channel)
-
-    def largest(self, number: int) -> int:
-        return number if self.peers is None else largest(self.peers, number)
-
-    @contextmanager
-    def for_evaluation(self) -> Iterator[nn.Module]:
-        self.catch_up()
-        yield self.model
-
-    def whole(self) -> nn.Module:
-        self.catch_up()
-        return self.model
-
-    def weights(self) -> dict[str, Tensor]:
-        self.catch_up()
-        return dict(self.model.state_dict())
-
-    def load_weights(self, weights: dict[str, Tensor]) -> None:
-        self.catch_up()
-        self.model.load_state_dict(weights)
-
-    def inner_state(self) -> Any:
-        self.catch_up()
-        return self.inner.state_dict()
-
-    def load_inner_state(self, state: Any) -> None:
-        self.catch_up()
-        self.inner.load_state_dict(state)
-
-    def sent(self, steps: int, questions: Sequence[PeerQuestion]) -> tuple[int, bool]:
-        asked = [self._clipped_with if question == "norm" else self.peers for question in questions]
-        return steps * sum(_ANSWER_BYTES * len(group.others) for group in asked if group is not None), False
-
     def opening(self) -> int:
         return 0 if self.peers is None else _ANSWER_BYTES * len(self.peers.others)  # the hash of `begin`
-
-    def _gradients(self) -> list[Tensor]:
-        gradients = [own_rows(parameter.grad) for parameter in self.parameters if parameter.grad is not None]
-        if any(gradient.layout != torch.strided for gradient in gradients):
-            raise ValueError(
-                "a gradient is sparse, and torch has no norm of it: make its layer with sparse=False, or "
-                "leave out max_norm"
-            )
-        return gradients
 
 
 def refuse_shared(own: Group, across: Group, hint: str) -> None:

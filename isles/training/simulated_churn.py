@@ -41,7 +41,7 @@ from isles.membership.run_log import EXCHANGES, JOURNAL, read_record
 from isles.membership.simulated import SimulatedMembership
 from isles.membership.state_transfer import StateServer
 from isles.network.churn import POOLS, ChurnEvent, churn, founders, returns, write_trace
-from isles.network.clusters.nodes import NO_FIGURES
+from isles.network.clusters import NO_FIGURES
 from isles.network.engine import ARRIVED
 from isles.network.pauses import KnownPauses
 from isles.training.clusters.node import ClusterWorker, enter, found, growth_of
@@ -311,7 +311,7 @@ class SimulatedClusters(SimulatedPeers):
 
     gives_up = saves = True
     machines: Mapping[int, int] = {}
-    """What workers tell of themselves when they come, by rank (`isles.network.clusters.nodes`)."""
+    """What workers tell of themselves when they come, by rank (`isles.network.clusters`)."""
 
     def __init__(self, config: Config, *more: Any) -> None:
         refuse_conflicts(config, "clusters that come and go")

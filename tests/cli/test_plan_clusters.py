@@ -10,7 +10,7 @@ import pytest
 
 from isles.cli.doctor import doctor
 from isles.cli.plans.clusters import plan_clusters as plan
-from isles.network.clusters.nodes import ClusterNode
+from isles.network.clusters import ClusterNode
 from isles.plan.run_plan import refuse
 from isles.training.clusters import stage_server as describing
 from isles.training.config.reading import read_config

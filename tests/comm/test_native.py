@@ -16,8 +16,7 @@ from isles.comm.errors import PeerLost
 from isles.comm.gloo import transport
 from isles.comm.gloo import transport as meeting
 from isles.comm.gloo import transport as native
-from isles.comm.gloo.liveness import Liveness
-from isles.comm.gloo.transfers import PostedWork
+from isles.comm.gloo.transfers import Liveness, PostedWork
 from isles.comm.gloo.transport import DistributedTransport, NativeGroup
 from isles.replicas.island.fsdp import NativeGather
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import isles
-from isles.comm.gloo.liveness import connections
+from isles.comm.gloo.transfers import connections
 from tests import netns
 from tests.faults import lines
 from tests.gloo import run_gloo

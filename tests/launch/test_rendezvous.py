@@ -30,7 +30,7 @@ from isles.comm.sockets.connection import ALIVE, LinkLost, packed
 from isles.comm.sockets.listener import EchoServer, echo_failure, opened
 from isles.comm.sockets.proof import dial
 from isles.comm.tcp import interface_of, listen, parse_address
-from isles.launch import admission, rendezvous
+from isles.launch import rendezvous
 from isles.launch import workers as local
 from isles.launch.nodes import Link, NodeGroup, NodeSpec, connect, split
 
@@ -331,7 +331,17 @@ def test_all_meet_in_any_order(gathering: Callable[..., Meeting]) -> None:
         node_group.part()
 
 
-def test_who_does_not_belong_is_told_why(gathering: Callable[..., Meeting], monkeypatch: pytest.MonkeyPatch) -> None:
+HELLO: dict[str, Any] = {
+    "isles": rendezvous.__version__,
+    "node": 1,
+    "nodes": 3,
+    "echo_port": 1,
+    "ports": "1-2",
+    "description": {"description": "same"},
+}
+
+
+def test_who_does_not_belong_is_told_why(gathering: Callable[..., Meeting]) -> None:
     """Each in one line, on both sides; node 0 goes on waiting, and the right ones still come together."""
     group = gathering(3)
     host = group.come(0)
@@ -349,9 +359,12 @@ def test_who_does_not_belong_is_told_why(gathering: Callable[..., Meeting], monk
     assert refusal(2, description="other") == "node 2 has another description: other"
     assert "is taken by 127.0.0.1: give every machine a --node of its own" in refusal(1)
     assert "started with --nodes 4, node 0 with --nodes 3" in refusal(2, nodes=4)
-    monkeypatch.setattr(rendezvous, "__version__", "9.9.9")
-    assert "node 2 runs isles 9.9.9, node 0 runs isles 0." in refusal(2)
-    monkeypatch.undo()
+    other = connect("127.0.0.1", group.port, group.mine.token, 5.0)
+    other.send({**HELLO, "isles": "9.9.9", "node": 2})
+    why = from_plain(other.receive(5.0)["over"])
+    assert isinstance(why, ValueError) and "node 2 runs isles 9.9.9, node 0 runs isles 0." in str(why)
+    group.hears(f"refused 127.0.0.1: {why}")
+    other.close()
     for said in (b"GET / HTTP/1.1\r\n\r\n", packed({"doctor": "0.1.0"})):  # programs of another kind
         with socket.create_connection(("127.0.0.1", group.port), 5.0) as stranger:
             stranger.sendall(said)
@@ -369,16 +382,7 @@ def test_one_that_goes_away_is_waited_for_again(gathering: Callable[..., Meeting
     host = group.come(0)
     group.hears("waiting at")
     gone = connect("127.0.0.1", group.port, group.mine.token, 5.0)
-    gone.send(
-        {
-            "isles": admission.__version__,
-            "node": 1,
-            "nodes": 3,
-            "echo_port": 1,
-            "ports": "1-2",
-            "description": {"description": "same"},
-        }
-    )
+    gone.send(HELLO)
     group.hears("node 1 (127.0.0.1) is here")
     gone.close()
     group.hears("node 1 (127.0.0.1) went away")

@@ -18,7 +18,7 @@ from isles.membership.data_ledger import (
     range_batches,
     ranges_of,
 )
-from isles.membership.views import SampleRange, View
+from isles.membership.messages import SampleRange, View
 
 
 def positions(views: dict[int, View], view: View, round: int, index: int, batch_size: int = 1) -> list[int]:

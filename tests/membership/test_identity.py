@@ -16,9 +16,8 @@ from isles.comm.sockets.connection import LinkLost
 from isles.comm.tags import Tag
 from isles.membership.coordinator import RoundsCoordinator
 from isles.membership.effects import Rules
-from isles.membership.messages import Beat
+from isles.membership.messages import Beat, View, identity_of, spoken
 from isles.membership.p2p.stream import PairHello, as_dialler, show
-from isles.membership.views import View, identity_of, spoken
 from tests.membership.sessions import Workers, workers
 from tests.membership.test_transport import within
 

@@ -10,9 +10,8 @@ import pytest
 from isles.membership.coordinator import RoundsCoordinator
 from isles.membership.effects import Append, Effect, Notify, Reply, Rules
 from isles.membership.member import MemberState
-from isles.membership.messages import Ack, Beat, BeatReply, Done, Load, PeerReport, Proposal, Refusal
+from isles.membership.messages import Ack, Beat, BeatReply, Done, Load, PeerReport, Proposal, Refusal, View
 from isles.membership.round_commit import RoundDecision
-from isles.membership.views import View
 
 READY = Beat(ready=0)
 

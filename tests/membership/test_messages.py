@@ -7,9 +7,20 @@ import json
 import pytest
 
 from isles.membership import messages
-from isles.membership.messages import Ack, Admitted, Beat, BeatReply, Done, Load, PeerReport, Proposal, Refusal
+from isles.membership.messages import (
+    Ack,
+    Admitted,
+    Beat,
+    BeatReply,
+    Done,
+    Load,
+    PeerReport,
+    Proposal,
+    Refusal,
+    SampleRange,
+    View,
+)
 from isles.membership.round_commit import RoundDecision
-from isles.membership.views import SampleRange, View
 
 VIEW = View(3, 17, (0, 4, 9), (8, 8, 3), 120, (SampleRange(1, 2, 5, 8), SampleRange(2, 0, 0, 3)))
 PROPOSAL = Proposal(4, 3, 21, (0, 4), (9,))

@@ -11,9 +11,8 @@ import pytest
 from isles.data.loader import _SPARE, rows
 from isles.membership.coordinator import RoundsCoordinator
 from isles.membership.data_ledger import DataLedger, fresh_before, range_batches
-from isles.membership.messages import Beat, Done, Load, PeerReport, Refusal
+from isles.membership.messages import Beat, Done, Load, PeerReport, Refusal, SampleRange, View
 from isles.membership.round_commit import RoundDecision
-from isles.membership.views import SampleRange, View
 from tests.membership.test_membership import answer, entries, founded, promise, replies, settled_member, told
 from tests.membership.world import World
 

@@ -13,7 +13,7 @@ import isles.membership
 
 ROOM = Path(isles.membership.__file__).parent
 PURE = ["coordinator", "coordinator_state", "data_ledger", "effects", "member", "messages", "round_commit", "run_log"]
-PURE += ["swarm_coordinator", "views"]
+PURE += ["swarm_coordinator"]
 ALLOWED = {"__future__", "abc", "collections", "dataclasses", "functools", "isles", "json", "math", "statistics"}
 ALLOWED |= {"hashlib", "pydantic", "pydantic_core", "types", "typing"}
 

@@ -20,11 +20,10 @@ from isles.membership.effects import Rules
 from isles.membership.failure_detector import IslandLiveness
 from isles.membership.keys import HELLO, REQUESTS, MemberKeys, notify_key, signature, split_sequence
 from isles.membership.lighthouse import Journal, Lighthouse
-from isles.membership.messages import Done, Entry, Hello, Load, PeerReport, Silent, decode, encode
+from isles.membership.messages import Done, Entry, Hello, Load, PeerReport, Silent, View, decode, encode, identity_of
 from isles.membership.p2p.transport import ElasticTransport
 from isles.membership.round_commit import NOTHING, RoundDecision
 from isles.membership.tls_session import Session, open_session
-from isles.membership.views import View, identity_of
 from tests.membership.sessions import NOBODYS, router, settled
 
 SEATS = range(3)

@@ -21,9 +21,8 @@ from isles.membership.coordinator import RoundsCoordinator
 from isles.membership.data_ledger import batches
 from isles.membership.effects import Append, Notify, Reply, Rules
 from isles.membership.member import MemberState
-from isles.membership.messages import Ack, Admitted, BeatReply, Done, Load, PeerReport, Proposal, Refusal
+from isles.membership.messages import Ack, Admitted, BeatReply, Done, Load, PeerReport, Proposal, Refusal, View
 from isles.membership.round_commit import NOTHING, RoundDecision, RoundState
-from isles.membership.views import View
 
 LEASE, PATIENCE, GRACE, RETRY = 3.0, 5.0, 4.0, 1.0
 

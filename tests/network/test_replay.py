@@ -48,7 +48,7 @@ def every_round(pattern: MessagePattern, workers: int, every: int, late: int = 0
 def test_an_exchange_alone_takes_what_it_costs(pattern: MessagePattern, alone: float):
     """Megabytes on 1 Mbit/s."""
     waits = RunReplay(Topology(4, SLOW), [0.1] * 4).waits(every_round(pattern, 4, 10)(10), 10)
-    assert waits.waiting() == pytest.approx(alone)
+    assert waits.account.waiting == pytest.approx(alone)
     assert waits.account.computing == pytest.approx(1.0)
 
 
@@ -56,7 +56,7 @@ def test_an_exchange_alone_takes_what_it_costs(pattern: MessagePattern, alone: f
 def test_what_travels_behind_computing_is_not_waited_for(late: int, sent: float, waited: float):
     """0.8 s and 0.05 s of latency; ten steps hide all of it, five 0.5 s, and half a step 0.05 s."""
     waits = RunReplay(Topology(2, SLOW), [0.1] * 2).waits(every_round(Swap((1e5,) * 2), 2, 10, late, sent)(50), 50)
-    assert waits.waiting(11, 40) / 3 == pytest.approx(waited)
+    assert waits.account_of(11, 40).waiting / 3 == pytest.approx(waited)
 
 
 def test_a_slow_worker_delays_the_others():
@@ -71,7 +71,7 @@ def test_the_opening_is_not_counted_and_parts_the_starts():
     tree = PlannedExchange(0, 0, 0, "opening", groups, by_size(groups, lambda _: Tree(1e5)), 0, "control")
     waits = RunReplay(Topology(2, SLOW), [0.1] * 2, [tree]).waits(every_round(Swap((1e5,) * 2), 2, 10)(10), 10)
     assert waits.waited[0][0] == pytest.approx(0.8) and waits.waited[1][0] == pytest.approx(0.85)
-    assert waits.waiting() == pytest.approx((0.9 + 0.8) / 2)  # the first to start waits 0.05 s longer
+    assert waits.account.waiting == pytest.approx((0.9 + 0.8) / 2)  # the first to start waits 0.05 s longer
 
 
 @pytest.mark.parametrize("late", [0, 5])

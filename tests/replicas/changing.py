@@ -9,7 +9,7 @@ from typing import Any
 from isles.comm.errors import CommError, PeerLost
 from isles.comm.group import Group
 from isles.comm.roster import RoundOutcome
-from isles.membership.views import View
+from isles.membership.messages import View
 
 
 class ChangingRoster:

@@ -17,10 +17,9 @@ from isles.comm.errors import PeerLost
 from isles.comm.mesh import Mesh
 from isles.comm.roster import FixedRoster, Roster
 from isles.membership.late_shares import Deliveries
-from isles.membership.messages import Delivered, Done
+from isles.membership.messages import Delivered, Done, View
 from isles.membership.requests import DecisionLog
 from isles.membership.round_commit import RoundDecision
-from isles.membership.views import View
 from isles.replicas.flat import copied
 from isles.replicas.loop.fragment import Exchange, InFlight
 from isles.replicas.loop.outer import donor_state

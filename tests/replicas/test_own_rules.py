@@ -15,7 +15,7 @@ import isles
 from isles.base.modes import torch_threads
 from isles.comm.codecs import codec
 from isles.comm.mesh import Mesh
-from isles.membership.views import View
+from isles.membership.messages import View
 from isles.replicas.flat import copied
 from isles.replicas.loop.outer import adopt, donor_state, enter, land_missed
 from isles.replicas.parts.choices import EveryH, Everyone, Replace

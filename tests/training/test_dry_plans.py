@@ -19,7 +19,7 @@ from isles.plan.run_plan import plan_run
 from isles.plan.sketch import clips_model
 from isles.running.run import launch
 from isles.training.config.sections import Config
-from tests.network.routing.instances import drawn
+from tests.network.routing.instances import drawn, held_by
 from tests.training.runs import counted, metrics, tiny, write_text
 from tests.training.test_partial import words, write_plan
 
@@ -124,7 +124,7 @@ def test_nodes_hold_what_the_plan_lets_them(folder: Path) -> None:
     config, _ = of(folder, problem, 3)
     planned = plan_run(config)
     paths = blind(problem, 3)
-    held = replay_paths(problem, paths).held
+    held = held_by(replay_paths(problem, paths))
     assert [node.forwards for node in planned.workers] == [held.get(node, 0) for node in range(problem.nodes)]
     assert [node.stage for node in planned.workers] == list(problem.stage_of)
     peaks = {(node.stage, node.memory.peak) for node in planned.workers}

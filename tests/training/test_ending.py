@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from isles.membership.data_ledger import fresh_before, last_round
-from isles.membership.views import SampleRange, View
+from isles.membership.messages import SampleRange, View
 from isles.network.churn import ChurnEvent
 from isles.running.run import launch
 from isles.training.config.reading import ending_after, read_config, resolve, tokens_a_step

@@ -13,7 +13,7 @@ from isles.cli.terminal import OwnDevice, end_in_order
 
 if TYPE_CHECKING:
     from isles.comm.credentials import Token
-    from isles.network.clusters.nodes import ClusterNode
+    from isles.network.clusters import ClusterNode
     from isles.training.config.reading import Tables
 
 RunToken = Annotated[
@@ -200,7 +200,7 @@ def peer(
 
 def _described(path: str) -> ClusterNode:
     """The one node of a file."""
-    from isles.network.clusters.nodes import read_nodes
+    from isles.network.clusters import read_nodes
 
     nodes = read_nodes(path)
     if len(nodes) != 1:

@@ -44,7 +44,7 @@ def _path(row: tuple[int, int, str, float, int, int]) -> list[str]:
 
 
 def _replicas(now: RunStatus) -> tuple[list[str], list[list[str]], int]:
-    from isles.membership.views import spoken
+    from isles.membership.messages import spoken
     from isles.report.units import format_seconds
 
     last = f" of {now.last}" if now.last else ""
@@ -70,7 +70,7 @@ def _swarm(now: SwarmStatus) -> tuple[list[str], list[list[str]], int]:
 
 
 def _by_stage(now: SwarmStatus) -> tuple[list[str], list[list[str]]]:
-    from isles.membership.views import spoken
+    from isles.membership.messages import spoken
     from isles.report.units import format_seconds
 
     rows = []
@@ -85,7 +85,7 @@ def _by_stage(now: SwarmStatus) -> tuple[list[str], list[list[str]]]:
 
 
 def _by_cluster(now: SwarmStatus) -> tuple[list[str], list[list[str]]]:
-    from isles.membership.views import spoken
+    from isles.membership.messages import spoken
     from isles.report.units import format_seconds
 
     rows = []

@@ -13,9 +13,7 @@ import typer
 from isles.cli.terminal import AsJson, Set
 
 if TYPE_CHECKING:
-    from isles.network.clusters.cuts import ModelLoad
-    from isles.network.clusters.formation import NodeCluster
-    from isles.network.clusters.nodes import ClusterNode
+    from isles.network.clusters import ClusterNode, ModelLoad, NodeCluster
     from isles.training.config.sections import Config
 
 
@@ -37,9 +35,7 @@ def plan_clusters(
 ) -> None:
     """Put unequal nodes into clusters that hold one copy of the model each, and print the settings of such a run."""
     from isles.base.errors import unknown_name
-    from isles.network.clusters.cuts import SPLITS
-    from isles.network.clusters.formation import form_clusters
-    from isles.network.clusters.nodes import read_nodes
+    from isles.network.clusters import SPLITS, form_clusters, read_nodes
 
     if by not in SPLITS:
         raise ValueError(unknown_name("--by", by, SPLITS))

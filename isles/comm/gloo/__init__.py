@@ -1,5 +1,5 @@
 """Real processes: torch.distributed (gloo, NCCL) as a transport.
 
-`transport`  messages between processes; `transfers`: the threads that drive them behind the computation
-`liveness`   signs of life of the other workers, in fixed and elastic worlds
+`transport`  messages between processes
+`transfers`  the threads that drive messages behind the computation; signs of life, also in elastic worlds
 """

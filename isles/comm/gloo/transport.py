@@ -35,8 +35,7 @@ import torch.distributed.distributed_c10d as distributed_c10d
 from torch import Tensor
 
 from isles.comm.errors import PeerLost, RendezvousFailed
-from isles.comm.gloo.liveness import GLANCE, Liveness
-from isles.comm.gloo.transfers import OnHostClock, PostedWork, Waiters
+from isles.comm.gloo.transfers import GLANCE, Liveness, OnHostClock, PostedWork, Waiters
 from isles.comm.tags import Tag, pack
 from isles.comm.tcp import gloo_interface, refuse_unknown_interfaces
 from isles.comm.transport import Deadlines

@@ -36,7 +36,7 @@ from isles.network.pauses import KnownPauses, Pauses
 
 
 class VirtualTransport:
-    """Worker `rank` of a `VirtualCluster`; used by that worker's thread and by the protocols it runs, by nobody else.
+    """Worker `rank` of `cluster`; used by that worker's thread and by the protocols it runs, by nobody else.
 
     Every call takes effect in the worker's turn, except `compute` and `now`, which concern its own clock alone. With
     one slot torch's global CPU generator is this worker's own between calls; protocols must not draw from it.
@@ -44,27 +44,17 @@ class VirtualTransport:
 
     native = False
 
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        wire: VirtualWire,
-        rank: int,
-        *,
-        step_seconds: float,
-        speed: float,
-        compute_jitter: float,
-        seed: int,
-    ) -> None:
+    def __init__(self, scheduler: Scheduler, wire: VirtualWire, rank: int, cluster: VirtualCluster) -> None:
         self.rank = rank
         self.size = wire.size
-        self.step_seconds = step_seconds
+        self.step_seconds = cluster.step_seconds
         self.compute_seconds = 0.0
         """Seconds of computation charged so far, factors included."""
         self.away_seconds = 0.0
         """Seconds for which it was paused, since this transport was made."""
         self._scheduler, self._wire = scheduler, wire
         self._worker: VirtualWorker = scheduler.workers[rank]
-        self._speed, self._jitter, self._seed = speed, compute_jitter, seed
+        self._speed, self._jitter, self._seed = cluster.speeds[rank], cluster.compute_jitter, cluster.seed
         self._computed = 0  # calls of `compute` so far: the jitter's counter
         self._traffic = Traffic()
         self._transfers: list[VirtualTransfer] = []  # under way
@@ -289,16 +279,7 @@ class _VirtualRun:
         self.scheduler = Scheduler(absences, cluster.slots, cluster.begins)
         self.wire = VirtualWire(cluster.routes, cluster.seed, self.scheduler.timeline)
         self.transports = [
-            VirtualTransport(
-                self.scheduler,
-                self.wire,
-                rank,
-                step_seconds=cluster.step_seconds,
-                speed=cluster.speeds[rank],
-                compute_jitter=cluster.compute_jitter,
-                seed=cluster.seed,
-            )
-            for rank in range(cluster.workers)
+            VirtualTransport(self.scheduler, self.wire, rank, cluster) for rank in range(cluster.workers)
         ]
         self._results: list[Any] = [None] * cluster.workers
         self._errors: list[BaseException] = []  # in order of virtual time

@@ -6,5 +6,5 @@
 `pairs`       who of two workers dials whom: directly, where the lighthouse knows that one is reached (`AddressBook`),
               else both dial the lighthouse or a worker that relays for them (`relay`)
 
-Which members exchange in a round is decided in `isles.membership.views` and `isles.replicas.parts.choices`.
+Which members exchange in a round is decided in `isles.membership.member` and `isles.replicas.parts.choices`.
 """

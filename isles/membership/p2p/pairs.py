@@ -30,12 +30,20 @@ from isles.comm.sockets.connection import SILENCE, LinkLost
 from isles.comm.sockets.listener import MOST, EchoServer, peeked
 from isles.comm.tcp import written
 from isles.membership.keys import RELAY_TICKETS, UP, authenticate, peer_key
-from isles.membership.messages import AnnounceAddress, Entry, Lookup, PeerAddress, Reachability
+from isles.membership.messages import (
+    AnnounceAddress,
+    Entry,
+    Lookup,
+    PeerAddress,
+    Reachability,
+    View,
+    identity_of,
+    spoken,
+)
 from isles.membership.p2p.relay import TicketExchange
 from isles.membership.p2p.stream import PAIR, TICKET_SIZE, PairHello, Stream, as_dialler, as_host, show, shown, tuned
 from isles.membership.session import Query, Rejections
 from isles.membership.tls_session import Session
-from isles.membership.views import View, identity_of, spoken
 
 if TYPE_CHECKING:
     from isles.membership.p2p.transport import ElasticTransport

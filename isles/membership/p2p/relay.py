@@ -6,8 +6,8 @@ unread.
 Both ends show the same ticket (`TicketExchange`), at the lighthouse or at a worker that relays. The lighthouse knows
 the relay's key, and gives a pair a ticket; nothing is said between those who issue and who accept tickets.
 
-What the pair says is encrypted from end to end. Of each direction `Splices` buffers only what the other end has not
-taken yet, and reads no more meanwhile: a slow pair holds up itself alone. One loop serves all pairs, in a thread beside
+What the pair says is encrypted from end to end. Of each direction is buffered only what the other end has not taken
+yet, and no more is read meanwhile: a slow pair holds up itself alone. One loop serves all pairs, in a thread beside
 that of the control plane's.
 
 `RelayCount` adds up the bytes that a lighthouse has relayed over its restarts.
@@ -38,18 +38,18 @@ class _End(asyncio.Protocol):
     link: asyncio.Transport
     far: _End
 
-    def __init__(self, splices: Splices) -> None:
-        self._splices = splices
+    def __init__(self, relay: TicketExchange) -> None:
+        self._relay = relay
 
     @override
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.link = cast(asyncio.Transport, transport)
         self.link.set_write_buffer_limits(high=0)
-        self._splices.ends.add(self)
+        self._relay.ends.add(self)
 
     @override
     def data_received(self, data: bytes) -> None:
-        self._splices.carried(len(data))
+        self._relay.carried(len(data))
         self.far.link.write(data)
 
     @override
@@ -63,23 +63,58 @@ class _End(asyncio.Protocol):
     @override
     def connection_lost(self, exc: Exception | None) -> None:
         self.far.link.abort()
-        self._splices.ends.discard(self)
+        self._relay.ends.discard(self)
 
 
-class Splices:
-    """carried: called with bytes that went through."""
+_NUMBER = 8
+_KNOWN = 4096  # tickets that were used
 
-    def __init__(self, carried: Callable[[int], None]) -> None:
-        self.carried = carried
+
+def new_ticket(key: bytes) -> bytes:
+    """With which two connections become one at whoever has `key`."""
+    return _ticket(key, secrets.token_bytes(_NUMBER))
+
+
+def _ticket(key: bytes, number: bytes) -> bytes:
+    return number + hmac.digest(key, b"isles tickets\0" + number, "sha256")[: TICKET_SIZE - _NUMBER]
+
+
+class TicketExchange:
+    """Whoever has the key of these tickets. carried: called with bytes that went through.
+
+    ends: of the connections that are one by now.
+    """
+
+    def __init__(self, key: bytes, carried: Callable[[int], None]) -> None:
+        self._key, self.carried = key, carried
         self.ends: set[_End] = set()
+        self._first: dict[bytes, socket.socket] = {}  # who came with a ticket, until another one does
+        self._used = deque[bytes](maxlen=_KNOWN)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="isles-splices", daemon=True)
 
-    def add(self, one: socket.socket, other: socket.socket) -> None:
-        """Make these one."""
-        if self._thread.ident is None:
-            self._thread.start()
-        asyncio.run_coroutine_threadsafe(self._splice(one, other), self._loop)
+    async def take(self, connection: socket.socket) -> bool:
+        """Whether somebody comes with a ticket, and is kept. EOFError, OSError for one that is none, or was used."""
+        if not await peeked(connection, TICKET):
+            return False
+        ticket, own = b"", asyncio.get_running_loop()
+        while len(ticket) < TICKET_SIZE:
+            piece = await own.sock_recv(connection, TICKET_SIZE - len(ticket))
+            if not piece:
+                raise EOFError
+            ticket += piece
+        first = self._first.pop(ticket, None)
+        if first is not None:
+            for end in (first, connection):
+                tuned(end).send(TICKET[:1])  # else a short message waits for the answer to the one before
+            self._join(first, connection)
+        elif ticket in self._used or not hmac.compare_digest(ticket, _ticket(self._key, ticket[:_NUMBER])):
+            raise ConnectionError("an unknown ticket")
+        else:
+            self._used.append(ticket)
+            self._first[ticket] = connection
+            own.call_later(SILENCE, self._expire, ticket)
+        return True
 
     def close(self) -> None:
         """End them all. Safe to call twice."""
@@ -88,6 +123,16 @@ class Splices:
             self._thread.join(5.0)
         if not self._thread.is_alive():
             self._loop.close()
+
+    def _expire(self, ticket: bytes) -> None:
+        first = self._first.pop(ticket, None)
+        if first is not None:
+            first.close()
+
+    def _join(self, one: socket.socket, other: socket.socket) -> None:
+        if self._thread.ident is None:
+            self._thread.start()
+        asyncio.run_coroutine_threadsafe(self._splice(one, other), self._loop)
 
     async def _splice(self, *links: socket.socket) -> None:
         ends = [_End(self) for _ in links]
@@ -106,61 +151,6 @@ class Splices:
         for end in self.ends:
             end.link.abort()
         self._loop.call_soon(self._loop.stop)  # once they are closed
-
-
-_NUMBER = 8
-_KNOWN = 4096  # tickets that were used
-
-
-def new_ticket(key: bytes) -> bytes:
-    """With which two connections become one at whoever has `key`."""
-    return _ticket(key, secrets.token_bytes(_NUMBER))
-
-
-def _ticket(key: bytes, number: bytes) -> bytes:
-    return number + hmac.digest(key, b"isles tickets\0" + number, "sha256")[: TICKET_SIZE - _NUMBER]
-
-
-class TicketExchange:
-    """Whoever has the key of these tickets. carried: called with bytes that went through."""
-
-    def __init__(self, key: bytes, carried: Callable[[int], None]) -> None:
-        self._key = key
-        self._first: dict[bytes, socket.socket] = {}  # who came with a ticket, until another one does
-        self._used = deque[bytes](maxlen=_KNOWN)
-        self._splices = Splices(carried)
-
-    async def take(self, connection: socket.socket) -> bool:
-        """Whether somebody comes with a ticket, and is kept. EOFError, OSError for one that is none, or was used."""
-        if not await peeked(connection, TICKET):
-            return False
-        ticket, own = b"", asyncio.get_running_loop()
-        while len(ticket) < TICKET_SIZE:
-            piece = await own.sock_recv(connection, TICKET_SIZE - len(ticket))
-            if not piece:
-                raise EOFError
-            ticket += piece
-        first = self._first.pop(ticket, None)
-        if first is not None:
-            for end in (first, connection):
-                tuned(end).send(TICKET[:1])  # else a short message waits for the answer to the one before
-            self._splices.add(first, connection)
-        elif ticket in self._used or not hmac.compare_digest(ticket, _ticket(self._key, ticket[:_NUMBER])):
-            raise ConnectionError("an unknown ticket")
-        else:
-            self._used.append(ticket)
-            self._first[ticket] = connection
-            own.call_later(SILENCE, self._expire, ticket)
-        return True
-
-    def close(self) -> None:
-        """End them all."""
-        self._splices.close()
-
-    def _expire(self, ticket: bytes) -> None:
-        first = self._first.pop(ticket, None)
-        if first is not None:
-            first.close()
 
 
 _SPARE = 1 << 20  # bytes

@@ -35,7 +35,7 @@ from isles.comm.credentials import Credentials, Token
 from isles.comm.sockets.connection import LinkLost
 from isles.comm.sockets.proof import Read, blocking, prove_as_host, prove_as_node
 from isles.comm.tags import CHANNELS, Tag
-from isles.membership.views import identity_of
+from isles.membership.messages import identity_of
 
 PAIR, TICKET = b"islp", b"islt"
 """What somebody says first, in the clear: before TLS with a worker, and before a ticket at a lighthouse."""

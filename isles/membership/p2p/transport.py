@@ -23,8 +23,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from isles.comm.errors import PeerLost, RoundClosed
-from isles.comm.gloo.liveness import Liveness
-from isles.comm.gloo.transfers import OnHostClock, PostedWork
+from isles.comm.gloo.transfers import Liveness, OnHostClock, PostedWork
 from isles.comm.sockets.connection import LinkLost
 from isles.comm.tags import Channel, Tag
 from isles.comm.transport import SUSPECT_AFTER, SUSPECT_EVERY, Transport

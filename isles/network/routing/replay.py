@@ -127,12 +127,9 @@ class TaskSeconds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replay:
-    """A step as it was played. spans: every task in the order of the ends. held: most forwards that each worker kept
-    for their backward at once.
-    """
+    """A step as it was played. spans: every task in the order of the ends."""
 
     spans: Sequence[Span]
-    held: Mapping[int, int]
 
     @property
     def makespan(self) -> float:
@@ -170,8 +167,7 @@ def replay(
     def duration(worker: int, task: Task) -> float:
         return seconds_of(seconds, by_number[task.microbatch], worker, task)
 
-    spans = StepPlay(routes, queue, wire, duration, room or {}, pause).run()
-    return Replay(spans=spans, held=_held(spans))
+    return Replay(spans=StepPlay(routes, queue, wire, duration, room or {}, pause).run())
 
 
 def fixed_step(microbatches: int, seconds: TaskSeconds, holds: str, links: Links, sizes: Sizes) -> Replay:
@@ -198,15 +194,3 @@ def in_order(orders: Mapping[int, Sequence[Task]]) -> Callable[[int], Queue]:
 def first_come(worker: int) -> Queue:
     """Whoever is free does what came first, whatever it is."""
     return FirstCome()
-
-
-def _held(spans: Sequence[Span]) -> dict[int, int]:
-    """A forward counts from its start to the end of its backward; what ends at a moment is gone before others start."""
-    moments = [(span.start, 1, span.worker) for span in spans if span.task.kind == "F"]
-    moments += [(span.end, -1, span.worker) for span in spans if span.task.kind == "B"]
-    now: Counter[int] = Counter()
-    most = dict.fromkeys(sorted({span.worker for span in spans}), 0)
-    for _, change, worker in sorted(moments):
-        now[worker] += change
-        most[worker] = max(most[worker], now[worker])
-    return most

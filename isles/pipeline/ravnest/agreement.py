@@ -13,7 +13,7 @@ the same clusters, and either all of them count what was done or none does. A wo
 all have agreed on alone. A node that has come is a member from the next time on (`admit`).
 
     vote     in a world of fixed size: nothing but who is lost. Where nodes come and leave: leaves | `COMERS` x (who
-             came, its descriptor, see `isles.network.clusters.nodes`)
+             came, its descriptor, see `isles.network.clusters`)
 
 A node joins as in `isles.pipeline.peers.inbox`: it asks with its descriptor, and gets a `ClusterWelcome` right after
 the average at which all agreed that it has come.
@@ -35,8 +35,7 @@ from isles.comm.collectives.message_queue import MessageHeader, MessageQueue, Qu
 from isles.comm.errors import Malformed, PeerLost
 from isles.comm.group import Group, numbers
 from isles.comm.transport import Steps, Transfer
-from isles.network.clusters.formation import ClusterGrowth
-from isles.network.clusters.nodes import is_encoded_node
+from isles.network.clusters import ClusterGrowth, is_encoded_node
 from isles.pipeline.peers.agreement import Agreement
 from isles.pipeline.peers.inbox import ASK, COMERS, OUTER, VOTE, WELCOME, PeerInbox, ask
 from isles.pipeline.ravnest.assignment import ClusterAssignment

@@ -9,8 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
 from isles.base.parsing import MANY, Int, Ints, Unfit, read
-from isles.network.clusters.formation import ClusterGrowth, Cuts
-from isles.network.clusters.nodes import ClusterNode, decode_node, is_encoded_node
+from isles.network.clusters import ClusterGrowth, ClusterNode, Cuts, decode_node, is_encoded_node
 
 _Rows = Annotated[tuple[Ints, ...], MANY]
 _Set = Annotated[frozenset[Int], MANY]

@@ -13,8 +13,8 @@ outer momenta are of its shares alone: an island sends each entry once, so a wor
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -121,24 +121,13 @@ class Together(Replica):
             raise ValueError("max_norm clips the island's gradient: give it to the method inside the island")
         self.inside.replica.refuse(holder)
 
-    def begin(self, settings: str) -> None:
-        """`inside` has compared its own settings."""
-        self.catch_up()
-
-    def no_sync(self) -> AbstractContextManager[None]:
-        return self.inside.no_sync()
-
-    def gradients(self) -> None:
-        """In the step of `inside`."""
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        with self.inside.no_sync():
+            yield
 
     def unscale(self, scaled: Scaled) -> None:
         """In the step of `inside`."""
-
-    def norm(self, rows: Group | None = None) -> Tensor:
-        raise AssertionError("an island's gradient is clipped inside")
-
-    def clip(self, max_norm: float, norm: Tensor) -> None:
-        raise AssertionError("an island's gradient is clipped inside")
 
     def apply(self, scaled: Scaled | None) -> None:
         self.inside.step(scaler=scaled)  # with its hooks
@@ -155,8 +144,10 @@ class Together(Replica):
     def largest(self, number: int) -> int:
         return self.inside.replica.largest(largest(self._group, number))
 
-    def for_evaluation(self) -> AbstractContextManager[nn.Module]:
-        return self.inside.evaluation_weights()
+    @contextmanager
+    def for_evaluation(self) -> Iterator[nn.Module]:
+        with self.inside.evaluation_weights() as model:
+            yield model
 
     def whole(self) -> nn.Module:
         return self.inside.consolidate()
@@ -169,9 +160,6 @@ class Together(Replica):
 
     def inner_state(self) -> Any:
         return self.inside.copied_state()
-
-    def load_inner_state(self, state: Any) -> None:
-        self.inside.load_state_dict(state)
 
     def sent(self, steps: int, questions: Sequence[PeerQuestion]) -> tuple[int, bool]:
         outline = self.inside.outline(steps)

@@ -8,7 +8,7 @@ computation.
                             theta_iq <- alpha theta_iq + (1 - alpha) anchor_q
 
 theta_i: live weights of worker i; H: sync_every; tau: overlap_steps; alpha: merge_alpha, the weight of the local value;
-fragments: see `fragments`. All workers hold equal anchors whatever tau and alpha, which is why a model is judged by
+fragments: see `cut`. All workers hold equal anchors whatever tau and alpha, which is why a model is judged by
 its anchors. One fragment, tau = 0 and alpha = 0 are DiLoCo. Peak traffic is that of one fragment. The paper prints
 neither mu nor alpha of its main runs: 0.9 and 0.5 (its ablation's) are the defaults here. Memory: as DiLoCo's.
 """

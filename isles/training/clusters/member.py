@@ -27,7 +27,7 @@ from isles.membership.keys import STATUS
 from isles.membership.messages import JoinSwarm, StartSwarm, SwarmBeat, SwarmStatus
 from isles.membership.requests import measure_lighthouse_link
 from isles.models import choose_device
-from isles.network.clusters.nodes import NO_FIGURES, ClusterNode, encode_node
+from isles.network.clusters import NO_FIGURES, ClusterNode, encode_node
 from isles.training.clusters.node import ClusterWorker, enter, found, growth_of
 from isles.training.clusters.stage_server import cluster_cuts, forward_speed, inbox_of, memory, run_number
 from isles.training.elastic.states import state_of
@@ -43,8 +43,8 @@ class ElasticClusterNode(PeerWork):
     """What trains as one member of a run in clusters.
 
     part: who begin together, or whom of clusters that are at work this node asks to be let in. descriptor: what
-    this machine says of itself (`isles.network.clusters.nodes`). members_now: who is at work by the lighthouse's
-    knowledge; None where it does not answer. await_saved: waits until the lighthouse has all parts of the state after
+    this machine says of itself (`isles.network.clusters`). members_now: who is at work by the lighthouse's
+    knowledge; None where it does not answer. await_saved: waits until the lighthouse keeps all parts of the state after
     a step, or time is up.
     """
 

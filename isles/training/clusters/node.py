@@ -35,7 +35,7 @@ from isles.comm.mesh import Mesh
 from isles.data import Corpus
 from isles.models import sketch
 from isles.models.factory import take_device
-from isles.network.clusters.formation import ClusterGrowth
+from isles.network.clusters import ClusterGrowth
 from isles.network.routing.events import Span
 from isles.pipeline.peers.inbox import PeerInbox
 from isles.pipeline.ravnest.agreement import ClusterAgreement, ClusterWelcome, ask_in, let_in
@@ -498,7 +498,7 @@ def enter(
     gives_up: Callable[[], bool] = lambda: False,
 ) -> ClusterWorker:
     """One that comes later, once the `others` who are left have let it in. descriptor: see
-    `isles.network.clusters.nodes`. Left where it has come too late, or gives up before.
+    `isles.network.clusters`. Left where it has come too late, or gives up before.
     """
     inbox = inbox or inbox_of(config, world)
     try:

@@ -22,7 +22,7 @@ from isles.data import Corpus
 from isles.models import Decoder, Shape, autocast, flops_per_token, limits, sketch
 from isles.models.cuts import PieceCosts, decoder_costs
 from isles.models.stages import Stage, load_of
-from isles.network.clusters.cuts import ModelLoad
+from isles.network.clusters import ModelLoad
 from isles.pipeline.compute import stage_shares
 from isles.pipeline.evaluation import assembled, mean_loss
 from isles.pipeline.peers.inbox import PeerInbox

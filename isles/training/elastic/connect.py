@@ -37,15 +37,14 @@ from isles.data import Corpus, load_corpus
 from isles.launch.workers import LocalWorkers, raise_first
 from isles.membership.client import FollowerClient, MembershipClient, failure_notifier
 from isles.membership.keys import CONFIG, HELLO, UP
-from isles.membership.messages import Entry, Hello, Later, Over, Refusal, decode, encode
+from isles.membership.messages import Entry, Hello, Later, Over, Refusal, decode, encode, identity_of, spoken
 from isles.membership.p2p.pairs import PeerConnections
 from isles.membership.p2p.transport import ElasticTransport
 from isles.membership.requests import LighthouseClient, ask
 from isles.membership.rounds import Decision, IslandGroup
 from isles.membership.state_transfer import StateServer
 from isles.membership.tls_session import Session, open_session
-from isles.membership.views import identity_of, spoken
-from isles.network.clusters.nodes import ClusterNode
+from isles.network.clusters import ClusterNode
 from isles.training.config.reading import Tables, over, resolve
 from isles.training.config.sections import Config
 from isles.training.config.trust import names_in

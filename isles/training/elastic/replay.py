@@ -24,11 +24,11 @@ from isles.comm.virtual.cluster import VirtualCluster, VirtualTransport
 from isles.comm.virtual.scheduler import Scheduler
 from isles.data import load_corpus
 from isles.membership.data_ledger import batches
+from isles.membership.messages import View
 from isles.membership.rounds import Decision, IslandGroup, RoundLeader
 from isles.membership.run_log import ALONE, LATE, WHOLE, RoundRecord, StartRecord
 from isles.membership.simulated import SimulatedCondition
 from isles.membership.state_transfer import FetchRequest, StateNotFound, is_written
-from isles.membership.views import View
 from isles.replicas.parts.interfaces import Mixing
 from isles.training.config.sections import Config
 from isles.training.elastic.states import ANCHORS, MODEL, STATE

@@ -17,7 +17,7 @@ from isles.membership import data_ledger
 from isles.membership.coordinator import RoundsCoordinator
 from isles.membership.data_ledger import batches, count_steps
 from isles.membership.effects import Rules
-from isles.membership.messages import from_plain
+from isles.membership.messages import View, from_plain
 from isles.membership.run_log import (
     EXCHANGES,
     JOURNAL,
@@ -28,7 +28,6 @@ from isles.membership.run_log import (
     read_history,
     read_record,
 )
-from isles.membership.views import View
 from isles.models.model_limits import state_bytes
 from isles.replicas.config import WeightedConfig
 from isles.training.config.conflicts import refuse_conflicts

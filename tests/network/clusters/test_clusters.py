@@ -9,9 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from isles.network.clusters.cuts import ClusterCutter, ModelLoad
-from isles.network.clusters.formation import NodeCluster, form_clusters
-from isles.network.clusters.nodes import ClusterNode, read_nodes
+from isles.network.clusters import ClusterCutter, ClusterNode, ModelLoad, NodeCluster, form_clusters, read_nodes
 
 
 def drawn(count: int, seed: int) -> list[ClusterNode]:

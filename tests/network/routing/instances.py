@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections import Counter
 
 import pytest
 
@@ -36,3 +37,17 @@ def reference(name):
     if found is None:
         pytest.skip(f"no reference instances: {REFERENCE} is not beside the repository")
     return found
+
+
+def held_by(played):
+    """Most forwards that each worker kept for their backward at once.
+
+    A forward counts from its start to the end of its backward; what ends at a moment is gone before others start.
+    """
+    moments = [(span.start, 1, span.worker) for span in played.spans if span.task.kind == "F"]
+    moments += [(span.end, -1, span.worker) for span in played.spans if span.task.kind == "B"]
+    now, most = Counter(), dict.fromkeys(sorted({span.worker for span in played.spans}), 0)
+    for _, change, worker in sorted(moments):
+        now[worker] += change
+        most[worker] = max(most[worker], now[worker])
+    return most

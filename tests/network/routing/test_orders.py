@@ -7,6 +7,7 @@ import pytest
 
 from isles.network.routing.events import AtOnce, Route, fixed_routes, in_flight, orders
 from isles.network.routing.replay import TaskSeconds, in_order, replay
+from tests.network.routing.instances import held_by
 
 
 def words(tasks):
@@ -59,7 +60,7 @@ def test_everything_is_done_once_in_a_legal_order():
         # Any real times can follow the lists: the replay with other seconds ends, and keeps to the limits.
         seconds = TaskSeconds(**{kind: [rng.random() for _ in range(5)] for kind in ("forward", "loss", "backward")})
         played = replay(routes, seconds, AtOnce(), in_order(made), room=room)
-        assert all(held <= room.get(worker, 99) for worker, held in played.held.items())
+        assert all(held <= room.get(worker, 99) for worker, held in held_by(played).items())
         done = {(span.worker, span.task): span for span in played.spans}
         for route in routes:
             spans = [done[route.worker(task), task] for task in route.tasks()]

@@ -21,6 +21,7 @@ from isles.network.routing.replay import (
     in_order,
     replay,
 )
+from tests.network.routing.instances import held_by
 
 GRID = list(itertools.product((1, 2, 3, 4), (1, 2, 3, 4), range(1, 9)))
 
@@ -42,7 +43,7 @@ def test_step_without_latency_takes_the_closed_form(kind):
             assert played.makespan == (microbatches + stages - 1) * 3.0
             bubble = (stages - 1) / (microbatches + stages - 1)
             assert all(share == pytest.approx(bubble, abs=1e-12) for share in played.bubbles.values())
-            assert all(played.held[worker] <= limits.get(worker, microbatches) for worker in played.held)
+            assert all(held <= limits.get(worker, microbatches) for worker, held in held_by(played).items())
 
 
 def test_one_microbatch_takes_its_round_trip():
@@ -88,7 +89,7 @@ def test_conservation():
             for worker in range(workers):  # nobody does two tasks at once
                 mine = sorted(span[2:] for span in played.spans if span.worker == worker)
                 assert all(one[1] <= other[0] for one, other in itertools.pairwise(mine))
-                assert played.held.get(worker, 0) <= visited(routes)[worker]
+                assert held_by(played).get(worker, 0) <= visited(routes)[worker]
             assert played.makespan >= max(played.busy.values())
             for route in routes:  # every task begins a message after the one before it ended
                 spans = [next(span for span in played.spans if span.task == task) for task in route.tasks()]
@@ -102,7 +103,7 @@ def test_memory_is_respected_and_too_little_of_it_is_named():
     delays = [[0.0, 1.0], [1.0, 0.0]]
     for room in (1, 2, 3):
         played = replay(routes, alike(2, loss=0.25), Delays(delays), first_come, room={0: room})
-        assert played.held[0] == room
+        assert held_by(played)[0] == room
     crossing = [Route(0, (0, 2, 3), True), Route(1, (1, 3, 2), True)]
     with pytest.raises(ValueError, match="microbatch 0 waits for room at worker 3, which keeps microbatch 1"):
         replay(crossing, alike(4), Delays([[1.0] * 4] * 4), first_come, room={2: 1, 3: 1})

@@ -31,7 +31,7 @@ from isles.network.routing.search import (
     with_collisions,
     without_collisions,
 )
-from tests.network.routing.instances import drawn, reference
+from tests.network.routing.instances import drawn, held_by, reference
 
 QUICK = SearchEffort(moves=1500)
 
@@ -138,7 +138,7 @@ def test_every_plan_is_legal_conserves_and_stays_above_the_bounds():
             for worker in range(problem.nodes):
                 mine = sorted(span[2:] for span in played.spans if span.worker == worker)
                 assert all(one[1] <= other[0] for one, other in itertools.pairwise(mine))
-                assert played.held.get(worker, 0) <= problem.memory
+                assert held_by(played).get(worker, 0) <= problem.memory
             assert played.makespan >= max(played.busy.values())
             if strategy.paths is not None:
                 assert not broken_rules(problem, strategy.paths)

@@ -15,9 +15,7 @@ from isles.comm.errors import CommError
 from isles.comm.mesh import Mesh
 from isles.models.cuts import pieces
 from isles.models.stages import Stage
-from isles.network.clusters.cuts import ModelLoad
-from isles.network.clusters.formation import ClusterGrowth
-from isles.network.clusters.nodes import NO_FIGURES
+from isles.network.clusters import NO_FIGURES, ClusterGrowth, ModelLoad
 from isles.pipeline.ravnest.agreement import ClusterAgreement, ask_in, cluster_inbox, let_in
 from isles.pipeline.ravnest.assignment import ClusterAssignment
 from isles.pipeline.ravnest.averaging import ClusterAverage, SharedSegment, refinement

@@ -13,9 +13,16 @@ from isles.comm.collectives.message_queue import MessageHeader
 from isles.comm.errors import PeerLost
 from isles.comm.group import numbers
 from isles.comm.mesh import Mesh
-from isles.network.clusters.cuts import ModelLoad
-from isles.network.clusters.formation import ClusterGrowth, form_clusters
-from isles.network.clusters.nodes import NO_FIGURES, ClusterNode, decode_node, encode_node, is_encoded_node
+from isles.network.clusters import (
+    NO_FIGURES,
+    ClusterGrowth,
+    ClusterNode,
+    ModelLoad,
+    decode_node,
+    encode_node,
+    form_clusters,
+    is_encoded_node,
+)
 from isles.pipeline.peers.inbox import ASK, COMERS, VOTE
 from isles.pipeline.ravnest.agreement import ClusterAgreement, ClusterWelcome, ask_in, cluster_inbox, let_in
 from isles.pipeline.ravnest.assignment import ClusterAssignment

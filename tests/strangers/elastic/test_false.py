@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from isles.cli.elastic import status as command
-from isles.membership.messages import Lookup, PeerAddress
-from isles.membership.views import spoken
+from isles.membership.messages import Lookup, PeerAddress, spoken
 from tests.training.elastic.runs import Run
 from tests.training.elastic.test_runs import small
 

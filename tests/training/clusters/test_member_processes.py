@@ -15,7 +15,7 @@ from typing_extensions import override
 from isles.comm.credentials import parse_token
 from isles.membership.messages import SwarmStatus
 from isles.membership.requests import run_status
-from isles.network.clusters.nodes import ClusterNode
+from isles.network.clusters import ClusterNode
 from isles.training.clusters.node import growth_of
 from tests.cli.command import isles
 from tests.training.clusters.test_members import SEATED

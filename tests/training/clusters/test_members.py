@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from isles.network.clusters.nodes import ClusterNode
+from isles.network.clusters import ClusterNode
 from isles.training.clusters.member import ClusterParticipant
 from isles.training.clusters.node import growth_of
 from isles.training.lighthouse.peers import ClusterLighthouseServer
@@ -136,7 +136,7 @@ def test_who_asks_those_who_are_gone_asks_the_lighthouse_again(tmp_path: Path) -
 @LONG
 def test_a_joiner_tells_what_was_measured(tmp_path: Path) -> None:
     """Memory, speed and its line to the lighthouse, so that it makes a cluster of its own."""
-    from isles.network.clusters.nodes import decode_node
+    from isles.network.clusters import decode_node
 
     run = ClusterRun(tmp_path / "run", "run.steps=150", "run.validate_every=0")
     for _ in range(4):

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from isles.network.clusters.formation import form_clusters
-from isles.network.clusters.nodes import ClusterNode, encode_node
+from isles.network.clusters import ClusterNode, encode_node, form_clusters
 from isles.training.clusters.node import growth_of
 from tests.cli.command import isles
 from tests.training.clusters.changing import FOUR, Watched, alike, config

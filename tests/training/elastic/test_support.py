@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from isles.base.parsing import parse_toml
 from isles.cli.resume import resume
 from isles.membership.data_ledger import batches
-from isles.membership.views import View
+from isles.membership.messages import View
 from isles.running.run import launch
 from isles.training.config.reading import gather, merged_tables, resolve
 from isles.training.elastic.connect import LocalSettings, _configuration, as_arguments, with_own

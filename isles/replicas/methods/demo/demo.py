@@ -14,8 +14,8 @@ phi: sign, the identity ("sgd"), or orthogonalisation ("muon"). beta: compressio
 subtract. Without fold_lr the gradient enters as it is; with it, "sgd" applies U itself, not lr U. All workers take the
 same step, so weights stay equal to the bit; momenta are each worker's own, and part of `state_dict`.
 
-Choices where the authors' code says otherwise or nothing: a step is one message, packed (`wire`), with bfloat16 values
-by default; awkward dimensions are filled up, and tensors of more than two dimensions are stacks of matrices (`blocks`);
+Choices where the authors' code says otherwise or nothing: a step is one message (`Packing`), with bfloat16 values by
+default; awkward dimensions are filled up, and tensors of more than two dimensions are stacks of matrices (`Blocks`);
 momentum, transform and means are float32 for any weights; a gradient that is None counts as zero (what the momentum
 still holds goes on being sent, and the weight decay acts; what is frozen stays); sums are in the order of the ranks;
 weight decay and update are one step (equal up to rounding to one after the other); entries below zero_tol stand still.

@@ -1,4 +1,4 @@
-"""The settings of DiLoCoX; symbols as in `dilocox` and `adaptive`. Loads no torch."""
+"""The settings of DiLoCoX; symbols as in `dilocox`. Loads no torch."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ factors in 4 bits, with error feedback.
 W: anchor, equal on all workers; C: low rank by `isles.comm.collectives.averaging`, its factors in `codec`, what is no
 matrix in 8 bits; the first rounds dense. With carry every outer gradient enters once and the own progress stays
 while it travels; restart sets it aside, as `delayed` does, and wants a much lower rate. Rank and H follow what the
-means make use of (`adaptive`), the same on all workers of a replica, its stages and its islands' workers alike, for 16
+means make use of (`Adaptive`), the same on all workers of a replica, its stages and its islands' workers alike, for 16
 bytes to each other one a round. The readable text does not decide between carry and restart; carry fits its results.
 Memory beyond training: W, v, E and start, 16 bytes a parameter, two payloads, and the factors.
 

@@ -18,7 +18,7 @@ Bytes of a worker and round each way, to and from a central server: b (divided e
 travel); a partitioned server spares the share that a worker stores itself. The mean of the rest comes on top.
 Deviations: heads and MLP units of a transformer (the paper: neurons); the rest is averaged in two shots whatever the
 server is; the last, partial round is not lost; the workers read different data. A lost worker ends the run (PeerLost
-names it). The inner state of what all hold stays each worker's own. Permutations: `partition`; exchange: `store`.
+names it). The inner state of what all hold stays each worker's own. Permutations and exchange: `store`.
 """
 
 from __future__ import annotations

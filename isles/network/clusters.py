@@ -1,7 +1,32 @@
-"""Which nodes share a copy of the model: as many clusters as the nodes' memory allows, as alike in speed as can be.
+"""Unequal nodes put together into clusters that each hold one copy of a model, cut to what its nodes can do (Ravnest,
+Menon et al. 2024, arXiv 2401.01728). No torch.
 
-Ravnest's public code lowers a penalty that one cluster of all nodes always brings to nothing, so the number of clusters
-is luck there. Here three things count, in this order:
+`ClusterNode`: what a node offers, as it says itself, in a table that `isles doctor --describe` writes.
+
+[[node]]
+name = "desk"
+memory = "16GiB"            # that it gives to a run
+speed = "120G"              # FLOP/s that a forward pass reaches
+bandwidth = "40Mbit/s"      # of its own link, the slower direction
+latency = "12ms"            # one way, to the middle of the network; left out: 0
+
+`encode_node` packs it into 8 bytes, so that nodes exchange it in one word: four logarithms.
+
+bit 0        1: a node is there; the number 1 alone says nothing more
+15 bits each memory, speed, bandwidth, latency in nanoseconds: 512 log2(1 + amount), so to 0.07 %
+
+`ClusterCutter`: where a model is cut for a row of nodes; exact, by dynamic programming over blocks. What
+stage s of S takes, asynchronous, with S microbatches in flight and forward passes run again (see
+`isles.pipeline.ravnest`):
+
+    seconds    4 forwards of its blocks (the pass, the pass again, a backward of two), 3 at the last, which keeps its
+               own; and a microbatch's stream over the node's line, once for each neighbour
+    bytes      weights x (S - s versions + 1 gradient + optimizer states) + one input for each of S - s microbatches
+               + what its blocks keep for one backward pass
+
+`form_clusters`: which nodes share a copy of the model; as many clusters as the nodes' memory allows, as alike in speed
+as can be. Ravnest's public code lowers a penalty that one cluster of all nodes always brings to nothing, so the number
+of clusters is luck there. Here three things count, in this order:
 
     1. every cluster holds the whole model, cut somewhere between its blocks (`ClusterCutter`)
     2. as many clusters as can be, up to a limit
@@ -21,13 +46,270 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Literal, NamedTuple
+from itertools import accumulate, pairwise
+from typing import Any, Literal, NamedTuple, get_args
 
-from isles.network.clusters.cuts import ClusterCutter, CutBy, ModelLoad, ModelSplit, fill
-from isles.network.clusters.nodes import ClusterNode
+import numpy as np
+from numpy.typing import NDArray
+
+from isles.base.errors import demand
+from isles.base.tables import read_toml, typed
+from isles.network.units import parse_amount, parse_bytes, parse_latency, parse_rate
+
+_Amount = float | str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClusterNode:
+    """A machine that may serve a stage.
+
+    Args:
+        name: for people.
+        memory: bytes.
+        speed: FLOP/s of a forward pass.
+        bandwidth: bits per second.
+        latency: seconds one way to the middle of the network, so that two nodes are as far apart as theirs together.
+
+    Raises:
+        ValueError: that begins with the field's name, for a number that cannot be.
+    """
+
+    name: str
+    memory: float
+    speed: float
+    bandwidth: float
+    latency: float = 0.0
+
+    def __post_init__(self) -> None:
+        demand(self, "memory speed bandwidth", lambda x: x > 0, "choose a number above 0")
+        demand(self, "latency", lambda x: x >= 0, "choose 0 s or more")
+
+    def to_toml(self) -> str:
+        """The table that `read_nodes` reads back."""
+        return (
+            f'[[node]]\nname = "{self.name}"\nmemory = {round(self.memory)}\nspeed = "{self.speed / 1e9:.4g}G"\n'
+            f'bandwidth = "{self.bandwidth / 1e6:.6g}Mbit/s"\nlatency = "{1e3 * self.latency:.4g}ms"\n'
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _NodeTable:
+    name: str
+    memory: _Amount
+    speed: _Amount
+    bandwidth: _Amount
+    latency: _Amount = 0.0
+
+
+def read_nodes(path: str) -> list[ClusterNode]:
+    """The nodes of a file, in its order.
+
+    Args:
+        path: of a TOML file of tables [[node]], see `ClusterNode.to_toml`.
+
+    Raises:
+        ValueError: in one line that begins with the path, for anything that is wrong.
+    """
+    tables = read_toml(path)
+    try:
+        return _nodes(tables)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def _nodes(tables: dict[str, Any]) -> list[ClusterNode]:
+    found = tables.pop("node", None)
+    if tables:
+        raise ValueError(f"{next(iter(tables))}: write [[node]] above each node's keys, and nothing else")
+    if not isinstance(found, list) or not found or not all(isinstance(one, dict) for one in found):
+        raise ValueError("no node: write [[node]] above each node's keys; `isles doctor --describe` writes this one's")
+    nodes = [_node(f"node {number}", one) for number, one in enumerate(found, start=1)]
+    name, times = Counter(node.name for node in nodes).most_common(1)[0]
+    if times > 1:
+        raise ValueError(f"name = {name!r} stands for {times} nodes: give each its own")
+    return nodes
+
+
+def _node(where: str, table: dict[str, Any]) -> ClusterNode:
+    made: _NodeTable = typed(where, _NodeTable, table)
+    try:
+        return ClusterNode(
+            name=made.name,
+            memory=parse_bytes("memory", made.memory),
+            speed=parse_amount("speed", made.speed),
+            bandwidth=parse_rate("bandwidth", made.bandwidth),
+            latency=parse_latency("latency", made.latency),
+        )
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
+
+
+NO_FIGURES = 1
+"""Of a node that is there, and tells nothing of itself."""
+_BITS, _FINE, _SHIFTS = 15, 512, (1, 16, 31, 46)
+_END = 1 << 61
+
+
+def encode_node(node: ClusterNode | None) -> int:
+    """The number, above 0 and below 2**61."""
+    if node is None:
+        return NO_FIGURES
+    amounts = (node.memory, node.speed, node.bandwidth, 1e9 * node.latency)
+    codes = (min(round(_FINE * math.log2(1 + amount)), (1 << _BITS) - 1) for amount in amounts)
+    return NO_FIGURES | sum(code << shift for code, shift in zip(codes, _SHIFTS, strict=True))
+
+
+def is_encoded_node(number: int) -> bool:
+    """Whether it can be what a node tells."""
+    return 0 < number < _END and bool(number & 1)
+
+
+def decode_node(number: int, name: str) -> ClusterNode | None:
+    """The node that tells this; None for one that tells nothing, or has nothing to give."""
+    codes = (number >> shift & (1 << _BITS) - 1 for shift in _SHIFTS)
+    memory, speed, bandwidth, nanoseconds = (2 ** (code / _FINE) - 1 for code in codes)
+    if not min(memory, speed, bandwidth) > 0:
+        return None
+    return ClusterNode(name=name, memory=memory, speed=speed, bandwidth=bandwidth, latency=nanoseconds / 1e9)
+
+
+CutBy = Literal["time", "memory"]
+FloatMatrix = NDArray[np.float64]
+SPLITS: tuple[CutBy, ...] = get_args(CutBy)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelLoad:
+    """What a model asks of the nodes that share it, by block, with what enters at the first and leaves at the last.
+
+    Args:
+        flops: of the forward pass of a microbatch.
+        weights: bytes.
+        saved: bytes that a forward pass keeps for the backward pass of one microbatch.
+        stream: bytes of a microbatch between two blocks.
+        states: bytes of the optimizer's state for each byte of weights (AdamW 2, SGD 0).
+    """
+
+    flops: tuple[float, ...]
+    weights: tuple[float, ...]
+    saved: tuple[float, ...]
+    stream: float
+    states: float = 2.0
+
+    def __post_init__(self) -> None:
+        if not len(self.flops) == len(self.weights) == len(self.saved) > 0:
+            raise ValueError("flops, weights and saved: give one number for each block, one block or more")
+
+    @property
+    def blocks(self) -> int:
+        return len(self.flops)
+
+    @property
+    def least(self) -> float:
+        """Bytes that one cluster takes at least, however it is cut: one version of everything."""
+        return sum(self.weights) * (2 + self.states) + max(self.saved)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSplit:
+    """cuts: the first block of each stage but the first. seconds: of a microbatch at each stage, as predicted; fills:
+    shares of the nodes' memory.
+    """
+
+    cuts: tuple[int, ...]
+    seconds: tuple[float, ...]
+    fills: tuple[float, ...]
+
+
+class ClusterCutter:
+    """Cuts one model for one row of nodes after another. What a run of blocks costs a node is computed once for all
+    rows in which it takes that place. by: "time", so that the slowest stage is as fast as can be, or "memory", so that
+    the fullest node is as empty.
+    """
+
+    def __init__(self, load: ModelLoad, by: CutBy = "time") -> None:
+        self.load, self._by = load, by
+        flops, weights, saved = (
+            np.array([0.0, *accumulate(values)]) for values in (load.flops, load.weights, load.saved)
+        )
+        # [stop, first] of every run of blocks, for the least over `first` is soonest found along a row of memory; what
+        # has no block cannot be a stage
+        self._flops, self._weights, self._saved = (sums[:, None] - sums[None, :] for sums in (flops, weights, saved))
+        self._empty = np.tri(load.blocks + 1, dtype=bool).T
+        self._cost = cache(self._stage_cost)
+        self._filled = cache(self._stage_filled)
+
+    def seconds(self, node: ClusterNode, versions: int, is_first: bool) -> FloatMatrix:
+        """[stop, first]: of one microbatch. versions: of its weights that a stage keeps, 1 at the last."""
+        forward = self._flops / node.speed
+        sent = (not is_first) + (versions > 1)
+        return (4 if versions > 1 else 3) * forward + sent * 8 * self.load.stream / node.bandwidth
+
+    def filled(self, node: ClusterNode, versions: int) -> FloatMatrix:
+        """[stop, first]: the share of the node's memory that this takes."""
+        nbytes = self._weights * (versions + 1 + self.load.states) + versions * self.load.stream + self._saved
+        return nbytes / node.memory
+
+    def _stage_filled(self, node: ClusterNode, versions: int, is_first: bool) -> FloatMatrix:
+        return np.where(self._empty, math.inf, self.filled(node, versions))
+
+    def _stage_cost(self, node: ClusterNode, versions: int, is_first: bool) -> FloatMatrix:
+        filled = self.filled(node, versions)
+        cost = self.seconds(node, versions, is_first) if self._by == "time" else filled
+        return np.where(self._empty | (filled > 1), math.inf, cost)
+
+    def worst(self, nodes: Sequence[ClusterNode]) -> float:
+        """Of the best cut: seconds of the slowest stage, or the share of the fullest node; infinity: no cut does."""
+        rows = self._rows(nodes, self._cost)
+        return float(rows[-1][-1]) if rows else math.inf
+
+    def least_filled(self, nodes: Sequence[ClusterNode]) -> float:
+        """The least share of the fullest node over all cuts, above 1 too; infinity: more nodes than blocks."""
+        rows = self._rows(nodes, self._filled)
+        return float(rows[-1][-1]) if rows else math.inf
+
+    def split(self, nodes: Sequence[ClusterNode]) -> ModelSplit | None:
+        """The best cut for nodes that take the stages in this order; None where none gives each what it holds."""
+        rows, stages = self._rows(nodes, self._cost), len(nodes)
+        if not rows or math.isinf(rows[-1][-1]):
+            return None
+        stop, cuts = self.load.blocks, [self.load.blocks]
+        for stage in range(stages - 1, 0, -1):
+            cost = self._cost(nodes[stage], stages - stage, False)
+            stop = stage + int(np.argmin(np.maximum(rows[stage - 1][: stop - stage], cost[stop, stage:stop])))
+            cuts.append(stop)
+        runs = list(enumerate(pairwise([0, *cuts[::-1]])))
+        seconds = (self.seconds(nodes[at], stages - at, not at)[stop, first] for at, (first, stop) in runs)
+        fills = (self.filled(nodes[at], stages - at)[stop, first] for at, (first, stop) in runs)
+        return ModelSplit(cuts=tuple(cuts[:0:-1]), seconds=tuple(map(float, seconds)), fills=tuple(map(float, fills)))
+
+    def _rows(
+        self, nodes: Sequence[ClusterNode], of: Callable[[ClusterNode, int, bool], FloatMatrix]
+    ) -> list[FloatMatrix]:
+        """[stage][stop - stage - 1]: the worst of the stages so far, if they end there, so that each of these and of
+        those behind has a block; nothing where there are too few blocks.
+        """
+        stages = len(nodes)
+        width = self.load.blocks - stages + 1
+        if width < 1:
+            return []
+        rows = [of(nodes[0], stages, True)[1 : width + 1, 0]]
+        for stage in range(1, stages):
+            cost = of(nodes[stage], stages - stage, False)
+            ways = np.maximum(rows[-1], cost[stage + 1 : stage + width + 1, stage : stage + width])
+            rows.append(ways.min(axis=1))
+        return rows
+
+
+def fill(load: ModelLoad, cuts: Sequence[int], stage: int, node: ClusterNode) -> float:
+    """The share of a node's memory that one stage of a cluster cut there takes."""
+    bounds = [0, *cuts, load.blocks]
+    return float(ClusterCutter(load).filled(node, len(cuts) + 1 - stage)[bounds[stage + 1], bounds[stage]])
+
 
 EXACT = 8
 """Nodes up to which every grouping is looked at: 4,140 of eight."""
