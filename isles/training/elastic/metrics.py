@@ -12,7 +12,16 @@ from isles.data.loader import rows
 from isles.membership.coordinator import RoundsCoordinator
 from isles.membership.data_ledger import batches, count_steps
 from isles.membership.messages import View, from_plain
-from isles.membership.run_log import EXCHANGES, RoundRecord, StartRecord, goodput, ledger, read_history, read_record
+from isles.membership.run_log import (
+    EXCHANGES,
+    JOURNAL,
+    RoundRecord,
+    StartRecord,
+    goodput,
+    ledger,
+    read_history,
+    read_record,
+)
 
 
 def elastic_metrics(
