@@ -26,7 +26,8 @@ from typing import Literal, NamedTuple
 
 from isles.memory.config import Update
 from isles.memory.costs import Placement, Profile, ends_exchange, least_peak
-from isles.memory.flow import EngineLane, Half, LaneAction, LaneEvent, PassTask, StepFlow, UpdateWork, Urgency, nothing
+from isles.memory.events import EngineLane, LaneAction, LaneEvent, Urgency
+from isles.memory.flow import Half, PassTask, StepFlow, UpdateWork, nothing
 from isles.network.engine import EventQueue
 from isles.network.machines import Machine
 

@@ -21,19 +21,8 @@ from isles.memory.activations import Repeatable, Swapped
 from isles.memory.costs import Profile
 from isles.memory.disk import StoredUnit
 from isles.memory.engines.base import Engine
-from isles.memory.flow import (
-    EngineLane,
-    Half,
-    LaneAction,
-    LaneEvent,
-    PassesInFlight,
-    PassTask,
-    StepFlow,
-    Urgency,
-    not_followed,
-    nothing,
-    out_of_order,
-)
+from isles.memory.events import EngineLane, LaneAction, LaneEvent, Urgency
+from isles.memory.flow import Half, PassesInFlight, PassTask, StepFlow, not_followed, nothing, out_of_order
 from isles.memory.meter import MemoryMeter
 from isles.memory.parameters import Arrivals, Brought, Gathering, Landed
 from isles.memory.plan import MemoryPlan

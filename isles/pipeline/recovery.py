@@ -13,6 +13,7 @@ text, what makes the stream, and, as the loss is computed there, what ends it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -215,13 +216,4 @@ class Recovery:
             for group, rate in zip(inner.param_groups, rates, strict=True):
                 group["lr"] = rate  # the schedule goes on
         elif step % self.settings.every == 0:
-            model = {name: tensor.clone() for name, tensor in self.stage.state_dict().items()}
-            self.snapshot = {"model": model, "inner": _copied(inner.state_dict())}
-
-
-def _copied(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.clone()
-    if isinstance(value, dict):
-        return {key: _copied(entry) for key, entry in value.items()}
-    return [_copied(entry) for entry in value] if isinstance(value, list) else value
+            self.snapshot = deepcopy({"model": self.stage.state_dict(), "inner": inner.state_dict()})

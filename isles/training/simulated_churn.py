@@ -48,8 +48,9 @@ from isles.training.clusters.node import ClusterWorker, enter, found, growth_of
 from isles.training.config.conflicts import refuse_conflicts
 from isles.training.config.sections import Config
 from isles.training.elastic.leader import Participant
+from isles.training.elastic.metrics import elastic_metrics
 from isles.training.elastic.states import MODEL, server_name
-from isles.training.elastic.support import elastic_metrics, lands_together, last_round, rules
+from isles.training.elastic.support import lands_together, last_round, rules
 from isles.training.lighthouse.mean import consolidate, spread
 from isles.training.lighthouse.rounds import MODEL_FILE
 from isles.training.memory.plans import step_seconds

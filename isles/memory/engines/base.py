@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from isles.memory.flow import EngineLane, LaneAction, LaneEvent, Urgency
+from isles.memory.events import EngineLane, LaneAction, LaneEvent, Urgency
 
 LANES: tuple[EngineLane, ...] = ("up", "down", "host", "read", "write")
 DEADLINE = 600.0  # seconds without what is waited for: far beyond any update of a block

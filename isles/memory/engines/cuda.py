@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from isles.base.modes import arena
 from isles.memory.engines.base import Engine, Moves, ThreadEngine
-from isles.memory.flow import EngineLane, LaneAction, Urgency
+from isles.memory.events import EngineLane, LaneAction, Urgency
 
 _CHUNK = 1 << 24
 """Bytes of each of the two pieces of pinned memory through which numbers go whose format changes on the way."""

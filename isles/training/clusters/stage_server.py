@@ -4,10 +4,12 @@ the text), and what this machine offers to a cluster.
 
 from __future__ import annotations
 
+import math
 import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from isles.comm.layout import Coordinate, Layout
 from isles.comm.mesh import Mesh
@@ -163,6 +166,17 @@ def layout_of_assignment(assignment: ClusterAssignment, size: int) -> Layout:
     )
 
 
+@contextmanager
+def _slowed(optimizer: Optimizer, times: float) -> Iterator[None]:
+    """Its learning rates are so many times smaller meanwhile."""
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] /= times
+    yield
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+
+
 class StageServer:
     """world: arranged as it is now. cut: of its cluster. update: see `isles.pipeline.ravnest.stage.StaleUpdate`."""
 
@@ -205,12 +219,8 @@ class StageServer:
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:
                 parameter.grad = torch.zeros_like(parameter)
-        rates = [group["lr"] for group in self.optimizer.param_groups]
-        for group in self.optimizer.param_groups:
-            group["lr"] = 0.0
-        self.optimizer.step()  # which makes the state
-        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate
+        with _slowed(self.optimizer, math.inf):
+            self.optimizer.step()  # which makes the state
         self.optimizer.zero_grad()
         for _ in range(updates):
             self.schedule.step()
@@ -250,13 +260,8 @@ class StageServer:
         config, optimizer = self.config, self.optimizer
         if config.inner.max_norm:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.inner.max_norm)
-        rates = [group["lr"] for group in optimizer.param_groups]
-        if config.pipeline.ravnest.stage_lr == "1/(1+tau)":
-            for group in optimizer.param_groups:
-                group["lr"] /= 1 + stale
-        optimizer.step()
-        for group, rate in zip(optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate
+        with _slowed(optimizer, 1 + stale if config.pipeline.ravnest.stage_lr == "1/(1+tau)" else 1):
+            optimizer.step()
         optimizer.zero_grad()
         self.schedule.step()
         self.updates += 1

@@ -18,7 +18,8 @@ from isles.network.churn import ChurnEvent
 from isles.running.run import launch
 from isles.training.config.reading import resolve
 from isles.training.config.sections import Config
-from isles.training.elastic.support import going_on, recorded
+from isles.training.elastic.metrics import recorded
+from isles.training.elastic.support import going_on
 from isles.training.simulated_churn import SimulatedElasticRun
 from tests.training.elastic.test_simulated import EVERYTHING, churned, read_by, small
 

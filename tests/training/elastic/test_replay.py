@@ -16,8 +16,8 @@ from safetensors.numpy import load_file
 
 from isles.membership.run_log import RoundRecord, StartRecord
 from isles.network.churn import ChurnEvent
+from isles.training.elastic.metrics import recorded
 from isles.training.elastic.replay import repeat, replay_log
-from isles.training.elastic.support import recorded
 from tests.training.elastic.processes import Processes
 from tests.training.elastic.test_runs import EVERY
 from tests.training.elastic.test_simulated import EVERYTHING, churned, small

@@ -20,7 +20,8 @@ from isles.network.churn import ChurnEvent, rate_of, write_trace
 from isles.plan.worker_classes import churn_costs
 from isles.training.config.reading import over, resolve
 from isles.training.config.sections import Config
-from isles.training.elastic.support import going_on, recorded
+from isles.training.elastic.metrics import recorded
+from isles.training.elastic.support import going_on
 from isles.training.simulated_churn import SimulatedElasticRun, trace_of
 
 SMALL: dict[str, Any] = {"layers": 1, "d_model": 16, "heads": 2, "context": 16}

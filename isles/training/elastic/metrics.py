@@ -1,0 +1,96 @@
+"""What the summary of every run says whose workers come and go, from what the run has left on record."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from isles.base.parsing import parse_json
+from isles.base.schema import ElasticSummary
+from isles.data.loader import rows
+from isles.membership.coordinator import RoundsCoordinator
+from isles.membership.data_ledger import batches, count_steps
+from isles.membership.messages import View, from_plain
+from isles.membership.run_log import (
+    EXCHANGES,
+    JOURNAL,
+    RoundRecord,
+    StartRecord,
+    goodput,
+    ledger,
+    read_history,
+    read_record,
+)
+
+
+def elastic_metrics(
+    journal: Sequence[Mapping[str, Any]],
+    records: Sequence[RoundRecord | StartRecord],
+    membership: RoundsCoordinator,
+    last: int,
+    computed: float | None = None,
+) -> ElasticSummary:
+    """membership: at the end of the run, whose last round was `last`. computed: seconds of computing of all workers;
+    None: those of the rounds that somebody heard of.
+    """
+    done, counted = ledger(records), membership.read(last + 1)
+    seconds = done.seconds if computed is None else computed
+    there = read_history(journal, max((record.at for record in records), default=0.0))
+    return ElasticSummary(
+        goodput=goodput(counted, done, there),
+        work_lost=max(1 - counted * done.seconds / done.steps / seconds, 0.0) if done.steps and seconds else 0.0,
+        rounds=done.rounds,
+        rounds_alone=done.alone,
+        rounds_again=there.counts["again"],
+        outcomes=dict(done.outcomes),
+        rounds_unassigned=done.out_of_turn,
+        inner_steps=done.steps,
+        inner_steps_counted=counted,
+        inner_steps_backlog=count_steps(membership.ledger.outstanding(last + 1, membership.members())),
+        inner_steps_repeated=repeated(journal, records),
+        joins=there.counts["join"],
+        losses=there.counts["lost"],
+        leaves=there.counts["leave"],
+        views=there.counts["view"],
+        outages=len(there.outages),
+        state_transfers=done.transfers,
+        state_transfer_bytes=done.size,
+    )
+
+
+def views_of(journal: Iterable[Mapping[str, Any]]) -> dict[int, View]:
+    """The views that `journal` holds, by number."""
+    views = (from_plain(entry["view"]) for entry in journal if entry["event"] == "view")
+    return {view.number: view for view in views}
+
+
+def repeated(journal: Iterable[Mapping[str, Any]], records: Iterable[RoundRecord | StartRecord]) -> int:
+    """Inner steps whose batch somebody had read before, as far as anybody heard of both."""
+    views = views_of(journal)
+    read, count = set[int](), 0
+    for record in records:
+        view = views.get(record.view) if isinstance(record, RoundRecord) else None
+        index = None if view is None else view.index(record.member)
+        if isinstance(record, RoundRecord) and view is not None and index is not None:
+            samples = {int(rows(*one, batch_size=1)[0]) for one in batches(views, view, record.round, index)}
+            count += len(samples & read)
+            read |= samples
+    return count
+
+
+def recorded(out: Path) -> tuple[list[dict[str, Any]], list[RoundRecord | StartRecord]]:
+    """(the journal's entries, the lines of its exchanges) of the run in `out`; a last line that was not written whole
+    is left out. ValueError for any other that is none.
+    """
+    return [dict(entry) for entry in _read_lines(out / JOURNAL)], [
+        read_record(record) for record in _read_lines(out / EXCHANGES)
+    ]
+
+
+def _read_lines(path: Path) -> list[Any]:
+    try:
+        whole, _, _ = path.read_bytes().rpartition(b"\n")
+    except FileNotFoundError:
+        return []
+    return [parse_json(record) for record in whole.split(b"\n") if record]
