@@ -4,7 +4,7 @@
 `durable`    files that are written whole or not at all
 `parsing`    JSON, TOML and messages from outside, measured before they are parsed; `tables`: TOML tables as dataclasses
 `schema`     names of files, backends and fields, for rooms that load no torch
-`imports`    "package.module:name", names that load on first use; `parts`, `part_maker`: settings that name such code
+`imports`    "package.module:name", names that load on first use; `parts`: settings that name such code
 `modes`      torch's modes, and copies between host and GPU; `wrapping`: optimizers around others
 `version`    the version of this package
 """

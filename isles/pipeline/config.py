@@ -238,7 +238,7 @@ class PipelineConfig:
 
     def __post_init__(self) -> None:
         one_of_or_code("router", self.routing, ("fixed", "random", *_ROUTINGS))
-        check_options(self.options, {"router": self.routing, "boundary": self.boundary.kind})
+        check_options("pipeline", self)
         if self.routing == "swarm" and self.swarm.peers:
             self._take_stages("peers", list(self.swarm.peers), len(self.swarm.peers))
         if self.routing == "ravnest" and self.ravnest.clusters:

@@ -30,8 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from isles.base.imports import describe
-from isles.base.part_maker import make
-from isles.base.parts import names_code
+from isles.base.parts import make, names_code
 from isles.comm.codecs import codec
 from isles.comm.group import same_text
 from isles.comm.mesh import Mesh
@@ -124,10 +123,7 @@ class Cut:
                 f"write into the subspace; choose {cuts[-1]} to {layers}, or 0"
             )
         turns = bool(config.boundary.update_every)
-        own = None
-        if name.kind == "own":
-            own = make("boundary", config.boundary.kind, config.options_of("boundary"), self.width)
-            refuse_misfit(config.boundary.kind, own, self.width)
+        own = own_boundary(config, self.width) if name.kind == "own" else None
         return scheme_of(name, crossings, form=config.boundary.form, seed=seed, blocks=bound, turns=turns, own=own)
 
 
@@ -263,12 +259,17 @@ class Pipeline:
         return None if filled is None else self.scheme.unsplit(filled)
 
 
-def refuse_misfit(name: str, boundary: Boundary, width: int) -> None:
-    """ValueError where a boundary of one's own fails on a small stream, or makes what it does not say."""
-    x_BTD, tokens = (
-        torch.zeros(1, 2, width, dtype=torch.float32, device="cpu"),
-        torch.zeros(1, 3, dtype=torch.int64, device="cpu"),
-    )
+def own_boundary(config: PipelineConfig, width: int) -> Boundary:
+    """The boundary of one's own that `config` names. ValueError where it cannot be made, fails on a small stream, or
+    makes what it does not say.
+    """
+    name = config.boundary.kind
+    try:
+        boundary = make("boundary", name, config.options_of("boundary"), width)
+    except ValueError as error:
+        raise ValueError(f"pipeline.{error}") from error
+    x_BTD = torch.zeros(1, 2, width, dtype=torch.float32, device="cpu")
+    tokens = torch.zeros(1, 3, dtype=torch.int64, device="cpu")
     try:
         payload, side = boundary.encode(x_BTD, tokens)
         made = tuple(payload.shape), 0 if side is None else side.numel()
@@ -278,6 +279,7 @@ def refuse_misfit(name: str, boundary: Boundary, width: int) -> None:
     if (made, back) != (stated, tuple(x_BTD.shape)):
         what = f"encode makes {made} and sizes says {stated}, decode makes {back} of {tuple(x_BTD.shape)}"
         raise ValueError(f'pipeline.boundary.kind = "{name}": {what}')
+    return boundary
 
 
 def form_of(
@@ -306,7 +308,7 @@ def ways_of(config: PipelineConfig, cut: Cut, replicas: int) -> Ways:
 
 
 def router_of(config: PipelineConfig, replicas: int, *, home: bool, seed: int) -> StepRoutes:
-    """Which way the microbatches go. seed: of random routes. ValueError as `isles.base.part_maker.make`."""
+    """Which way the microbatches go. seed: of random routes. ValueError as `isles.base.parts.make`."""
     if names_code("router", config.routing):
         grid = PipelineGrid(replicas, config.stages, config.microbatches, home, seed)
         return own_routes(make("router", config.routing, config.options_of("router")), grid, config.routing)

@@ -22,7 +22,7 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from inspect import Parameter, Signature, signature
-from typing import Any, ClassVar, Literal, TypeVar, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 from isles.base.errors import unknown_name
 from isles.base.parts import check_options
@@ -238,14 +238,12 @@ class MethodConfig:
 class PartsConfig(MethodConfig):
     """What a method takes some of whose parts may be code of your own."""
 
-    own_axes: ClassVar[tuple[str, ...]] = ("codec",)
-    """The settings that may name it."""
     options: dict[str, dict[str, Any]] | None = None
     """What parts of your own are called with, a table each: [replicas.options.codec]."""
 
     def check_own(self) -> None:
         """ValueError for options without code. Imports nothing."""
-        check_options(self.options, {axis: getattr(self, axis) for axis in self.own_axes})
+        check_options("replicas", self)
 
     def options_of(self, axis: str) -> Mapping[str, Any]:
         """What the code that an axis names is called with."""

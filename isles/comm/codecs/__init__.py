@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from isles.base.imports import import_target
+from isles.base.parts import make
 from isles.comm.codecs.kinds import CodecName, read_codec, read_form
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ def form(name: str, options: Mapping[str, Any] | None = None) -> Form:
 
 def _made(parsed: CodecName, options: Mapping[str, Any] | None) -> Any:
     if parsed.is_own:
-        return import_target("codec", "isles.base.part_maker:make")("codec", parsed.target, options)
+        return make("codec", parsed.target, options)
     kind = import_target("codec", parsed.target)
     values = {} if parsed.values is None else {"values": codec(parsed.values)}
     return kind(**values) if parsed.number is None else kind(parsed.number, **values)

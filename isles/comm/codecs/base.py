@@ -45,7 +45,7 @@ class Codec(ABC):
     @property
     def _kind(self) -> CodecKind:
         kind = KINDS.get(self.name.partition(":")[0])
-        if kind is None:  # of one's own, which must say it itself: `isles.base.part_maker` asks
+        if kind is None:  # of one's own, which must say it itself: `isles.base.parts.make` asks
             raise AttributeError(f"codec {self.name}: its class does not say lossless, biased and shared_mask")
         return kind
 

@@ -34,8 +34,7 @@ from typing import Any
 from isles.base.durable import home, write_text
 from isles.base.errors import printable
 from isles.base.parsing import parse_json
-from isles.base.part_maker import make, part_class
-from isles.base.parts import CODE, names_code
+from isles.base.parts import CODE, make, names_code
 from isles.base.tables import changed, read_toml, table_of
 from isles.comm.credentials import write_private
 from isles.replicas.parts.legal import member, refuse
@@ -65,7 +64,7 @@ def names_of(config: Config) -> dict[str, Any]:
 
 def check_code(config: Config) -> None:
     """Import the parts of a run that are somebody's own, and make each once; but for a boundary, which wants to know
-    the stream's width first. Loads torch where there are any.
+    the stream's width first (`isles.pipeline.pipeline.own_boundary`). Loads torch where there are any.
 
     Raises:
         ValueError: in one line, where one is absent, is no such part, or takes other options; or where they do not go
@@ -73,14 +72,11 @@ def check_code(config: Config) -> None:
     """
     named, choice = names_of(config), dict(getattr(config.replicas, "choice", {}))
     for axis, (section, key, options, interface, *_) in CODE.items():
-        name, own = named.get(f"{section}.{key}"), named.get(f"{section}.{options}", {})
-        if name is None or not interface:
+        name = named.get(f"{section}.{key}")
+        if name is None or not interface or axis == "boundary":
             continue
         try:
-            if axis == "boundary":
-                part_class(axis, name, own, 1)
-                continue
-            made = make(axis, name, own)
+            made = make(axis, name, named.get(f"{section}.{options}"))
             if axis in choice:
                 choice[axis] = member(axis, made)
                 refuse(choice)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from typing_extensions import override
 
-from isles.base.parts import names_code, one_of_or_code
+from isles.base.parts import CODE, names_code, one_of_or_code
 from isles.replicas.config import (
     CompressedConfig,
     Dimension,
@@ -47,7 +47,6 @@ class CustomConfig(FragmentedConfig, CompressedConfig):
     default of the method that the member comes from. Each choice may be a class of your own, package.module:Class.
     """
 
-    own_axes: ClassVar[tuple[str, ...]] = ("cadence", "mixing", "codec", "reading", "rule", "landing")
     cadence: str | None = None
     """When fragments are sent and land, package.module:Class; left out, the next five say it."""
     sync_every: int = 50
@@ -136,7 +135,7 @@ class CustomConfig(FragmentedConfig, CompressedConfig):
         chosen = {axis: getattr(self, axis) for axis in ("mixing", "error_feedback", "reading", "rule", "landing")}
         chosen |= {"cadence": late or ("overlap" if self.overlap_steps else at_once)}
         chosen |= {"codec": self.codec.partition(":")[0]}
-        return chosen | {axis: OWN for axis in self.own_axes if names_code(axis, getattr(self, axis))}
+        return chosen | {axis: OWN for axis in chosen if axis in CODE and names_code(axis, getattr(self, axis))}
 
     @override
     def space(self, steps: int, *, timed: bool) -> list[Dimension]:

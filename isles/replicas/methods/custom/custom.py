@@ -11,8 +11,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from isles.base.part_maker import make
-from isles.base.parts import names_code
+from isles.base.parts import make, names_code
 from isles.comm.codecs import codec, form
 from isles.comm.codecs.lowrank import Form
 from isles.replicas.config import eager_rate, group_fits
