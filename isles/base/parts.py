@@ -116,7 +116,7 @@ def make(axis: str, target: str, options: Mapping[str, Any] | None, *first: Any)
         raise ValueError(f"{stated} is a {type(found).__name__}: name a class, as isles.{interface.__name__} describes")
     if not is_protocol and not issubclass(found, interface):
         raise ValueError(f"{stated}: derive the class from isles.{interface.__name__}")
-    lacked = sorted(getattr(found, "__abstractmethods__", ()))
+    made, lacked = None, sorted(getattr(found, "__abstractmethods__", ()))
     if not lacked:
         _check_arguments(setting.options, target, list(signature(found).parameters.values())[len(first) :], options)
         try:

@@ -10,7 +10,8 @@ from typing import Annotated
 
 import typer
 
-from isles.cli.terminal import As, InnerSteps, Set, end_in_order
+from isles.cli.terminal import As, InnerSteps, Set, end_in_order, print_table
+from isles.report import write_picture, write_report
 
 
 def compare(
@@ -38,7 +39,6 @@ def compare(
     """
     from isles.cli import several
     from isles.cli.several import new_folder, run_all, seeds_of, show, tuned_in, write_pages
-    from isles.cli.terminal import print_table
     from isles.training.config.reading import method_tables
 
     end_in_order()
@@ -85,8 +85,6 @@ def report(
     ] = False,
 ) -> None:
     """Write report.html into each directory."""
-    from isles.report import write_picture, write_report
-
     for run in runs:
         print(write_report(run))
         if png:

@@ -20,7 +20,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from isles.base.version import __version__
 from isles.cli.terminal import Check, of_torch
+from isles.report.units import format_bytes, format_percent, format_seconds, format_short
 
 if TYPE_CHECKING:
     from isles.launch.probe import Findings
@@ -156,8 +158,6 @@ def _print_checks(*parts: Iterable[Check]) -> None:
 
 def machine() -> Iterator[Check]:
     """What a run on this machine alone needs."""
-    from isles.report.units import format_bytes
-
     yield Check("python", sys.version_info >= (3, 11), f"{platform.python_version()}, {sys.executable}")
     yield from of_torch()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -196,7 +196,6 @@ def of_memory(disk: str, write: Path | None) -> Iterator[Check]:
     """What plans of memory go by, measured in some seconds, and what this machine lacks."""
     from isles.memory.measurement import measure_machine
     from isles.network.machines import to_toml
-    from isles.report.units import format_bytes, format_percent, format_short
 
     try:
         found = measure_machine(disk)
@@ -322,9 +321,7 @@ def report_waiting(command: str) -> None:
 
 def format_findings(found: Findings) -> Iterator[Check]:
     """One line for the peer, one a direction, one for the round trip, one for the rates."""
-    from isles.base.version import __version__
     from isles.comm.sockets.listener import port_range
-    from isles.report.units import format_seconds
 
     same = found.version_there == __version__
     versions = f"isles {__version__}" if same else f"isles {__version__} here, {found.version_there} there: a run needs"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
@@ -190,8 +191,6 @@ def average(
     trust: Trust = False,
 ) -> None:
     """Average the parameters of a forest's experts, to branch a new expert from (BTM)."""
-    from dataclasses import replace
-
     from isles.experts.ensemble import shares_on, write_average
     from isles.experts.forest import Forest, Served
     from isles.experts.routing import parse_prior

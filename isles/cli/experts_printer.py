@@ -10,11 +10,15 @@ from typing_extensions import override
 
 from isles.cli.terminal import Progress as Bar
 from isles.cli.terminal import bars, print_named, print_table
-from isles.experts.ensemble import Joining
+from isles.experts.ensemble import Joining, evaluated_on
 from isles.experts.hdee import TRAINED
 from isles.experts.jobs import JobProgress
+from isles.experts.planning import planned
 from isles.experts.reading import ExperimentConfig
+from isles.experts.smalltalk import table
 from isles.experts.system import System
+from isles.report import write_report
+from isles.report.experts import tables
 from isles.report.panels import Table
 from isles.report.units import format_bytes
 
@@ -71,27 +75,20 @@ def print_jobs(system: System[Any]) -> None:
 
 def print_results(results: dict[str, Any], out: Path) -> None:
     """The tables of a finished system, and the path of its page."""
-    from isles.report import write_report
-    from isles.report.experts import tables
-
-    for title, what, table in tables(results):
+    for title, what, found in tables(results):
         print(title, what, sep="\n")
-        print_table(table)
+        print_table(found)
         print()
     print(f"results {out / 'results.json'}", f"report  {write_report(out)}", sep="\n")
 
 
 def print_forest(path: Path, data: str, joining: Joining) -> None:
     """Perplexity of one forest on a text."""
-    from isles.experts.ensemble import evaluated_on
-
     print_named(evaluated_on(path, data, joining))
 
 
 def print_paper(as_json: bool) -> None:
     """Table 3 of the SMALLTALK paper."""
-    from isles.experts.smalltalk import table
-
     rows = table()
     if as_json:
         print(json.dumps(rows, indent=1))
@@ -107,8 +104,6 @@ def print_paper(as_json: bool) -> None:
 
 def print_plan(asked: ExperimentConfig[Any], as_json: bool) -> None:
     """What a system will cost."""
-    from isles.experts.planning import planned
-
     found = planned(asked)
     if as_json:
         print(json.dumps(found, indent=1))

@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from isles.cli.terminal import Device, Trust
+from isles.base.errors import unknown_name
+from isles.cli.terminal import Device, Trust, print_table
+from isles.report.panels import Table
 
 if TYPE_CHECKING:
     from isles.report.panels import Table
@@ -58,7 +60,6 @@ def export(
     trust: Trust = False,
 ) -> None:
     """Write the run's consolidated model for other tools."""
-    from isles.base.errors import unknown_name
     from isles.data.tokenizer import HuggingFaceTokenizer
     from isles.models.hf import save_as_llama
     from isles.pipeline.boundaries.names import boundary_name
@@ -142,7 +143,6 @@ def evaluate(
     loader = Loader(corpus, settings, context=saved.context)
     where = next(saved.model.parameters()).device
     if partial:
-        from isles.cli.terminal import print_table
         from isles.models.stages import blocks_of_stages
         from isles.training.scoring import asked_order, order_loss, stages_of
         from isles.training.scoring import curves as evaluated_curves
@@ -178,8 +178,6 @@ def _stages(option: str, text: str | None) -> list[int]:
 
 
 def _table(points: list[CurvePoint]) -> Table:
-    from isles.report.panels import Table
-
     rows = [
         [point.kind, str(point.count), str(len(point.losses))]
         + [f"{loss:.4f}" for loss in (point.mean, min(point.losses), max(point.losses))]

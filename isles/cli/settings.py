@@ -9,6 +9,9 @@ from typing import Annotated
 
 import typer
 
+from isles.cli.terminal import print_named
+from isles.replicas import METHODS
+
 
 def config(
     method: Annotated[
@@ -24,8 +27,6 @@ def config(
     if sum((method is not None, preset is not None, presets)) > 1:
         raise ValueError("--method, --preset and --presets each print something else: give one of them")
     if presets:
-        from isles.cli.terminal import print_named
-
         print_named(known())
         print("isles train --preset NAME runs one, isles config --preset NAME prints it")
     elif preset is not None:
@@ -62,15 +63,11 @@ def methods(
 
 
 def _methods() -> None:
-    from isles.cli.terminal import print_named
-    from isles.replicas import METHODS
-
     print_named({name: f"{row.what}  ({row.target})" for name, row in METHODS.items()})
     print("or package.module:Class for a method of your own; settings: isles config --method NAME")
 
 
 def _legal() -> None:
-    from isles.cli.terminal import print_named
     from isles.replicas.parts.legal import AXES, BY_NUMBERS, TABLE
     from isles.training.config.conflicts import EXTERNAL_SITUATIONS, conflicts
 
@@ -97,7 +94,6 @@ def _legal() -> None:
 
 def _memory(stages: int) -> None:
     from isles.plan.run_plan import MODEL, footprints
-    from isles.replicas import METHODS
 
     found = footprints(_WORKERS, stages)
     width = max(map(len, METHODS))

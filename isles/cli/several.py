@@ -45,14 +45,38 @@ import typer
 
 from isles.base.durable import write_text
 from isles.base.parsing import parse_toml
-from isles.base.tables import changed
+from isles.base.tables import changed, parse_value
+from isles.cli.terminal import Progress, print_table
+from isles.cli.train import report_device
+from isles.launch.workers import refuse_too_many
+from isles.models.model_limits import limits
 from isles.network.noise import hash64
+from isles.pipeline.config import PipelineConfig
+from isles.plan.memory_fit import measured_step
+from isles.plan.run_plan import plan_run, priced, refuse
 from isles.replicas.config import Dimension, settings_of
-from isles.report.comparison import ALONE, NEVER, TUNED, complete, read_tuning, validation_loss_of
-from isles.training.config.reading import to_toml, tokens_a_step
+from isles.report import write_report
+from isles.report.comparison import (
+    ALONE,
+    INDEX,
+    NEVER,
+    TUNED,
+    comparison_rows,
+    complete,
+    read_tuning,
+    run_folder,
+    validation_loss_of,
+)
+from isles.report.panels import Table
+from isles.report.rundir import read_run
+from isles.report.units import format_seconds
+from isles.running.run import Interrupted, launch
+from isles.training.config.reading import ending, read_config, to_toml, tokens_a_step
 from isles.training.config.sections import Config
+from isles.training.interrupts import Interrupts
 from isles.training.records.rundir import as_json
 from isles.training.records.shard import NotFinite
+from isles.training.stage_runner import refuse_stages
 
 if TYPE_CHECKING:
     import optuna
@@ -90,8 +114,6 @@ class ComparisonRow:
 
 def quick() -> dict[str, Any]:
     """--quick, under the other options: a model of no use, in seconds."""
-    from isles.base.tables import parse_value
-
     return {key: parse_value(value) for key, value in (part.split("=") for part in _QUICK.split())}
 
 
@@ -123,8 +145,6 @@ def read_all(
     """All configurations, before the first is run: a slip in the last should not cost the hours of the others; over
     what was `tuned`, for as many tokens.
     """
-    from isles.training.config.reading import read_config
-
     config, flags, assignments = shared
     outside = [row.name for row in rows if ":" in row.name]
 
@@ -162,8 +182,6 @@ def read_beside(
     shared: SharedSettings, rows: Sequence[ComparisonRow], seeds: Sequence[int], tuned: Tuned = None
 ) -> Configs:
     """`read_all`, and beside them the rows that all are held against; a note where one cannot be."""
-    from isles.base.tables import changed
-
     configs = read_all(shared, rows, seeds, tuned)
     # Where nothing is exchanged nothing can be dropped.
     calm = shared._replace(assignments=[*shared.assignments, "world.drop_outer=0"])
@@ -181,10 +199,6 @@ def read_beside(
 
 def one_worker(config: Config) -> Config:
     """`config`, in which nobody talks, with one worker that reads the tokens of all: as many steps more."""
-    from isles.base.tables import changed
-    from isles.pipeline.config import PipelineConfig
-    from isles.training.config.reading import ending
-
     times, run, world = config.replicas_in_all * config.world.inner, config.run, config.world
     steps = {key: getattr(run, key) * times for key in ("steps", "log_every", "validate_every", "checkpoint_every")}
     world = changed(world, {"workers": 1, "inner": 1, "inside": "ddp", "virtual.inner_links": "lan"})
@@ -196,10 +210,6 @@ def of_runs(folders: Sequence[Path], out: Path, as_: str | None, over: Sequence[
     """Finished runs by label, as compare.json in `out` holds them: runs that differ in the seed alone are one row. A
     note where they are not at equal terms. as_: what they are priced as, over their own links or each of these.
     """
-    from isles.plan.run_plan import priced
-    from isles.report.rundir import read_run
-    from isles.training.config.reading import read_config
-
     rows: dict[str, list[tuple[dict[str, Any], dict[str, Any]]]] = {}
     for folder in folders:
         run = read_run(folder)
@@ -232,12 +242,6 @@ def of_runs(folders: Sequence[Path], out: Path, as_: str | None, over: Sequence[
 
 def estimate(configs: Configs) -> Table:
     """What is to be run, a line a row, and about how long it takes here. Measures a step."""
-    from isles.models.model_limits import limits
-    from isles.plan.memory_fit import measured_step
-    from isles.report.panels import Table
-    from isles.report.units import format_seconds
-    from isles.training.config.reading import tokens_a_step
-
     measured, lines, total = dict[object, float](), [], 0.0
     for label in dict.fromkeys(label for label, _ in configs):
         group = [one for (name, _), one in configs.items() if name == label]
@@ -270,8 +274,6 @@ def at_equal(at: str, made: Config, base: Config) -> Config:
 
 def pace(config: Config) -> float:
     """Virtual seconds of an inner step, waiting included, by the plan of the run."""
-    from isles.plan.run_plan import plan_run
-
     plan = plan_run(config)
     found = plan.step_seconds if plan.time is None else plan.time.step
     return found or config.world.virtual.step_seconds
@@ -308,17 +310,6 @@ def run_all(
     and the summaries by row. typer.Exit(130) where that is interrupted. ValueError: `out` is in use.
     start: in the place of `launch`.
     """
-    from isles.cli.terminal import Progress
-    from isles.cli.train import report_device
-    from isles.launch.workers import refuse_too_many
-    from isles.plan.run_plan import priced, refuse
-    from isles.report import write_report
-    from isles.report.comparison import run_folder
-    from isles.report.units import format_seconds
-    from isles.running.run import Interrupted, launch
-    from isles.training.interrupts import Interrupts
-    from isles.training.stage_runner import refuse_stages
-
     for one in configs.values():
         refuse_stages(one)
         if one.world.backend != "virtual":
@@ -364,9 +355,6 @@ def new_folder(out: Path | None, verb: str) -> Path:
 
 def write_pages(out: Path, summaries: dict[str, list[dict[str, Any]]]) -> None:
     """The index of a comparison and its page."""
-    from isles.report import write_report
-    from isles.report.comparison import INDEX
-
     out.mkdir(parents=True, exist_ok=True)
     (out / INDEX).write_text(json.dumps(summaries, indent=2) + "\n", encoding="utf-8")
     write_report(out)
@@ -374,10 +362,6 @@ def write_pages(out: Path, summaries: dict[str, list[dict[str, Any]]]) -> None:
 
 def show(out: Path, summaries: dict[str, list[dict[str, Any]]]) -> None:
     """Print the table and where the page is."""
-    from isles.cli.terminal import print_table
-    from isles.report.comparison import comparison_rows
-    from isles.report.panels import Table
-
     heads, rows = comparison_rows(summaries)
     print_table(Table(heads=heads, rows=rows))
     print(f"report  {out / 'report.html'}")

@@ -23,6 +23,7 @@ from typing_extensions import override
 from isles.base.parsing import parse_json
 from isles.base.schema import USAGE
 from isles.report.panels import Table
+from isles.report.units import format_bytes, format_percent
 
 if TYPE_CHECKING:
     from isles.report.sheet import Sheet
@@ -163,8 +164,6 @@ class Progress:
 
     def line(self, line: dict[str, Any]) -> None:
         """Take in one worker's line."""
-        from isles.report.units import format_bytes
-
         self.latest[line["worker"]] = line
         lines = self.counted()
         if not lines:
@@ -183,8 +182,6 @@ class Progress:
 
 def format_usage(lines: Sequence[dict[str, Any]]) -> str:
     """Of the GPUs of the workers that have one: tokens per second of all, mean MFU, the most memory that one takes."""
-    from isles.report.units import format_bytes, format_percent
-
     columns = {key: [line[key] for line in lines if line.get(key) is not None] for key in USAGE}
     speeds, shares, peaks = columns["tokens_per_second"], columns["mfu"], columns["memory_peak_bytes"]
     text = f"  {sum(speeds):,.0f} tokens/s" if speeds else ""

@@ -8,6 +8,8 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from isles.cli.terminal import Progress
+
 if TYPE_CHECKING:
     from isles.launch.nodes import NodeSpec
     from isles.training.config.sections import Config
@@ -52,7 +54,6 @@ def run(
     show: Callable[[dict[str, Any], Path], None],
 ) -> None:
     """This process's part of the run; rank 0 shows progress and the result. choose: names the run directory."""
-    from isles.cli.terminal import Progress
     from isles.comm.errors import WorkerFailed
     from isles.running.torchrun import take_part
 

@@ -15,8 +15,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from isles.base.schema import backend_of
 from isles.cli import torchrun
-from isles.cli.terminal import As, ConfigFile, InnerSteps, Set, Trust, end_in_order
+from isles.cli.terminal import As, ConfigFile, InnerSteps, Progress, Set, Trust, end_in_order
+from isles.report import write_report
+from isles.report.units import format_bytes, format_seconds
 
 Nodes = Annotated[int, typer.Option(help="Machines that train together; the same command on each.")]
 Node = Annotated[int, typer.Option(help="Which of them this is, from 0.")]
@@ -62,7 +65,6 @@ def train(
     if (probe or json or gpu) and not dry_run:
         option = "--probe" if probe else "--json" if json else "--gpu"
         raise ValueError(f"{option} goes with --dry-run: add it, or take it out")
-    from isles.base.schema import backend_of
     from isles.launch.nodes import NodeSpec
     from isles.launch.workers import refuse_too_many
     from isles.running.backends import start_server
@@ -102,7 +104,6 @@ def train(
 
 def run(config: Config, choose: Callable[[], Path], node_spec: NodeSpec, resume: int | None = None) -> None:
     """Launch, with live progress, and print how it ended. choose: names the run directory, once."""
-    from isles.cli.terminal import Progress
     from isles.launch.nodes import split
     from isles.running.follow import follow
     from isles.running.run import Interrupted, launch
@@ -173,8 +174,6 @@ def print_summary(summary: dict[str, Any], out: Path) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from isles.report import write_report
-
     page = write_report(out)
     layout = f" in {summary['islands']} islands" if "islands" in summary else ""
     if "stages" in summary:
@@ -193,8 +192,6 @@ def print_summary(summary: dict[str, Any], out: Path) -> None:
 
 def summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
     """What the table at the end of a run says."""
-    from isles.report.units import format_bytes, format_seconds
-
     sent, ddp = summary["bytes_sent_per_worker"], summary["ddp_bytes_per_worker"]
     across = summary.get("bytes_across_per_worker")
     between = summary["channels"].get("outer", {}).get("bytes_sent") if "stages" in summary and not across else None

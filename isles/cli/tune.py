@@ -13,7 +13,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from isles.cli.terminal import ConfigFile, Set, end_in_order
+from isles.base.tables import parse_value
+from isles.cli.terminal import ConfigFile, Progress, Set, end_in_order, print_table
+from isles.report import write_report
+from isles.report.comparison import ALONE, NEVER, complete, read_tuning, subtitle, trials_table
+from isles.report.units import format_seconds
+from isles.training.interrupts import Interrupts
 
 if TYPE_CHECKING:
     from isles.replicas.config import Dimension
@@ -51,15 +56,10 @@ def tune(
         raise ValueError(f"--at {at} --trials {trials}: choose one of {', '.join(_AT)}, and 1 trial or more")
     from isles.cli.several import Study, Terms, one_worker
     from isles.cli.several import quick as quick_terms
-    from isles.cli.terminal import Progress, print_table
     from isles.network.units import parse_seconds
     from isles.plan.run_plan import refuse
-    from isles.report import write_report
-    from isles.report.comparison import ALONE, NEVER, complete, read_tuning, subtitle, trials_table
-    from isles.report.units import format_seconds
     from isles.running.run import launch
     from isles.training.config.reading import read_config
-    from isles.training.interrupts import Interrupts
 
     ends = time.monotonic() + (parse_seconds("--budget", budget) if budget else math.inf)
     own = NEVER if method == ALONE else method
@@ -103,7 +103,6 @@ def tune(
 
 def _dimension(text: str, config: Config) -> Dimension:
     """Of --over."""
-    from isles.base.tables import parse_value
     from isles.cli.several import names
     from isles.replicas.config import Dimension
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from isles.cli.terminal import OwnDevice, end_in_order
+from isles.training.interrupts import first_interrupt
 
 if TYPE_CHECKING:
     from isles.comm.credentials import Token
@@ -129,8 +130,6 @@ def _several(address: str, token: Token, listening: list[str | None], settings: 
     """Each in a process of its own; the worst of their exit codes. Ctrl-C and the like reach this process alone, which
     asks each of them once to leave: a second signal would end them within the round.
     """
-    from isles.training.interrupts import first_interrupt
-
     command = [sys.executable, "-m", "isles", "join", address, *settings]
     environment = {**os.environ, "ISLES_TOKEN": str(token), "LOCAL_WORLD_SIZE": str(len(listening))}
     started: list[subprocess.Popen[bytes]] = []

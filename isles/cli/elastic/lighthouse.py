@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from isles.cli.terminal import Set, end_in_order
+from isles.base.parsing import parse_toml
+from isles.cli.terminal import ComingAndGoing, Set, end_in_order
+from isles.training.interrupts import first_interrupt
 
 if TYPE_CHECKING:
     from isles.training.config.sections import Config
@@ -75,10 +77,8 @@ def restart_lighthouse(run: Path, workers: int | None) -> None:
 
 def _keep(config: Config, run: Path, stand: Stand) -> None:
     """Keep the run until it ends, or is stopped."""
-    from isles.cli.terminal import ComingAndGoing
     from isles.cli.train import print_summary
     from isles.comm.tcp import written
-    from isles.training.interrupts import first_interrupt
     from isles.training.kinds import kind_of
 
     with ExitStack() as stack:
@@ -139,7 +139,6 @@ def _start(config: Config, joins_with: str, address: str, out: Path, number: int
     """A worker on this machine, with a log of its own, that the others here reach directly. It reads the token from a
     file: arguments can be seen.
     """
-    from isles.base.parsing import parse_toml
     from isles.comm.credentials import read, write_private
     from isles.training.config.reading import to_toml
     from isles.training.elastic.connect import as_arguments

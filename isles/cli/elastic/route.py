@@ -22,6 +22,7 @@ from isles.membership.keys import ABOUT, PIECE, REACH
 from isles.membership.messages import About, AnnounceAddress, Reachability, Refusal, decode, encode
 from isles.membership.requests import ask, measure_lighthouse_link
 from isles.membership.tls_session import Session, open_session
+from isles.report.units import format_bytes
 
 _PATIENCE = 5.0  # seconds for a connection
 _TRIED = 20.0  # seconds that the lighthouse may try an address for
@@ -102,8 +103,6 @@ def _run(about: About) -> Iterator[Check]:
 
 
 def _rates(session: Session) -> Check:
-    from isles.report.units import format_bytes
-
     line = measure_lighthouse_link(session)
     if line is None:
         return Check("rate", False, "the lighthouse stopped answering while the link was measured: try again")

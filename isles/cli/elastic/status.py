@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from isles.cli.elastic.join import RunToken, read_token
-from isles.cli.terminal import end_in_order
+from isles.cli.terminal import end_in_order, print_table
+from isles.report.panels import Table
+from isles.report.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from isles.membership.messages import RunStatus, SwarmStatus
@@ -20,10 +22,8 @@ def status(
     """Show who takes part in a run, how far and how fast, by which fingerprint others know it and which way it reaches
     them, and what was refused.
     """
-    from isles.cli.terminal import print_table
     from isles.membership.messages import RunStatus
     from isles.membership.requests import run_status
-    from isles.report.panels import Table
 
     end_in_order()
     now = run_status(address, read_token(token))
@@ -37,15 +37,12 @@ def status(
 
 
 def _path(row: tuple[int, int, str, float, int, int]) -> list[str]:
-    from isles.report.units import format_bytes, format_seconds
-
     by, to, way, trip, sent, taken = row
     return [f"{by} to {to}", way or "-", format_seconds(trip) if trip else "-", format_bytes(sent), format_bytes(taken)]
 
 
 def _replicas(now: RunStatus) -> tuple[list[str], list[list[str]], int]:
     from isles.membership.messages import spoken
-    from isles.report.units import format_seconds
 
     last = f" of {now.last}" if now.last else ""
     print(f"round {now.round}{last}; view {now.view}" if now.view >= 0 else "waiting for the first view")
@@ -57,8 +54,6 @@ def _replicas(now: RunStatus) -> tuple[list[str], list[list[str]], int]:
 
 
 def _swarm(now: SwarmStatus) -> tuple[list[str], list[list[str]], int]:
-    from isles.report.units import format_seconds
-
     step = f"step {now.step} of {now.last}"
     step += f", {format_seconds(now.since)} ago" if now.since >= 0 else ""
     saved = f"step {now.saved}" if now.saved else "none yet"
@@ -71,7 +66,6 @@ def _swarm(now: SwarmStatus) -> tuple[list[str], list[list[str]], int]:
 
 def _by_stage(now: SwarmStatus) -> tuple[list[str], list[list[str]]]:
     from isles.membership.messages import spoken
-    from isles.report.units import format_seconds
 
     rows = []
     for one in sorted(now.peers, key=lambda one: (one.stage < 0, one.stage, one.member)):
@@ -86,7 +80,6 @@ def _by_stage(now: SwarmStatus) -> tuple[list[str], list[list[str]]]:
 
 def _by_cluster(now: SwarmStatus) -> tuple[list[str], list[list[str]]]:
     from isles.membership.messages import spoken
-    from isles.report.units import format_seconds
 
     rows = []
     for one in sorted(now.peers, key=lambda one: (not one.coordinates, one.coordinates, one.stage < 0, one.member)):

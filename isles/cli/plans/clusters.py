@@ -5,12 +5,17 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from isles.cli.terminal import AsJson, Set
+from isles.base.errors import unknown_name
+from isles.base.tables import in_tables
+from isles.cli.terminal import AsJson, Set, print_table
+from isles.report.panels import Table
+from isles.report.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from isles.network.clusters import ClusterNode, ModelLoad, NodeCluster
@@ -34,7 +39,6 @@ def plan_clusters(
     write: Annotated[Path | None, typer.Option(help="Also write the whole run as a new CONFIG.toml.")] = None,
 ) -> None:
     """Put unequal nodes into clusters that hold one copy of the model each, and print the settings of such a run."""
-    from isles.base.errors import unknown_name
     from isles.network.clusters import SPLITS, form_clusters, read_nodes
 
     if by not in SPLITS:
@@ -50,15 +54,11 @@ def plan_clusters(
         raise ValueError(f"{nodes}: {error}") from None
     settings = _settings(made)
     if json:
-        from json import dumps
-
         cuts = [list(cluster.split.cuts) for cluster in made]
         describe_nodes = [asdict(node) for node in described]
         print(dumps({"nodes": describe_nodes, "ranks": _rows(described, made), "pipeline.ravnest.clusters": cuts}))
     else:
         import tomlkit
-
-        from isles.base.tables import in_tables
 
         _show(described, load, made)
         print("\n" + tomlkit.dumps(in_tables(settings)).rstrip())
@@ -129,10 +129,6 @@ def _rows(nodes: Sequence[ClusterNode], made: Sequence[NodeCluster]) -> list[dic
 
 
 def _show(nodes: Sequence[ClusterNode], load: ModelLoad, made: Sequence[NodeCluster]) -> None:
-    from isles.cli.terminal import print_table
-    from isles.report.panels import Table
-    from isles.report.units import format_bytes, format_seconds
-
     heads = ["node", "rank", "cluster", "stage", "blocks from", "a microbatch", "memory"]
     rows = []
     for row in _rows(nodes, made):

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from isles.cli.plans import clusters, memory, methods, paths
-from isles.cli.terminal import AsJson, OutFolder, show
+from isles.cli.terminal import AsJson, OutFolder, print_named, show
 
 
 def plan_parallel(
@@ -59,7 +59,6 @@ def explain(
     out: OutFolder = None,
 ) -> None:
     """Redo a table or a figure of the papers: what stands behind it, and our numbers."""
-    from isles.cli.terminal import print_named
     from isles.papers.calculations import presets, sheet
 
     if name is not None:

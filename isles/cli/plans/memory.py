@@ -16,7 +16,9 @@ import typer
 
 from isles.base.parsing import parse_json
 from isles.cli.plans.methods import model_of
-from isles.cli.terminal import Set
+from isles.cli.terminal import Set, print_table
+from isles.report.panels import Table
+from isles.report.units import format_bytes, format_count, format_percent, format_seconds
 
 if TYPE_CHECKING:
     from isles.memory.costs import Profile
@@ -43,7 +45,6 @@ def plan_memory(
     trace: Annotated[Path | None, typer.Option(help="Also write the lanes of some steps for chrome://tracing.")] = None,
 ) -> None:
     """Fit a model into a machine's memory: the fastest plan, unit by unit, with bytes, peak and seconds of a step."""
-    from isles.report.units import format_percent, format_seconds
     from isles.training.config.reading import gather, resolve
     from isles.training.memory.plans import machine_of, planned, profile_of, refusals, sharded_over
 
@@ -113,10 +114,7 @@ def _cut(tables: dict[str, dict[str, Any]], stages: int | None) -> dict[str, Any
 
 def _print_stages(question: Config, *, as_json: bool) -> None:
     """A row a stage: whether the machine can host it, and by which plan."""
-    from isles.cli.terminal import print_table
     from isles.memory.plan import InfeasibleBudget
-    from isles.report.panels import Table
-    from isles.report.units import format_bytes, format_count, format_seconds
     from isles.training.memory.plans import machine_of, planned, profile_of
 
     here, rows, plans, hosted = machine_of(question), [], [], []
@@ -184,8 +182,6 @@ def _others(question: Any, made: Profile, here: Machine) -> dict[str, MemoryPlan
 
 
 def _head(plan: MemoryPlan, made: Profile, here: Machine) -> list[str]:
-    from isles.report.units import format_bytes, format_count, format_percent, format_seconds
-
     return [
         f"model    {made.model}: {format_count(made.params)} parameters, {len(made.units)} blocks; batch {made.batch} "
         f"x {made.tokens} tokens{'' if made.autocast == 'none' else ', ' + made.autocast}",
@@ -200,10 +196,7 @@ def _head(plan: MemoryPlan, made: Profile, here: Machine) -> list[str]:
 
 
 def _table(plan: MemoryPlan, made: Profile) -> None:
-    from isles.cli.terminal import print_table
     from isles.memory.plan import table
-    from isles.report.panels import Table
-    from isles.report.units import format_bytes
 
     columns = {"device": "stays", "saved": "activations", "up": "up a step", "down": "down a step", "host": "host"}
     if plan.disk_bytes:
@@ -219,8 +212,6 @@ def _table(plan: MemoryPlan, made: Profile) -> None:
 
 
 def _compared(plan: MemoryPlan, others: dict[str, MemoryPlan | None]) -> list[str]:
-    from isles.report.units import format_bytes, format_seconds
-
     lines = ["method        a step      peak      plan"]
     for name, other in others.items():
         if other is None:

@@ -15,7 +15,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from isles.base.errors import unknown_name
+from isles.base.tables import parse_value, read_toml, typed
 from isles.cli.terminal import AsJson, OutFolder, alone, show
+from isles.report.rundir import read_run
+from isles.report.units import format_seconds
 
 if TYPE_CHECKING:
     from isles.models.config import ModelConfig
@@ -143,7 +146,6 @@ def model_of(text: str) -> ModelConfig:
 
 
 def _known(text: str) -> _Known:
-    from isles.base.tables import read_toml
     from isles.models.config import ModelConfig
     from isles.models.sizes import SIZES, parameters
     from isles.network.units import parse_count
@@ -166,7 +168,6 @@ def _known(text: str) -> _Known:
 
 
 def _of_section(name: str, section: Any) -> _Known:
-    from isles.base.tables import typed
     from isles.models.config import ModelConfig
     from isles.models.sizes import parameters
 
@@ -178,8 +179,6 @@ def _of_section(name: str, section: Any) -> _Known:
 
 def _of_run(folder: str) -> _Known:
     """What a run that has ended says of its steps; its decoder, or one as large."""
-    from isles.report.rundir import read_run
-
     run = read_run(folder)
     if run.summary is None:
         raise ValueError(f"MODEL {folder}: this run has not ended, there is no summary.json; name one that has")
@@ -224,7 +223,6 @@ def _network(links: str) -> tuple[str, str]:
     from isles.comm.sockets.connection import LinkLost
     from isles.comm.tcp import parse_address
     from isles.launch import probe
-    from isles.report.units import format_seconds
 
     host, port = parse_address(links.removeprefix(_PROBE), "--links probe:")
     try:
@@ -299,8 +297,6 @@ def plan_splits(
 
 def keys(option: str, first: str, text: str) -> tuple[str | None, dict[str, Any]]:
     """(what stands first without a key, the keys behind it)."""
-    from isles.base.tables import parse_value
-
     name, found = None, {}
     for number, part in enumerate(text.split(",")):
         key, equals, value = (piece.strip() for piece in part.partition("="))

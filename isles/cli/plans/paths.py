@@ -7,12 +7,18 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
+from json import loads
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from isles.cli.terminal import AsJson, show
+from isles.base.tables import read_toml
+from isles.cli.terminal import AsJson, print_table, show
+from isles.report import settled
+from isles.report.draw.svg import alone
+from isles.report.panels import Table
 
 if TYPE_CHECKING:
     from isles.network.routing.problem import RoutingCosts
@@ -137,8 +143,6 @@ def message_sizes(text: str, boundary: str | None, codec: str | None) -> tuple[S
 
 
 def _costs(text: str) -> RoutingCosts:
-    from dataclasses import replace
-
     from isles.network.routing.problem import RoutingCosts
 
     made = RoutingCosts()
@@ -204,9 +208,7 @@ def _numbers(option: str, text: str, least: int) -> list[int]:
 
 def _write(out: Path, text: str, sheet: Sheet) -> None:
     """The plan, and beside it the sheet's pictures: one PNG of all, an SVG of each."""
-    from isles.report import settled
     from isles.report.draw.png import picture
-    from isles.report.draw.svg import alone
 
     settled(out, text.encode())
     settled(out.with_suffix(".png"), picture(sheet.title, sheet.subtitle, sheet.panels, sheet.table))
@@ -245,14 +247,9 @@ def replan(
     seed: Annotated[int, typer.Option(help="Of the search.")] = 0,
 ) -> None:
     """Plan the paths of a run again with the speeds that its nodes had. Stages stay as they are."""
-    from dataclasses import replace
-
-    from isles.cli.terminal import print_table
     from isles.network.routing.events import visited
     from isles.network.routing.plan import as_json, planned_computing, read_plan, speed_factors
     from isles.network.routing.search import SearchEffort, with_collisions, without_collisions
-    from isles.report import settled
-    from isles.report.panels import Table
 
     check_out(out)
     seconds = search_seconds(budget)
@@ -283,7 +280,6 @@ def replan(
 
 def _plan_of(run: Path) -> str:
     """The file that the run's configuration names. ValueError for a run without a plan."""
-    from isles.base.tables import read_toml
     from isles.training.config.trust import beside
 
     if not (run / "config.toml").is_file():
@@ -303,8 +299,6 @@ def _computing(metrics: Path) -> dict[int, float]:
     """Seconds of computing in a step, by worker: the mean over the steps between its first line and its last.
     ValueError where there are not two lines of a worker.
     """
-    from json import loads
-
     try:
         lines = [loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
     except OSError as error:
