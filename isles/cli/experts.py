@@ -7,7 +7,7 @@ import sys
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -47,7 +47,7 @@ def _system(system: str, what: str) -> None:
         at_once: AtOnceOption = 1,
         jobs: Jobs = False,
     ) -> None:
-        from isles.cli.experts_printer import print_jobs, print_results
+        from isles.cli.experts_printer import Shown, print_jobs, print_results
         from isles.experts.planning import opened, settings
         from isles.experts.reading import read
 
@@ -59,7 +59,7 @@ def _system(system: str, what: str) -> None:
             print_jobs(opened_system)
             return
         try:
-            with _progress() as progress, notify_warnings(lambda event: progress.notice(event["notice"])):
+            with Shown() as progress, notify_warnings(lambda event: progress.notice(event["notice"])):
                 done = opened_system.train(progress, job or [], at_once)
                 results = opened_system.evaluate(progress) if done else None
         except KeyboardInterrupt:
@@ -103,14 +103,13 @@ def evaluate(
     trust: Trust = False,
 ) -> None:
     """Judge again: a whole directory on its own domains, or one forest on a text."""
-    from isles.cli.experts_printer import print_forest, print_results
+    from isles.cli.experts_printer import Shown, print_forest, print_results
     from isles.experts.ensemble import Joining
     from isles.experts.planning import SYSTEMS, opened
     from isles.experts.reading import read_saved
 
     joining = Joining(prior=prior, top=top_experts, prefix=prefix, route=route)  # type: ignore[arg-type]
-    if trust:
-        _trust(path)
+    _trust(trust, path)
     if path.is_dir():
         if data is not None or joining != Joining():
             raise ValueError(f"options are for one forest: name a file of {path}/seed-N/forests, or leave them out")
@@ -120,7 +119,7 @@ def evaluate(
             raise ValueError(
                 f"{path}: {len(undone)} runs are not done, among them {undone[0]}; train them, or copy them there"
             )
-        with _progress() as progress, notify_warnings(lambda event: progress.notice(event["notice"])):
+        with Shown() as progress, notify_warnings(lambda event: progress.notice(event["notice"])):
             results = system.evaluate(progress)
         print_results(results, path)
         return
@@ -151,8 +150,7 @@ def generate(
     from isles.models.factory import generate as sample
 
     joining = Joining(prior=prior, top=top_experts, prefix=prefix, route=route)  # type: ignore[arg-type]
-    if trust:
-        _trust(forest)
+    _trust(trust, forest)
     speaker = Speaker(forest, joining, data)
     for text in prompt:
         voice = speaker.voice(text)
@@ -172,8 +170,7 @@ def forest(
     """Put finished runs together as a forest that mixes them, wherever they were trained."""
     from isles.experts.forest import Served, forest_of
 
-    if trust:
-        _trust(*runs)
+    _trust(trust, *runs)
     made = forest_of(runs)
     Served.load(made.experts)  # one tokenizer, and models that can be read
     if out.exists():
@@ -195,8 +192,7 @@ def average(
     from isles.experts.forest import Forest, Served
     from isles.experts.routing import parse_prior
 
-    if trust:
-        _trust(forest)
+    _trust(trust, forest)
     served = Served.load(Forest.load(forest).experts)
     if shares is not None and data is None:
         found = parse_prior(shares, len(served)).exp().tolist()
@@ -241,19 +237,14 @@ def plan(
     print_plan(read(system, settings(system), config, set_ or [], quick=quick), json)
 
 
-def _progress() -> Any:
-
-    from isles.cli.experts_printer import Shown
-
-    return Shown()
-
-
-def _trust(*paths: Path) -> None:
-    """What the runs of a forest, of a directory of experts, or these runs themselves name is imported from now on."""
+def _trust(trust: bool, *paths: Path) -> None:
+    """With --trust: what the runs of a forest, of a directory of experts, or these runs themselves name is imported
+    from now on.
+    """
     from isles.experts.forest import Forest
     from isles.training.config.trust import trust_runs
 
-    for path in paths:
+    for path in paths if trust else ():
         if path.is_dir():
             trust_runs(config.parent for config in path.rglob("config.toml"))
         else:

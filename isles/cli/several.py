@@ -83,12 +83,8 @@ if TYPE_CHECKING:
 
     from isles.training.records.summary import SummaryTable
 
-if TYPE_CHECKING:
-    from isles.report.panels import Table
-    from isles.training.config.sections import Config
-
-    Configs = dict[tuple[str, int], Config]
-    Tuned = Mapping[str, Mapping[str, Any]] | None
+Configs = dict[tuple[str, int], Config]
+Tuned = Mapping[str, Mapping[str, Any]] | None
 
 USUAL = "none,ddp,localsgd,diloco,noloco"
 _QUICK = (
@@ -299,7 +295,7 @@ def tuned_in(folder: Path, rows: Mapping[str, Config]) -> dict[str, Mapping[str,
 
 
 OnMetrics, OnNotice = Callable[[dict[str, Any]], None], Callable[[str], None]
-Start = Callable[["Config", Path, OnMetrics, OnNotice], "SummaryTable"]
+Start = Callable[[Config, Path, OnMetrics, OnNotice], "SummaryTable"]
 """As `isles.running.run.launch`."""
 
 

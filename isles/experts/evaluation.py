@@ -34,9 +34,9 @@ JOININGS = {
 def evaluate(test_ENT: Tensor, prior_ENT: Tensor) -> dict[str, Any]:
     """All ways at once, for results.json.
 
-    "perplexity": by way (a key of WAYS). "alone": each expert's. "mean_posterior": by expert, over tokens. "entropy":
-    of the posterior, nats, mean over tokens. "sure_after": tokens until one expert has 99 %, mean over sequences (T
-    where never).
+    "perplexity": by way (a key of JOININGS). "alone": each expert's. "mean_posterior": by expert, over tokens.
+    "entropy": of the posterior, nats, mean over tokens. "sure_after": tokens until one expert has 99 %, mean over
+    sequences (T where never).
     """
     uniform = mixture.uniform(len(test_ENT))
     prior_ENT = prior_ENT[:, :CACHED_SEQUENCES]

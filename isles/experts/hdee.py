@@ -27,7 +27,7 @@ OUT/experts.toml             what was asked for
 OUT/domains/*.jsonl          the default domains, where none were listed
 OUT/seed-0/mixture/          what the seeds train on (a stored corpus), and splits/0 1 2: random thirds of it
 OUT/seed-0/seed-f192/ ...    runs: seeds and experts (`jobs`)
-OUT/seed-0/forests/*.json    one forest a variant and iteration (`registry`)
+OUT/seed-0/forests/*.json    one forest a variant and iteration (`forest`)
 OUT/results.json             everything that was measured; means over seeds beside each seed's
 
 Called again with the same settings it goes on where it stopped.

@@ -1,23 +1,17 @@
 """SMALLTALK LM from settings to results: each seed's routers, shares and experts, and how well they do.
 
-OUT/experts.toml, domains/     as in HDEE
-OUT/seed-0/pool, routers, assignment.npy, segments    see `seed`
-OUT/seed-0/expert-E, dense-*   ordinary runs (`jobs`)
-OUT/seed-0/forests/smalltalk.json    experts and routers (`registry`)
-OUT/results.json               everything that was measured; means over seeds beside each seed's
-
-Called again with the same settings it goes on where it stopped.
-
-SMALLTALK LM of one seed, until its experts can be trained: pool, routers, shares.
-
+OUT/experts.toml, domains/        as in HDEE
 OUT/seed-0/pool/                  the sequences of all domains in equal numbers (a stored corpus)
 OUT/seed-0/routers/router-E/      models; rounds.jsonl: loss, load, purity, margin and bytes of each round
 OUT/seed-0/clusters.safetensors   instead of routers with `gate = "clusters"`
 OUT/seed-0/assignment.npy, .json  which expert each sequence of the pool belongs to; held.npy, .json: the same of its
                                   validation sequences. That is all that has to travel.
 OUT/seed-0/segments/E/            the share of each expert (a stored corpus), made from the pool and these
+OUT/seed-0/expert-E, dense-*      ordinary runs (`jobs`)
+OUT/seed-0/forests/smalltalk.json experts and routers (`forest`)
+OUT/results.json                  everything that was measured; means over seeds beside each seed's
 
-How well the experts of one SMALLTALK seed do, beside dense models, on every domain.
+Called again with the same settings it goes on where it stopped.
 """
 
 from __future__ import annotations

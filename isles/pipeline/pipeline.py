@@ -40,7 +40,7 @@ from isles.network.routing.events import fixed_routes, in_flight
 from isles.network.routing.plan import PipelinePlan
 from isles.pipeline.boundaries.base import Boundary
 from isles.pipeline.boundaries.names import boundary_name
-from isles.pipeline.boundaries.scheme import Crossings, Inside, Scheme, scheme_of, turned
+from isles.pipeline.boundaries.scheme import Between, Crossings, Inside, Scheme, scheme_of, turned
 from isles.pipeline.compute import Context, task_shares
 from isles.pipeline.config import PipelineConfig
 from isles.pipeline.evaluation import assembled, mean_loss
@@ -122,9 +122,10 @@ class Cut:
                 f"pipeline.boundary.blocks = {bound}: the last stage begins at block {cuts[-1]}, and all before it "
                 f"write into the subspace; choose {cuts[-1]} to {layers}, or 0"
             )
+        if name.kind == "own":
+            return Between(crossings, own_boundary(config, self.width))
         turns = bool(config.boundary.update_every)
-        own = own_boundary(config, self.width) if name.kind == "own" else None
-        return scheme_of(name, crossings, form=config.boundary.form, seed=seed, blocks=bound, turns=turns, own=own)
+        return scheme_of(name, crossings, form=config.boundary.form, seed=seed, blocks=bound, turns=turns)
 
 
 def cut_of(

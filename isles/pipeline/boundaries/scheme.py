@@ -273,13 +273,10 @@ def scheme_of(
     seed: int = 0,
     blocks: int = 0,
     turns: bool = False,
-    own: Boundary | None = None,
 ) -> Scheme:
-    """The scheme called `name`. form, blocks, turns: of a subspace. own: the boundary that `name` only says to be
-    somebody's own. ValueError where the stream is too narrow for it.
+    """The scheme called `name`. form, blocks, turns: of a subspace. ValueError where the stream is too narrow for
+    it.
     """
-    if own is not None:
-        return Between(crossings, own)
     name.check_width(crossings.width)
     if name.kind == "subspace":
         return Inside(crossings, name.rank, form, seed, blocks=blocks, turns=turns)

@@ -90,10 +90,10 @@ class CustomConfig(FragmentedConfig, CompressedConfig):
             one_of_or_code(axis, getattr(self, axis), AXES[axis])
         if self.cadence is not None:
             one_of_or_code("cadence", self.cadence, ())
-        for key in BY_STEPS if self.cadence is not None else ():
-            if (value := getattr(self, key)) != getattr(CustomConfig, key):
-                both = f'{key} = {value} and cadence = "{self.cadence}"'
-                raise ValueError(f"{both} both say when to exchange: leave one of them out")
+            for key in BY_STEPS:
+                if (value := getattr(self, key)) != getattr(CustomConfig, key):
+                    both = f'{key} = {value} and cadence = "{self.cadence}"'
+                    raise ValueError(f"{both} both say when to exchange: leave one of them out")
         check_fragments(self.fragments, self.layers_per_fragment, self.first_sync)
         refuse(self.choice)
         for setting, (axis, members) in ACTS_ON.items():
