@@ -10,10 +10,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from isles.base.durable import no_room, replacing
-from isles.report.comparison import INDEX, TUNED, read_comparison, read_tuning, render_comparison, render_tuning
-from isles.report.experts import RESULTS, read_results
-from isles.report.experts import render as render_experts
-from isles.report.page import render_page
+from isles.report.comparison import INDEX, TUNED, comparison_report, read_comparison, read_tuning, tuning_report
+from isles.report.experts import RESULTS, experts_report, read_results
+from isles.report.page import Report, run_report
 from isles.report.rundir import read_run
 
 __all__ = ["write_picture", "write_report"]
@@ -28,33 +27,27 @@ def write_report(folder: str | Path) -> Path:
     Raises ValueError when `folder` is missing or is neither; OSError, which names the page, when it cannot be written.
     """
     folder = Path(folder)
-    if (folder / INDEX).is_file():
-        text = render_comparison(read_comparison(folder))
-    elif (folder / TUNED).is_file():
-        text = render_tuning(read_tuning(folder))
-    elif (folder / RESULTS).is_file():
-        text = render_experts(read_results(folder), folder.resolve().name)
-    else:
-        text = render_page(read_run(folder))
-    return settled(folder / "report.html", text.encode())
+    return settled(folder / "report.html", _read(folder).page.encode())
 
 
 def write_picture(folder: str | Path) -> Path:
     """Write `report.png` beside the page: its pictures, and for a comparison its table, for mails and slides. Loads
     matplotlib. ValueError as in `write_report`.
     """
-    from isles.report.draw.png import comparison_picture, experts_picture, run_picture, tuning_picture
+    from isles.report.draw.png import picture
 
     folder = Path(folder)
+    return settled(folder / "report.png", picture(*_read(folder)[1:]))
+
+
+def _read(folder: Path) -> Report:
     if (folder / INDEX).is_file():
-        data = comparison_picture(read_comparison(folder))
-    elif (folder / TUNED).is_file():
-        data = tuning_picture(read_tuning(folder))
-    elif (folder / RESULTS).is_file():
-        data = experts_picture(read_results(folder))
-    else:
-        data = run_picture(read_run(folder))
-    return settled(folder / "report.png", data)
+        return comparison_report(read_comparison(folder))
+    if (folder / TUNED).is_file():
+        return tuning_report(read_tuning(folder))
+    if (folder / RESULTS).is_file():
+        return experts_report(read_results(folder), folder.resolve().name)
+    return run_report(read_run(folder))
 
 
 def settled(path: Path, data: bytes) -> Path:

@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 from isles.base.parsing import parse_json
 from isles.report.charts import MEAN_POINTS, CostAxis, by_bytes, by_clock, by_step, lanes_panel, loss_against, short
 from isles.report.draw.style import SERIES
-from isles.report.page import document, section, wide_table
+from isles.report.page import Report, document, section, wide_table
 from isles.report.panels import Chart, Panel, Polyline, Table, average, chart_panel, plain
 from isles.report.rundir import Run, read_run
 from isles.report.units import format_bytes, format_number, format_percent, format_seconds, format_seeds, time_unit
@@ -172,13 +172,6 @@ def _named(summaries: dict[str, list[dict[str, Any]]]) -> Iterator[tuple[str, li
             yield label + " (all tokens)" * (label == ALONE), group
 
 
-def table_of(runs: Runs) -> tuple[Table, str]:
-    """The table, and a line that says what its cells are."""
-    heads, rows = comparison_rows({label: [run.summary or {} for run in group] for label, group in runs.items()})
-    seeds = max((len(group) for group in runs.values()), default=0)
-    return Table(heads=heads, rows=rows), format_seeds(seeds) + ", ± the standard deviation over them" * (seeds > 1)
-
-
 def title(runs: Runs) -> str:
     """The heading of the page."""
     rows = [label for label in runs if label not in (NEVER, ALONE)]
@@ -186,14 +179,17 @@ def title(runs: Runs) -> str:
     return title + "".join(dict.fromkeys(run.price for group in runs.values() for run in group))
 
 
-def render_comparison(runs: Runs) -> str:
-    """The whole page as text."""
-    table, what = table_of(runs)
-    summary = wide_table("Summary", what, table)
-    table = claims_table({label: [run.summary or {} for run in group] for label, group in runs.items()})
-    if table.rows:
-        summary += wide_table("Who is ahead", CLAIMS, table)
-    return document(title(runs), ", ".join(runs), summary + "".join(map(section, comparison_panels(runs))))
+def comparison_report(runs: Runs) -> Report:
+    """Of a comparison, whose table says what its cells are."""
+    summaries = {label: [run.summary or {} for run in group] for label, group in runs.items()}
+    seeds = max((len(group) for group in runs.values()), default=0)
+    what = format_seeds(seeds) + ", ± the standard deviation over them" * (seeds > 1)
+    heads, rows = comparison_rows(summaries)
+    table, claims = Table(heads=heads, rows=rows), claims_table(summaries)
+    body = wide_table("Summary", what, table) + (wide_table("Who is ahead", CLAIMS, claims) if claims.rows else "")
+    heading, panels = title(runs), comparison_panels(runs)
+    page = document(heading, ", ".join(runs), body + "".join(map(section, panels)))
+    return Report(page, heading, what, panels, table)
 
 
 def comparison_panels(runs: Runs) -> list[Panel]:
@@ -268,11 +264,6 @@ def saved(study: TuningStudy) -> float:
     return 1 - sum(one["steps"] for one in ended) / max(sum(one["of"] for one in ended), 1)
 
 
-def tuning_title(study: TuningStudy) -> str:
-    """The heading of the page."""
-    return f"{study['method']}: settings by {len(study['trials'])} trials"
-
-
 def subtitle(study: TuningStudy) -> str:
     """What was searched for, and what it took."""
     share = format_percent(saved(study))
@@ -311,11 +302,13 @@ def pictures(study: TuningStudy) -> list[Panel]:
     return panels
 
 
-def render_tuning(study: TuningStudy) -> str:
-    """The whole page as text."""
-    body = wide_table("Trials", "The best first; trial 0 has the configuration's own settings.", trials_table(study))
+def tuning_report(study: TuningStudy) -> Report:
+    """Of a search for settings."""
+    heading, below = f"{study['method']}: settings by {len(study['trials'])} trials", subtitle(study)
+    table, panels = trials_table(study), pictures(study)
+    body = wide_table("Trials", "The best first; trial 0 has the configuration's own settings.", table)
     if study["importances"]:
         rows = [[name, format_percent(share)] for name, share in study["importances"].items()]
         what = "Share of the loss's variation near the best that a setting explains (PED-ANOVA), of complete trials."
         body += wide_table("What mattered", what, Table(heads=["setting", "share"], rows=rows))
-    return document(tuning_title(study), subtitle(study), body + "".join(map(section, pictures(study))))
+    return Report(document(heading, below, body + "".join(map(section, panels))), heading, below, panels, table)

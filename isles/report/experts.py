@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from isles.base.parsing import parse_json
-from isles.report.page import document, section, wide_table
+from isles.report.page import Report, document, section, wide_table
 from isles.report.panels import Chart, Panel, Polyline, Table, Titled, chart_panel, coloured
 from isles.report.units import format_bytes, format_perplexity, format_seeds
 
@@ -258,21 +258,15 @@ def tables(results: dict[str, Any]) -> list[Titled]:
     return _SYSTEMS[results["system"]][0](results)
 
 
-def pictures(results: dict[str, Any]) -> list[Panel]:
-    """What is drawn of a system."""
-    return _SYSTEMS[results["system"]][1](results)
-
-
-def title(results: dict[str, Any]) -> str:
-    """What was made."""
-    return "HDEE ensembles" if results["system"] == "hdee" else f"SMALLTALK LM, {results['experts']} experts"
-
-
-def render(results: dict[str, Any], name: str) -> str:
-    """The page as text."""
-    charts = "".join(map(section, pictures(results)))
-    body = "".join(wide_table(*titled) for titled in tables(results)) + _meanings(results) + charts + _costs(results)
-    return document(title(results), f"perplexity per token on text that no model has seen · {name}", body)
+def experts_report(results: dict[str, Any], name: str) -> Report:
+    """Of what is in the folder `name`; its picture shows the first table."""
+    title = "HDEE ensembles" if results["system"] == "hdee" else f"SMALLTALK LM, {results['experts']} experts"
+    made, panels = tables(results), _SYSTEMS[results["system"]][1](results)
+    body = "".join(wide_table(*titled) for titled in made) + _meanings(results)
+    body += "".join(map(section, panels)) + _costs(results)
+    page = document(title, f"perplexity per token on text that no model has seen · {name}", body)
+    heading, what, table = made[0]
+    return Report(page, f"{title}: {heading}", what, panels, table)
 
 
 def _meanings(results: dict[str, Any]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
-from typing import Any
+from typing import Any, NamedTuple
 
 from isles.base.schema import USAGE
 from isles.membership.run_log import JOURNAL
@@ -139,12 +139,24 @@ FIELDS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
 )
 
 
-def render_page(run: Run) -> str:
-    """The whole HTML page of one run as text."""
-    charts = "\n".join(map(section, panels(run)))
-    return document(
-        title(run), subtitle(run), f"{_notes(run)}{_headline(run)}\n{charts}\n{_table(run)}\n{_config(run)}"
-    )
+class Report(NamedTuple):
+    """page: all of it, as text. The others are what the picture beside it shows: a heading, the line below it, panels,
+    and a table in front of them.
+    """
+
+    page: str
+    heading: str
+    below: str
+    panels: Sequence[Panel]
+    table: Table | None = None
+
+
+def run_report(run: Run) -> Report:
+    """Of one run."""
+    heading, below, shown = title(run), subtitle(run), panels(run)
+    charts = "\n".join(map(section, shown))
+    page = document(heading, below, f"{_notes(run)}{_headline(run)}\n{charts}\n{_table(run)}\n{_config(run)}")
+    return Report(page, heading, below, [panel for panel in shown if panel.picture is not None])
 
 
 def panels(run: Run) -> list[Panel]:

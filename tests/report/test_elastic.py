@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from isles.report import read_run, render_page, write_picture
+from isles.report import read_run, run_report, write_picture
 from isles.report.elastic import elastic_panels
 from isles.report.page import format_counts, format_link_bytes, format_rejections
 from isles.report.panels import Chart, Lanes
@@ -71,7 +71,7 @@ def test_the_page_says_what_happened(tmp_path: Path) -> None:
     links = {"direct": 2_000_000, "relayed": 1000, "relayed_here": 1100, "pairs": [{"by": 0}]}
     refused = [{"by": -1, "member": 3, "reason": "<b>no numbers</b>", "times": 4}]
     summary = {"method": "noloco", "goodput": 0.953, "outcomes": {"whole": 7, "alone": 2}, "outages": 1}
-    page = render_page(read_run(written(tmp_path, ENTRIES, LINES, {**summary, "links": links, "refused": refused})))
+    page = run_report(read_run(written(tmp_path, ENTRIES, LINES, {**summary, "links": links, "refused": refused}))).page
     for words in ("95.3 %", "whole 7, alone 2", "direct 2.00 MB, relayed 1.00 kB", "member 3, 4 times", "member 2"):
         assert words in page
     assert "<b>no numbers" not in page

@@ -11,14 +11,9 @@ import textwrap
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from isles.report import comparison, experts
-from isles.report.comparison import Runs, comparison_panels, table_of
-from isles.report.comparison import title as comparison_title
 from isles.report.draw.style import BOXES, LIGHT, LINES
 from isles.report.draw.svg import ChartAxis, axes_of
-from isles.report.page import panels, subtitle, title
 from isles.report.panels import Bars, Chart, Grid, Lanes, Panel, Table
-from isles.report.rundir import Run
 
 _DPI = 100
 _WIDTH, _ROW = 13.0, 3.4  # inches
@@ -27,33 +22,6 @@ _HIGH = 0.92  # of a plot's height: words above a point there would run into the
 _CHARACTERS = 105  # of the heading's size in that width
 _ABREAST = 165  # letters of a table that stand beside each other
 _SIZES = {"font.size": 9.0, "axes.titlesize": 10.5, "legend.fontsize": 8.0}
-
-
-def run_picture(run: Run) -> bytes:
-    """The PNG of one run."""
-    return picture(title(run), subtitle(run), [panel for panel in panels(run) if panel.picture is not None])
-
-
-def comparison_picture(runs: Runs) -> bytes:
-    """The PNG of a comparison, the table first."""
-    table, what = table_of(runs)
-    return picture(comparison_title(runs), what, comparison_panels(runs), table)
-
-
-def experts_picture(results: dict[str, Any]) -> bytes:
-    """The PNG of `isles experts`: the first table, and the pictures."""
-    heading, what, table = experts.tables(results)[0]
-    return picture(f"{experts.title(results)}: {heading}", what, experts.pictures(results), table)
-
-
-def tuning_picture(study: dict[str, Any]) -> bytes:
-    """The PNG of `isles tune`: the table, the history and the slices."""
-    return picture(
-        comparison.tuning_title(study),
-        comparison.subtitle(study),
-        comparison.pictures(study),
-        comparison.trials_table(study),
-    )
 
 
 def picture(heading: str, below: str, shown: Sequence[Panel], table: Table | None = None) -> bytes:
