@@ -309,8 +309,7 @@ def run_all(
     start: in the place of `launch`.
     """
     from isles.cli.terminal import Progress
-    from isles.cli.train import report_device
-    from isles.launch.workers import refuse_too_many
+    from isles.cli.train import refuse_too_many, report_device
     from isles.plan.run_plan import priced, refuse
     from isles.report import write_report
     from isles.report.comparison import run_folder
