@@ -640,7 +640,10 @@ def test_every_public_module_says_what_it_is() -> None:
     assert not complaints, f"no module docstring:{listed(complaints)}"
 
 
-@pytest.mark.parametrize("module", ["isles", "isles.cli", "isles.report"])
+@pytest.mark.parametrize(
+    "module",
+    ["isles", "isles.cli", "isles.report", "isles.training.lighthouse.rounds", "isles.training.lighthouse.peers"],
+)
 def test_light_modules_load_nothing_heavy(module: str) -> None:
     code = f"import {module}, sys; print(*[name for name in {HEAVY!r} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)

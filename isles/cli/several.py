@@ -47,8 +47,7 @@ from isles.base.durable import write_text
 from isles.base.parsing import parse_toml
 from isles.base.tables import changed, parse_value
 from isles.cli.terminal import Progress, print_table
-from isles.cli.train import report_device
-from isles.launch.workers import refuse_too_many
+from isles.cli.train import refuse_too_many, report_device
 from isles.models.model_limits import limits
 from isles.network.noise import hash64
 from isles.pipeline.config import PipelineConfig

@@ -5,7 +5,7 @@ torch nor NumPy; the names below load on first use.
 
 `config`   the `[data]` section
 `prepare`  source files to a corpus; `tokenizer`: text to ids
-`corpus`   tokens for training and validation; `loader`: a worker's batches
+`corpus`   tokens for training and validation; `loader`: a worker's batches; `order`: of the sequences in an epoch
 """
 
 from __future__ import annotations

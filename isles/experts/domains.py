@@ -36,7 +36,8 @@ from isles.base.parsing import parse_json
 from isles.base.tables import typed
 from isles.data import Corpus, DataConfig, load_corpus
 from isles.data.corpus import rows_corpus, save_corpus
-from isles.data.loader import epoch_order, spaced, windows
+from isles.data.loader import spaced, windows
+from isles.data.order import epoch_order
 from isles.data.prepare import list_sources
 
 Texts = Iterator[str]

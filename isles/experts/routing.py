@@ -51,7 +51,7 @@ from safetensors.numpy import load_file, save_file
 from torch import Tensor
 
 from isles.base.parsing import parse_json
-from isles.data.loader import epoch_order
+from isles.data.order import epoch_order
 from isles.data.tokenizer import Tokenizer
 from isles.experts import mixture
 from isles.experts.forest import Forest, Served

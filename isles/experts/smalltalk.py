@@ -51,7 +51,8 @@ from isles.comm.errors import Diverged
 from isles.comm.group import Group
 from isles.comm.mesh import Mesh
 from isles.data import load_corpus
-from isles.data.loader import epoch_order, windows
+from isles.data.loader import windows
+from isles.data.order import epoch_order
 from isles.experts.forest import score
 from isles.experts.jobs import ExpertJob, configured
 from isles.experts.routing import AssignmentRule, assign, digest, from_wire, purity, to_wire

@@ -28,6 +28,29 @@ from isles.base.parsing import OneLine, Unfit, integer, parse_json, table, value
 from isles.membership.keys import LIGHTHOUSE, PROOF, authenticate, state_key
 from isles.membership.session import Condition, ControlSession, Query
 
+STATE, ANCHORS = "state", "anchors"
+"""A worker's: all of it, or anchors and outer momenta alone."""
+MODEL = "model"
+"""What a worker came to; the lighthouse's: the one model."""
+COPIES, BESIDE = 16, 1 << 20
+"""Of the model's bytes, that a state may have at most; bytes of a file beside its tensors."""
+
+
+def server_name(member: int, island_rank: int) -> str:
+    """The name of the state server of the worker at `island_rank` in the island of `member`."""
+    return f"{member}/{island_rank}" if island_rank else str(member)
+
+
+def saved_name(island_rank: int) -> str:
+    """What the lighthouse calls the state of a rank in an island."""
+    return f"{STATE}-{island_rank}" if island_rank else STATE
+
+
+def state_of(stage: int, step: int) -> str:
+    """The state of a swarm's stage after a step."""
+    return f"stage-{stage}-step-{step}"
+
+
 PIECE = 1 << 20
 WINDOW = 4
 MOST_FACTS = 1 << 16

@@ -39,7 +39,7 @@ from isles.comm.virtual.wire import VirtualWire
 from isles.data import Corpus, load_corpus
 from isles.membership.run_log import EXCHANGES, JOURNAL, read_record
 from isles.membership.simulated import SimulatedMembership
-from isles.membership.state_transfer import StateServer
+from isles.membership.state_transfer import MODEL, StateServer, server_name
 from isles.network.churn import POOLS, ChurnEvent, churn, founders, returns, write_trace
 from isles.network.clusters import NO_FIGURES
 from isles.network.engine import ARRIVED
@@ -49,7 +49,6 @@ from isles.training.config.conflicts import refuse_conflicts
 from isles.training.config.sections import Config
 from isles.training.elastic.leader import Participant
 from isles.training.elastic.metrics import elastic_metrics
-from isles.training.elastic.states import MODEL, server_name
 from isles.training.elastic.support import lands_together, last_round, rules
 from isles.training.lighthouse.mean import consolidate, spread
 from isles.training.lighthouse.rounds import MODEL_FILE

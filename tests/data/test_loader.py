@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from isles.data import Corpus, DataConfig, Loader, load_corpus
-from isles.data.loader import document_shares, epoch_order, resharded
+from isles.data.loader import document_shares, resharded
+from isles.data.order import epoch_order
 
 CONTEXT = 24
 PLAIN = DataConfig()

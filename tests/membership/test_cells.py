@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from isles.data.loader import rows, spare_rows
+from isles.data.order import rows, spare_rows
 from isles.membership.data_ledger import (
     batches,
     count_steps,

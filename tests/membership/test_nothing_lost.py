@@ -8,7 +8,7 @@ from collections.abc import Collection
 
 import pytest
 
-from isles.data.loader import _SPARE, rows
+from isles.data.order import _SPARE, rows
 from isles.membership.coordinator import RoundsCoordinator
 from isles.membership.data_ledger import DataLedger, fresh_before, range_batches
 from isles.membership.messages import Beat, Done, Load, PeerReport, Refusal, SampleRange, View

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import count
 
-from isles.data.loader import rows
+from isles.data.order import rows
 from isles.membership.coordinator import RoundsCoordinator
 from isles.membership.data_ledger import batches
 from isles.membership.effects import Append, Notify, Reply, Rules

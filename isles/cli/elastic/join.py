@@ -53,7 +53,7 @@ def join(
     """Join a run: the configuration comes from the lighthouse, the state from another worker. Ctrl-C leaves it after
     the round under way.
     """
-    from isles.launch.workers import refuse_too_many
+    from isles.cli.train import refuse_too_many
     from isles.training.elastic.connect import as_arguments
 
     end_in_order()

@@ -26,11 +26,11 @@ from isles.base.parsing import integer
 from isles.membership.keys import STATUS
 from isles.membership.messages import JoinSwarm, StartSwarm, SwarmBeat, SwarmStatus
 from isles.membership.requests import measure_lighthouse_link
+from isles.membership.state_transfer import state_of
 from isles.models import choose_device
 from isles.network.clusters import NO_FIGURES, ClusterNode, encode_node
 from isles.training.clusters.node import ClusterWorker, enter, found, growth_of
 from isles.training.clusters.stage_server import cluster_cuts, forward_speed, inbox_of, memory, run_number
-from isles.training.elastic.states import state_of
 from isles.training.records.shard import State, StateCopy, read_state
 from isles.training.step import Left, seed_draws
 from isles.training.swarm.connect import SwarmParticipant

@@ -42,14 +42,13 @@ from isles.membership.p2p.pairs import PeerConnections
 from isles.membership.p2p.transport import ElasticTransport
 from isles.membership.requests import LighthouseClient, ask
 from isles.membership.rounds import Decision, IslandGroup
-from isles.membership.state_transfer import StateServer
+from isles.membership.state_transfer import StateServer, server_name
 from isles.membership.tls_session import Session, open_session
 from isles.network.clusters import ClusterNode
 from isles.training.config.reading import Tables, over, resolve
 from isles.training.config.sections import Config
 from isles.training.config.trust import names_in
 from isles.training.elastic.leader import Participant
-from isles.training.elastic.states import server_name
 from isles.training.elastic.support import in_rounds
 from isles.training.elastic.worker import ElasticWorker
 from isles.training.interrupts import first_interrupt, notify_in_handler

@@ -32,9 +32,16 @@ from isles.membership.messages import Examine, Finished, Load, Over
 from isles.membership.round_commit import RoundDecision
 from isles.membership.rounds import Decision, IslandGroup, RoundLeader
 from isles.membership.run_log import ALONE, LATE, WHOLE, RoundRecord, StartRecord
-from isles.membership.state_transfer import FetchRequest, StateNotFound, StateRejected, StateTransfer, StateUnavailable
+from isles.membership.state_transfer import (
+    MODEL,
+    FetchRequest,
+    StateNotFound,
+    StateRejected,
+    StateTransfer,
+    StateUnavailable,
+)
 from isles.training.config.sections import Config
-from isles.training.elastic.states import FRESH, MODEL, States, missed
+from isles.training.elastic.states import FRESH, States, missed
 from isles.training.elastic.support import is_quorum, lands_together, last_round, sync_every
 from isles.training.elastic.worker import Decisions, ElasticWorker
 from isles.training.worker import deadlines

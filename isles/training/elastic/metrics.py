@@ -8,7 +8,7 @@ from typing import Any
 
 from isles.base.parsing import parse_json
 from isles.base.schema import ElasticSummary
-from isles.data.loader import rows
+from isles.data.order import rows
 from isles.membership.coordinator import RoundsCoordinator
 from isles.membership.data_ledger import batches, count_steps
 from isles.membership.messages import View, from_plain

@@ -28,11 +28,10 @@ from isles.membership.messages import View
 from isles.membership.rounds import Decision, IslandGroup, RoundLeader
 from isles.membership.run_log import ALONE, LATE, WHOLE, RoundRecord, StartRecord
 from isles.membership.simulated import SimulatedCondition
-from isles.membership.state_transfer import FetchRequest, StateNotFound, is_written
+from isles.membership.state_transfer import ANCHORS, MODEL, STATE, FetchRequest, StateNotFound, is_written
 from isles.replicas.parts.interfaces import Mixing
 from isles.training.config.sections import Config
 from isles.training.elastic.metrics import recorded, views_of
-from isles.training.elastic.states import ANCHORS, MODEL, STATE
 from isles.training.elastic.support import in_rounds, lands_together, last_round, sync_every
 from isles.training.elastic.worker import Decisions, ElasticWorker
 from isles.training.lighthouse.mean import consolidate

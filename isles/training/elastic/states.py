@@ -28,33 +28,20 @@ from isles.base.parsing import integer
 from isles.membership.keys import LIGHTHOUSE
 from isles.membership.late_shares import MEAN_HOLDERS, MissedMean
 from isles.membership.round_commit import RoundDecision
-from isles.membership.state_transfer import FetchRequest, StateTransfer, StateUnavailable
+from isles.membership.state_transfer import (
+    ANCHORS,
+    BESIDE,
+    COPIES,
+    STATE,
+    FetchRequest,
+    StateTransfer,
+    StateUnavailable,
+    saved_name,
+    server_name,
+)
 from isles.replicas.loop.outer import OuterSync, adopt, donor_state, land_missed
 from isles.training.config.world import JoinState
 from isles.training.records.shard import StateCopy, first_nan, read_state, write_tensors
-
-STATE, ANCHORS = "state", "anchors"
-"""A worker's: all of it, or anchors and outer momenta alone."""
-MODEL = "model"
-"""What a worker came to; the lighthouse's: the one model."""
-COPIES, BESIDE = 16, 1 << 20
-"""Of the model's bytes, that a state may have at most; bytes of a file beside its tensors."""
-
-
-def server_name(member: int, island_rank: int) -> str:
-    """The name of the state server of the worker at `island_rank` in the island of `member`."""
-    return f"{member}/{island_rank}" if island_rank else str(member)
-
-
-def saved_name(island_rank: int) -> str:
-    """What the lighthouse calls the state of a rank in an island."""
-    return f"{STATE}-{island_rank}" if island_rank else STATE
-
-
-def state_of(stage: int, step: int) -> str:
-    """The state of a swarm's stage after a step."""
-    return f"stage-{stage}-step-{step}"
-
 
 FRESH = 2
 """Rounds for which a copied state is sent to new joiners."""

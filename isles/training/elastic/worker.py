@@ -18,18 +18,18 @@ from isles.comm.group import Group
 from isles.comm.layout import grid_of
 from isles.comm.mesh import Mesh
 from isles.data import Corpus
-from isles.data.loader import rows, spare_rows
+from isles.data.order import rows, spare_rows
 from isles.membership.data_ledger import Batch
 from isles.membership.messages import MOST, read_paths
 from isles.membership.p2p.stream import CARRIED
 from isles.membership.p2p.transport import ElasticTransport
 from isles.membership.rounds import Decision, DecisionKind, ElasticRoster, IslandGroup, RoundLeader
 from isles.membership.session import Rejections, merge_rejections, read_rejections
-from isles.membership.state_transfer import StateRejected, StateTransfer, StateUnavailable
+from isles.membership.state_transfer import StateRejected, StateTransfer, StateUnavailable, server_name
 from isles.models import build
 from isles.replicas.loop.outer import OuterSync, enter
 from isles.training.config.sections import Config
-from isles.training.elastic.states import WARM_UP, CatchUpLog, States, catch_up, server_name
+from isles.training.elastic.states import WARM_UP, CatchUpLog, States, catch_up
 from isles.training.elastic.support import lands_together, sync_every
 from isles.training.records.saved_run import load_weights
 from isles.training.records.summary import by_channel

@@ -23,9 +23,8 @@ from isles.base.parsing import integer, table
 from isles.membership.effects import Coordinator
 from isles.membership.lighthouse import Journal
 from isles.membership.messages import SwarmStatus
-from isles.membership.state_transfer import StateUnavailable
+from isles.membership.state_transfer import MODEL, StateUnavailable, state_of
 from isles.membership.swarm_coordinator import SwarmCoordinator, SwarmRules
-from isles.training.elastic.states import MODEL, state_of
 from isles.training.lighthouse.server import LOOK, MODEL_FILE, LighthouseServer
 from isles.training.records.checkpoint import Checkpoints
 from isles.training.records.checksums import is_whole

@@ -24,9 +24,8 @@ from isles.membership.effects import Coordinator
 from isles.membership.lighthouse import Journal
 from isles.membership.messages import MARGIN, Examine, Over, RunStatus
 from isles.membership.run_log import EXCHANGES, RoundRecord, read_record
-from isles.membership.state_transfer import StateUnavailable
+from isles.membership.state_transfer import MODEL, STATE, StateUnavailable, saved_name, server_name
 from isles.training.elastic.metrics import elastic_metrics, recorded
-from isles.training.elastic.states import MODEL, STATE, saved_name, server_name
 from isles.training.lighthouse.mean import consolidate, spread
 from isles.training.lighthouse.server import LOOK, MODEL_FILE, LighthouseServer
 from isles.training.records.checkpoint import Checkpoints

@@ -34,11 +34,10 @@ from isles.membership.messages import MemberPaths, PathRow, encode, read_paths
 from isles.membership.p2p.stream import CARRIED
 from isles.membership.run_log import JOURNAL
 from isles.membership.session import RejectionRow, Rejections, read_rejections
-from isles.membership.state_transfer import FetchRequest, StateServer, StateUnavailable, fetch_state
+from isles.membership.state_transfer import BESIDE, COPIES, FetchRequest, StateServer, StateUnavailable, fetch_state
 from isles.membership.tls_session import open_router
 from isles.training.config.reading import to_toml
 from isles.training.config.sections import Config
-from isles.training.elastic.states import BESIDE, COPIES
 from isles.training.elastic.support import rules
 from isles.training.records.events import Schema
 from isles.training.records.rundir import CONFIG, METRICS, SUMMARY, as_json, lock_run, save_config

@@ -28,11 +28,10 @@ from isles.membership.keys import LIGHTHOUSE
 from isles.membership.messages import Finished, JoinSwarm, Leave, Over, Refusal, StartSwarm, Wait
 from isles.membership.requests import SwarmClient
 from isles.membership.rounds import IslandGroup
-from isles.membership.state_transfer import FetchRequest, StateUnavailable
+from isles.membership.state_transfer import MODEL, FetchRequest, StateUnavailable, state_of
 from isles.membership.swarm_coordinator import MAX_MEMBERS
 from isles.models import choose_device
 from isles.training.elastic.connect import LocalSettings, RunConnection, admit, connect, member_of
-from isles.training.elastic.states import MODEL, state_of
 from isles.training.elastic.support import among_peers
 from isles.training.interrupts import first_interrupt
 from isles.training.kinds import kind_of

@@ -28,7 +28,7 @@ from isles.comm.mesh import Mesh
 from isles.data import Corpus
 from isles.membership.messages import JoinSwarm, StartSwarm, SwarmBeat
 from isles.membership.p2p.transport import ElasticTransport
-from isles.membership.state_transfer import StateTransfer
+from isles.membership.state_transfer import StateTransfer, state_of
 from isles.membership.swarm_coordinator import MAX_MEMBERS
 from isles.models import limits, sketch
 from isles.models.stages import Stage
@@ -40,7 +40,6 @@ from isles.pipeline.swarm.outer import SwarmRoster
 from isles.replicas.sync import ReplicaSync
 from isles.training.config.inner import lr_factor
 from isles.training.config.sections import Config
-from isles.training.elastic.states import state_of
 from isles.training.optimizer import rate_schedule, wrapped
 from isles.training.records.shard import StateCopy, state_from_bytes
 from isles.training.stage_runner import broadcast_from_first, build_stage, run_scheme

@@ -20,12 +20,11 @@ from isles.membership.keys import LIGHTHOUSE, MemberKeys
 from isles.membership.messages import Ack, Beat, Delivered, Later, Load, PeerReport, Silent
 from isles.membership.round_commit import RoundDecision
 from isles.membership.run_log import RoundRecord, StartRecord, read_record
-from isles.membership.state_transfer import StateServer, StateUnavailable, _facts
+from isles.membership.state_transfer import STATE, StateServer, StateUnavailable, _facts
 from isles.membership.tls_session import open_session
 from isles.pipeline.ravnest.agreement import ClusterWelcome
 from isles.training.clusters.member import _restore
 from isles.training.clusters.node import ClusterWorker
-from isles.training.elastic.states import STATE
 from isles.training.lighthouse.rounds import RoundsLighthouseServer
 from isles.training.records.checkpoint import Checkpoints
 from isles.training.records.events import Schema

@@ -15,7 +15,7 @@ from unittest.mock import patch
 
 import numpy as np
 
-from isles.data.loader import rows
+from isles.data.order import rows
 from isles.membership.coordinator import RoundsCoordinator
 from isles.membership.data_ledger import DataLedger, range_batches
 from isles.membership.effects import Rules

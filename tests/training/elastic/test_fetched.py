@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from isles.membership.keys import MemberKeys
-from isles.membership.state_transfer import StateServer, StateUnavailable
+from isles.membership.state_transfer import MODEL, STATE, StateServer, StateUnavailable
 from isles.membership.tls_session import Session, open_session
-from isles.training.elastic.states import MODEL, STATE
 from isles.training.lighthouse.rounds import RoundsLighthouseServer
 from tests.membership.sessions import router
 from tests.membership.test_gifts import Known

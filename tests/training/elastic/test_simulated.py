@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from isles.data.loader import rows
+from isles.data.order import rows
 from isles.membership.data_ledger import batches
 from isles.membership.messages import from_plain
 from isles.membership.run_log import RoundRecord, StartRecord

@@ -18,12 +18,19 @@ import isles
 from isles.comm.errors import RendezvousFailed
 from isles.comm.mesh import Mesh
 from isles.membership.messages import Load
-from isles.membership.state_transfer import FetchRequest, StateNotFound, StateServer, StateUnavailable, fetch_state
+from isles.membership.state_transfer import (
+    STATE,
+    FetchRequest,
+    StateNotFound,
+    StateServer,
+    StateUnavailable,
+    fetch_state,
+)
 from isles.membership.tls_session import open_session
 from isles.replicas.loop.outer import OuterSync
 from isles.training.config.world import JoinState
 from isles.training.elastic.leader import Bootstrap
-from isles.training.elastic.states import FRESH, STATE, CatchUpLog, States
+from isles.training.elastic.states import FRESH, CatchUpLog, States
 from isles.training.records.checkpoint import Checkpoints
 from tests.membership.sessions import router
 

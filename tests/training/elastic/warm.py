@@ -144,7 +144,7 @@ def _work(words: list[str], folder: str, log: str, pause: float) -> None:
     out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(out, stream)
-    from isles.data.loader import rows
+    from isles.data.order import rows
     from isles.membership.client import MembershipClient
     from isles.membership.rounds import Decision
     from isles.training.elastic.leader import Participant
