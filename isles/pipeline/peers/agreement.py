@@ -91,7 +91,7 @@ class Agreement:
         for sender, body in self.inbox.calls():
             past[sender] = RoundClosed(ranks[sender])
             for position in self._lost_by(body.view(torch.int64)[1:].tolist()):
-                past.setdefault(position, PeerLost(ranks[position], f"as worker {ranks[sender]} says"))
+                past.setdefault(position, PeerLost(ranks[position], f"as worker {ranks[sender]} reports"))
         return past
 
     def let_in(self, positions: Collection[int]) -> None:
@@ -196,7 +196,7 @@ class Agreement:
         if fits and vote.keys() <= set(self.members) and all(map(self._names_members, vote.values())):
             return vote
         rank = self.inbox.queue.group.ranks[sender]
-        self.inbox.queue.refuse(sender, Malformed(rank, "a word that is none of this agreement"))
+        self.inbox.queue.refuse(sender, Malformed(rank, "an invalid vote"))
         return None
 
     def _accused(self, known: Mapping[int, Sequence[int]]) -> set[int]:
@@ -224,6 +224,6 @@ class Agreement:
         for position in sorted(set(before) - set(self.members) - {self.me}):
             self.missed.append(position)
             rank = self.inbox.queue.group.ranks[position]
-            self.inbox.queue.give_up(position, PeerLost(rank, "as the others say"))
+            self.inbox.queue.give_up(position, PeerLost(rank, "as the others report"))
         if self.me not in self.members:
-            raise PeerLost(self.inbox.queue.group.ranks[self.me], "the others do not count on it any more")
+            raise PeerLost(self.inbox.queue.group.ranks[self.me], "the others have removed it")

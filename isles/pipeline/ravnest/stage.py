@@ -163,7 +163,7 @@ class NeighbourReceiver:
         if number != expected or flag not in (MORE, LAST, BROKEN):
             raise Malformed(rank, f"microbatch {number}, flag {flag}, where microbatch {expected} was due")
         if flag == BROKEN:
-            raise PeerLost(-1, f"of this cluster, as worker {rank} says")
+            raise PeerLost(-1, f"of this cluster, as worker {rank} reports")
         return wire[HEADER:], flag == LAST
 
 
