@@ -191,7 +191,7 @@ def test_a_stage_s_state_that_is_none() -> None:
     assert _read(state(), 20)["steps"] == 3
     bad = [state(steps=wrong) for wrong in [*WRONG, 21]] + [state(norm=wrong) for wrong in ("1", None, True, -1)]
     for given in [*bad, torch.zeros(3, dtype=torch.uint8), state()[:-1]]:
-        with pytest.raises(Malformed, match="a stage's state that is none"):
+        with pytest.raises(Malformed, match="an invalid state of a stage"):
             _read(given, 20)
 
 

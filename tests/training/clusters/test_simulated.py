@@ -208,7 +208,7 @@ def test_the_same_again_and_by_the_command(tmp_path: Path) -> None:
     trace = str(tmp_path / "a" / "trace.jsonl")
     code, out, error = isles("simulate", "plain.toml", "--churn", trace, "--json", *sets, folder=tmp_path)
     assert code == 0, error
-    assert "worker 4 has come, and stands by from step 4 on" in error and '"joins": 4' in out
+    assert "worker 4 has joined, and is on standby from step 4 on" in error and '"joins": 4' in out
 
 
 @pytest.mark.parametrize(
