@@ -44,7 +44,7 @@ from isles.network.churn import POOLS, ChurnEvent, churn, founders, returns, wri
 from isles.network.clusters import NO_FIGURES
 from isles.network.engine import ARRIVED
 from isles.network.pauses import KnownPauses
-from isles.training.clusters.node import ClusterWorker, enter, found, growth_of
+from isles.training.clusters.node import ClusterWorker, enter, found_clusters, growth_of
 from isles.training.config.conflicts import refuse_conflicts
 from isles.training.config.sections import Config
 from isles.training.elastic.leader import Participant
@@ -323,7 +323,7 @@ class SimulatedClusters(SimulatedPeers):
         rank = world.rank
         try:
             if rank < self.founders:
-                worker = found(self.config, world, corpus, range(self.founders), growth=growth_of(self.config))
+                worker = found_clusters(self.config, world, corpus, range(self.founders), growth=growth_of(self.config))
             else:
                 worker = enter(self.config, world, corpus, range(rank), self.machines.get(rank, NO_FIGURES))
             self.workers[rank] = worker

@@ -94,13 +94,13 @@ class Agreement:
                 past.setdefault(position, PeerLost(ranks[position], f"as worker {ranks[sender]} reports"))
         return past
 
-    def let_in(self, positions: Collection[int]) -> None:
+    def add_members(self, positions: Collection[int]) -> None:
         """Add members. All members call it with the same `positions`."""
         for position in positions:
             self.inbox.queue.meet(position)
         self.members = tuple(sorted({*self.members, *positions}))
 
-    def let_go(self, positions: Collection[int]) -> None:
+    def remove_members(self, positions: Collection[int]) -> None:
         """Remove members. All members call it with the same `positions`."""
         self.members = tuple(position for position in self.members if position not in positions)
         for position in positions:

@@ -57,7 +57,7 @@ _FORMS = 2
 """A codec may make this many times a gradient's bytes."""
 _MAX_VALUES = 32
 """The most numbers in a vote, without the sets of peers and of microbatches."""
-COMERS = 8
+MAX_JOINERS = 8
 """The most requests to join in one vote; further ones wait for the next vote."""
 _REST = 0
 """The box of messages that are neither votes nor messages of exchanges."""

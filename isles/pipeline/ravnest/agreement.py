@@ -12,8 +12,8 @@ the same assignment, and the operation takes effect at all of them or at none. A
 (DeadlinePassed) ends the run with an error that names it: it may come back, so the others cannot go on without it. The
 assignment changes only by agreement. A joining node is a member from the next agreement on (`admit`).
 
-    vote     in a world of fixed size: only the lost members. If nodes join and leave: leaves | `COMERS` x (position of
-             a joining node, its descriptor, see `isles.network.clusters`)
+    vote     in a world of fixed size: only the lost members. If nodes join and leave: leaves | `MAX_JOINERS` x (position
+             of a joining node, its descriptor, see `isles.network.clusters`)
 
 A node joins as in `isles.pipeline.peers.inbox`: it asks with its descriptor, and gets a `ClusterWelcome` right after
 the average at which all agreed to admit it.
@@ -37,13 +37,13 @@ from isles.comm.group import Group, numbers
 from isles.comm.transport import Steps, Transfer
 from isles.network.clusters import ClusterGrowth, is_encoded_node
 from isles.pipeline.peers.agreement import Agreement
-from isles.pipeline.peers.inbox import ASK, COMERS, OUTER, VOTE, WELCOME, PeerInbox, ask
+from isles.pipeline.peers.inbox import ASK, MAX_JOINERS, OUTER, VOTE, WELCOME, PeerInbox, ask
 from isles.pipeline.ravnest.assignment import ClusterAssignment
 from isles.pipeline.swarm.ledger import words_for
 
 _IDLE = 100.0  # nodes that do not train wait this many times the outer deadline: they vote long before the others
 _LONGEST = 1 << 20  # most bytes of a welcome
-_MAX_VALUES = 1 + 2 * COMERS
+_MAX_VALUES = 1 + 2 * MAX_JOINERS
 T = TypeVar("T")
 
 
@@ -86,7 +86,7 @@ class ClusterAgreement:
         self.inbox, self.world, self.assignment, self.growth = inbox, world, assignment, growth
         """`assignment`: the agreed one, equal at all nodes."""
         self._own = Agreement(inbox, world.deadlines.outer, (), "outer")
-        self._own.let_in(assignment.living)
+        self._own.add_members(assignment.living)
         self.messages = replace(world, transport=self._own.transport, channel="outer")
         """`world` with a transport for joint operations."""
         self.most = 1 << 30
@@ -118,7 +118,7 @@ class ClusterAgreement:
 
     def join(self, clusters: Collection[int]) -> None:
         """`clusters` have loaded the others' weights, and all handovers are complete. All call it together."""
-        self._take(self.assignment.joined(clusters))
+        self._take(self.assignment.with_loaded(clusters))
 
     def leave(self) -> None:
         self._leaves = True
@@ -129,9 +129,9 @@ class ClusterAgreement:
         """
         self._count_out()  # remove nodes lost since the agreement first: the welcome must hold the same assignment
         before = self.assignment
-        self.assignment = before.met(self._descriptors, self._leaving)
+        self.assignment = before.with_joiners(self._descriptors, self._leaving)
         comers = [position for position in self.assignment.standby if position not in before.standby]
-        self._own.let_in(comers)
+        self._own.add_members(comers)
         return comers
 
     def miss(self, rank: int) -> None:
@@ -198,8 +198,8 @@ class ClusterAgreement:
         self.inbox.queue.wait(0.0)
         self.inbox.sort()
         known = {*self.assignment.living, *self.assignment.lost}
-        rows = [number for one in sorted(self._met.keys() - known)[:COMERS] for number in (one, self._met[one])]
-        return rows + [0] * (2 * COMERS - len(rows))
+        rows = [number for one in sorted(self._met.keys() - known)[:MAX_JOINERS] for number in (one, self._met[one])]
+        return rows + [0] * (2 * MAX_JOINERS - len(rows))
 
     def _on_ask(self, message: QueuedMessage) -> None:
         descriptors = int(message.body.view(torch.int64))
@@ -216,7 +216,7 @@ class ClusterAgreement:
 
     def _take(self, assignment: ClusterAssignment) -> None:
         self.assignment = assignment
-        self._own.let_go({*self._own.members} - {*assignment.living})
+        self._own.remove_members({*self._own.members} - {*assignment.living})
 
 
 def _rows(vote: Sequence[int]) -> list[tuple[int, int]]:
@@ -256,7 +256,7 @@ class ClusterWelcome:
         return cls(epoch=epoch, assignment=ClusterAssignment.of_plain(assignment, size), facts=facts)
 
 
-def let_in(agreement: ClusterAgreement, facts: Mapping[str, int]) -> list[int]:
+def admit_joiners(agreement: ClusterAgreement, facts: Mapping[str, int]) -> list[int]:
     """Right after an agreement: admit and welcome the agreed joining nodes; returns their positions."""
     comers, inbox = agreement.admit(), agreement.inbox
     body = ClusterWelcome(epoch=inbox.epoch, assignment=agreement.assignment, facts=facts).packed()
@@ -265,7 +265,7 @@ def let_in(agreement: ClusterAgreement, facts: Mapping[str, int]) -> list[int]:
     return comers
 
 
-def ask_in(
+def request_admission(
     inbox: PeerInbox, others: Sequence[int], descriptors: int, gives_up: Callable[[], bool] = lambda: False
 ) -> ClusterWelcome | None:
     """Send `others` this node's descriptor, and wait to be admitted; see `isles.pipeline.peers.inbox.ask`."""

@@ -138,14 +138,14 @@ class ClusterAssignment:
             handovers=tuple(pair for pair in self.handovers if not {*pair} & set(lost)),
         )
 
-    def met(self, descriptors: Mapping[int, int], leaving: Collection[int]) -> ClusterAssignment:
+    def with_joiners(self, descriptors: Mapping[int, int], leaving: Collection[int]) -> ClusterAssignment:
         """Add the new nodes of `descriptors` to the standby ones, and record which nodes want to leave."""
         known = {*self.living, *self.lost}
         came = {position: descriptors[position] for position in sorted(descriptors) if position not in known}
         left = self.leaving | {*leaving}.intersection((*self.living, *came))
         return replace(self, standby=(*self.standby, *came), descriptors={**self.descriptors, **came}, leaving=left)
 
-    def returned(self) -> ClusterAssignment:
+    def with_returned(self) -> ClusterAssignment:
         """All lost nodes are back, without their state: in their former stages, or else on standby."""
         assigned = {position for cluster in self.clusters for position in cluster}
         return replace(self, standby=(*self.standby, *sorted(self.lost - assigned)), lost=frozenset())
@@ -154,7 +154,7 @@ class ClusterAssignment:
         """The assignment in a world of the positions `retained` only, renumbered in that order. Clusters that average
         stay; remaining nodes of the others become standby.
         """
-        new, whole = {position: number for number, position in enumerate(retained)}, self._only(self.whole)
+        new, whole = {position: number for number, position in enumerate(retained)}, self._select(self.whole)
         assigned = {position for own in whole.clusters for position in own}
         idle = [position for own in self.clusters for position in own if position not in assigned and position in new]
         return replace(
@@ -170,15 +170,15 @@ class ClusterAssignment:
         """Standby nodes replace leaving nodes, then lost ones: clusters that lack the fewest nodes come first, and one
         that cannot be completed takes none. With `growth` the remaining standby nodes form new clusters.
         """
-        assignment = self._handing(growth)._filled(growth)
-        return assignment if growth is None else assignment._grown(growth)
+        assignment = self._with_handovers(growth)._with_replacements(growth)
+        return assignment if growth is None else assignment._with_new_clusters(growth)
 
-    def joined(self, clusters: Collection[int]) -> ClusterAssignment:
+    def with_loaded(self, clusters: Collection[int]) -> ClusterAssignment:
         """`clusters` have loaded the others' weights and average again; all handovers are complete."""
         sources = {source for source, _ in self.handovers}
         return replace(self, out=self.out - set(clusters), handovers=()).without(sources)
 
-    def _handing(self, growth: ClusterGrowth | None) -> ClusterAssignment:
+    def _with_handovers(self, growth: ClusterGrowth | None) -> ClusterAssignment:
         """Remove leaving nodes, except those that hand over to a successor and those of the last whole cluster."""
         assignment = self.without([position for position in self.leaving if not self.trains(position)])
         for number in [
@@ -196,7 +196,7 @@ class ClusterAssignment:
                 assignment = assignment.without(assignment.leaving.intersection(assignment.clusters[number]))
         return assignment
 
-    def _filled(self, growth: ClusterGrowth | None) -> ClusterAssignment:
+    def _with_replacements(self, growth: ClusterGrowth | None) -> ClusterAssignment:
         assignment = self
         for number in sorted(self.out, key=lambda number: (len(self._missing(number)), number)):
             stages = self._missing(number)
@@ -205,18 +205,18 @@ class ClusterAssignment:
                 assignment = assignment._assigned(number, stages, takers)
         return assignment
 
-    def _grown(self, growth: ClusterGrowth) -> ClusterAssignment:
+    def _with_new_clusters(self, growth: ClusterGrowth) -> ClusterAssignment:
         """Form new clusters of the standby nodes and of the nodes with descriptors in clusters that lack a node."""
         stuck = [number for number in sorted(self.out) if self._missing(number)]
         left = [p for number in stuck for p in self.clusters[number] if p not in self.lost and self._node(p)]
         free = [*left, *self.standby[: max(0, len(self.standby) - growth.spares)]]
         made = growth.form([self._node(position) for position in free], [self.cuts[number] for number in self.whole])
         if not made:
-            return self._only([n for n in range(len(self.clusters)) if not self.lost.issuperset(self.clusters[n])])
+            return self._select([n for n in range(len(self.clusters)) if not self.lost.issuperset(self.clusters[n])])
         chosen = [tuple(free[number] for number in cluster.nodes) for cluster in made]
         taken = {position for cluster in chosen for position in cluster}
         idle = [p for number in stuck for p in self.clusters[number] if p not in self.lost and p not in taken]
-        retained = self._only([number for number in range(len(self.clusters)) if number not in stuck])
+        retained = self._select([number for number in range(len(self.clusters)) if number not in stuck])
         first = len(retained.clusters)
         return replace(
             retained,
@@ -226,7 +226,7 @@ class ClusterAssignment:
             out=retained.out | set(range(first, first + len(made))),
         )
 
-    def _only(self, clusters: Sequence[int]) -> ClusterAssignment:
+    def _select(self, clusters: Sequence[int]) -> ClusterAssignment:
         """Keep `clusters` only, and renumber them."""
         return replace(
             self,

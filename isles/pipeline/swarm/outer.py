@@ -50,7 +50,7 @@ class SwarmRoster:
         return any(self.lost(member) for member in members)
 
     def report_failure(self, member: int, error: CommError) -> None:
-        """Refuse a member that sent an invalid message. A late one is awaited again, by the step's end at the latest."""
+        """Refuse a member that sent an invalid message. A late one is awaited again at the end of the step."""
         if isinstance(error, (Malformed, Refused, Diverged, Elsewhere)):
             self._inbox.queue.refuse(self._inbox.queue.group.ranks.index(member), error)
 

@@ -66,7 +66,7 @@ class StageStateServer:
         self._inbox.queue.send(message.sender, MessageHeader(STATE_TRANSFER, 0, message.header.attempt), body)
 
 
-def take(inbox: PeerInbox, donors: Sequence[int], patience: float) -> Tensor | None:
+def fetch_state(inbox: PeerInbox, donors: Sequence[int], patience: float) -> Tensor | None:
     """The state from the first of `donors` that sends it, (n,) uint8; None if all are lost before. DeadlinePassed if
     one is silent for `patience` seconds.
     """
@@ -84,18 +84,18 @@ def take(inbox: PeerInbox, donors: Sequence[int], patience: float) -> Tensor | N
         del inbox.answers[STATE_TRANSFER]
 
 
-def hint(swarm: Swarm, step: int, patience: float, *, comers: bool) -> list[StageChange]:
+def rebuild(swarm: Swarm, step: int, patience: float, *, comers: bool) -> list[StageChange]:
     """Assign a peer to every stage that has lost all of them; all remaining peers call it together. Returns the
     changes. step: the current one. patience: seconds to wait for a joining peer. comers: whether peers may join now.
     StageLost if no peer can be assigned, or a neighbour stage is lost too.
     """
     if comers:
         _await_comers(swarm, patience)
-    said = swarm.agreement.agree(swarm.asking)
+    votes = swarm.agreement.agree(swarm.asking)
     lost = [stage for stage in range(swarm.count) if not swarm.peers(stage)]
     for stage in lost:
-        refuse(stage, lost, swarm.count)
-    asked = swarm.may_come(peer for word in said.values() for peer in word) if comers else []
+        check_rebuildable(stage, lost, swarm.count)
+    asked = swarm.admissible(peer for vote in votes.values() for peer in vote) if comers else []
     changes = swarm.placement.rescue(swarm.agreement.members, asked, lost)
     for stage in set(lost) - {change.after for change in changes}:
         raise StageLost(stage, "no other stage has a second peer")
@@ -104,7 +104,7 @@ def hint(swarm: Swarm, step: int, patience: float, *, comers: bool) -> list[Stag
     return changes
 
 
-def refuse(stage: int, lost: Sequence[int], stages: int) -> None:
+def check_rebuildable(stage: int, lost: Sequence[int], stages: int) -> None:
     """Raise StageLost if `stage` cannot be rebuilt from stages that are not `lost`."""
     if stage in (0, stages - 1):
         raise StageLost(stage, f"no other stage has its {'head' if stage else 'embedding'}")
@@ -113,7 +113,7 @@ def refuse(stage: int, lost: Sequence[int], stages: int) -> None:
         raise StageLost(stage, f"its neighbour, stage {gone[0]}, is lost too")
 
 
-def take_neighbours(swarm: Swarm, stage: int) -> list[Tensor]:
+def fetch_neighbour_states(swarm: Swarm, stage: int) -> list[Tensor]:
     """The states of the stages that `stage` is rebuilt from, one from a peer of each, (n,) uint8. StageLost if all
     donors of one are lost before.
     """
@@ -121,7 +121,7 @@ def take_neighbours(swarm: Swarm, stage: int) -> list[Tensor]:
     found = []
     for source in sources("checkfree", stage, swarm.count):
         donors = [peer for peer in swarm.peers(source) if peer not in fresh]
-        state = take(swarm.agreement.inbox, donors, swarm.agreement.patience)
+        state = fetch_state(swarm.agreement.inbox, donors, swarm.agreement.patience)
         if state is None:
             raise StageLost(source)
         found.append(state)
@@ -134,7 +134,7 @@ def _await_comers(swarm: Swarm, patience: float) -> None:
 
     def is_over() -> bool:
         absent = {peer for peer, stage in enumerate(swarm.stages) if stage == NOWHERE}
-        return bool(swarm.may_come(swarm.asking) or inbox.calls()) or absent <= inbox.queue.lost.keys()
+        return bool(swarm.admissible(swarm.asking) or inbox.calls()) or absent <= inbox.queue.lost.keys()
 
     with suppress(DeadlinePassed):
         inbox.wait_for(is_over, patience)
@@ -168,7 +168,7 @@ def enter(swarm: Swarm, others: Sequence[int], wish: int = NOWHERE) -> tuple[int
     epoch, step, look, *rest = came
     rows = [rest[begin : begin + ROW] for begin in range(0, len(rest), ROW)]
     inbox.epoch = epoch
-    agreement.let_in([peer for peer, _, _, is_member, _ in rows if is_member])
+    agreement.add_members([peer for peer, _, _, is_member, _ in rows if is_member])
     placement = swarm.placement
     stages = placement.stages
     for peer, stage, *_ in rows:

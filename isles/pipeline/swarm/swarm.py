@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from isles.comm.collectives.message_queue import MessageHeader, QueuedMessage
 from isles.comm.errors import CommError, Malformed, Refused
 from isles.pipeline.peers.agreement import Agreement
-from isles.pipeline.peers.inbox import ASK, COMERS, MEAN, SHARD, as_bits, as_number
+from isles.pipeline.peers.inbox import ASK, MAX_JOINERS, MEAN, SHARD, as_bits, as_number
 from isles.pipeline.swarm.ledger import as_words, from_words, lacking, plan_repairs
 from isles.pipeline.swarm.peer import SwarmPeer
 from isles.pipeline.swarm.placement import NOWHERE, PeerStats, StageChange, StagePlacement, origins
@@ -210,13 +210,13 @@ class Swarm:
         """Before a step: apply the agreed changes (peers that join, leave or change their stage)."""
         changes, self._next = self._next, []
         going, self._going = self._going, []
-        self.agreement.let_go(going)
+        self.agreement.remove_members(going)
         self.changes = [
             change for change in changes if change.before == NOWHERE or change.peer in self.agreement.members
         ]
         self.placement.apply(self.changes)
         comers = [change.peer for change in self.changes if change.before == NOWHERE]
-        self.agreement.let_in(comers)
+        self.agreement.add_members(comers)
         for comer in comers:
             self._asking.pop(comer, None)
         return self.changes
@@ -249,12 +249,12 @@ class Swarm:
 
     @property
     def asking(self) -> list[int]:
-        """Requests to join that this peer has received, as `COMERS` numbers of a vote: position and wished stage."""
-        here = sorted(self._asking.keys() - self.agreement.inbox.queue.lost.keys())[:COMERS]
+        """Requests to join that this peer has received, as `MAX_JOINERS` numbers of a vote (position and stage)."""
+        here = sorted(self._asking.keys() - self.agreement.inbox.queue.lost.keys())[:MAX_JOINERS]
         asking = [(self._asking[peer] + 1) * len(self.stages) + peer for peer in here]
-        return asking + [NOBODY] * (COMERS - len(asking))
+        return asking + [NOBODY] * (MAX_JOINERS - len(asking))
 
-    def may_come(self, asked: Iterable[int]) -> list[int]:
+    def admissible(self, asked: Iterable[int]) -> list[int]:
         """The positions in `asked` that may join: those that have never served a stage (a peer that was removed keeps
         its stage). Records their wished stages in the placement.
         """
@@ -265,8 +265,8 @@ class Swarm:
     def close(self) -> None:
         """Await what is in flight between two steps (here: nothing). All peers call it together."""
 
-    def step(self, hint: Callable[[], None] | None = None) -> SwarmStep:
-        """Run one step. hint: called if a stage has lost all peers, to assign it one; then the step begins again.
+    def step(self, rebuild: Callable[[], None] | None = None) -> SwarmStep:
+        """Run one step. rebuild: called if a stage has lost all peers, to assign it one; then the step begins again.
         StageLost if that is not possible; PeerLost if the others have removed this peer; DeadlinePassed if a peer is
         silent that is not known to be lost.
         """
@@ -276,9 +276,9 @@ class Swarm:
                 if done is not None:
                     return done
             except StageLost:
-                if hint is None:
+                if rebuild is None:
                     raise
-                hint()
+                rebuild()
             self.peer.counts.restarted += 1
 
     def _try(self) -> SwarmStep | None:
@@ -297,15 +297,15 @@ class Swarm:
         self.peer.forget()
         self.apply_placement()
 
-    def apply_placement(self, hint: Callable[[], None] | None = None) -> None:
-        """Give `peer` the remaining peers of each stage. hint: as in `step`."""
+    def apply_placement(self, rebuild: Callable[[], None] | None = None) -> None:
+        """Give `peer` the remaining peers of each stage. rebuild: as in `step`."""
         stages = [self.peers(stage) for stage in range(self.count)]
         if all(stages):
             self.peer.set_stages(stages, self.stages[self.me])
-        elif hint is None:
+        elif rebuild is None:
             raise StageLost(stages.index([]))
         else:
-            hint()
+            rebuild()
 
     def _mine(self, todo: Sequence[int]) -> list[int]:
         """The microbatches of `todo` that begin here, shared out by the speeds of the first stage's peers."""
@@ -395,7 +395,7 @@ class Swarm:
         )
         answers = self.agreement.agree([*vote, *self.asking])
         self.apply_placement()
-        asked = self.may_come(peer for stats in answers.values() for peer in stats[len(vote) :])
+        asked = self.admissible(peer for stats in answers.values() for peer in stats[len(vote) :])
         return {position: PeerStats(*stats[: len(vote)]) for position, stats in answers.items()}, asked
 
     def _conclude_step(self, votes: Mapping[int, PeerStats], loss: float, asked: Sequence[int]) -> SwarmStep:

@@ -29,7 +29,7 @@ from isles.membership.messages import JoinSwarm, StartSwarm, SwarmBeat, SwarmSta
 from isles.membership.requests import measure_lighthouse_link
 from isles.models import choose_device
 from isles.network.clusters import NO_FIGURES, ClusterNode, encode_node
-from isles.training.clusters.node import ClusterWorker, enter, found, growth_of
+from isles.training.clusters.node import ClusterWorker, enter, found_clusters, growth_of
 from isles.training.clusters.stage_server import cluster_cuts, forward_speed, inbox_of, memory, run_number
 from isles.training.elastic.states import state_of
 from isles.training.records.shard import State, StateCopy, read_state
@@ -68,7 +68,7 @@ class ElasticClusterNode(PeerWork):
         self._members_now, self._await_saved = members_now, await_saved
         self._asked_at = self._stepped_at = member.transport.now()
         self._seen = 0  # steps at the last change, for the seconds since then in `beat`
-        self._fetch_saved: State | None = None
+        self._saved_state: State | None = None
 
     @property
     @override
@@ -89,7 +89,7 @@ class ElasticClusterNode(PeerWork):
     def go_on_from(self, step: int, retained: FetchPart) -> None:
         path, facts = retained(0)
         states = [read_state(one)[0] for one in (path, *(retained(part)[0] for part in range(1, facts["parts"])))]
-        self._fetch_saved = {
+        self._saved_state = {
             **states[0],
             "parameters": {name: own for one in states for name, own in _held(one).items()},
         }
@@ -98,19 +98,19 @@ class ElasticClusterNode(PeerWork):
     def run(self, out: Path | None) -> dict[str, Any] | None:
         seed_draws(self.config.run.seed, self.world.rank)
         try:
-            worker = self._worker = self._begun()
-            worker.saves, worker.leaving, worker.goes = self._offer, self._leaving, self._goes
-            if self._fetch_saved is not None:
-                _restore(worker, self._fetch_saved)
+            worker = self._worker = self._started()
+            worker.saves, worker.leaving, worker.decide_exit = self._offer, self._leaving, self._decide_exit
+            if self._saved_state is not None:
+                _restore(worker, self._saved_state)
             return worker.run(out)
         except Left:
             self._has_left = self._leaving
             return None
 
-    def _begun(self) -> ClusterWorker:
+    def _started(self) -> ClusterWorker:
         config, world, corpus = self.config, self.world, self._member.corpus
         if self._founders:
-            return found(config, world, corpus, self._founders, self.inbox, growth_of(config))
+            return found_clusters(config, world, corpus, self._founders, self.inbox, growth_of(config))
         return enter(config, world, corpus, self._members, self._descriptor, self.inbox, self._gives_up)
 
     def _gives_up(self) -> bool:
@@ -123,7 +123,7 @@ class ElasticClusterNode(PeerWork):
         self._asked_at, members = now, self._members_now()
         return members is not None and not {*members} & {*self._members}
 
-    def _goes(self, step: int) -> bool:
+    def _decide_exit(self, step: int) -> bool:
         """Leave without a successor, once the lighthouse has all of this cluster's states; the run then waits for new
         nodes. Returns whether this node leaves.
         """
@@ -253,9 +253,9 @@ class ClusterParticipant(SwarmParticipant):
     def leave(self) -> None:
         """Leave after the next average; if it takes longer than `run.grace` seconds, abort all waits and leave."""
         super().leave()
-        threading.Thread(target=self._tear, name="isles-grace", daemon=True).start()
+        threading.Thread(target=self._abort_waits, name="isles-grace", daemon=True).start()
 
-    def _tear(self) -> None:
+    def _abort_waits(self) -> None:
         """After `run.grace` seconds, abort waits until this member ends, also those begun later. In its own thread."""
         wait = self.config.run.grace
         while not self._closed.wait(wait):

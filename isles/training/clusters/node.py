@@ -40,7 +40,7 @@ from isles.models.factory import take_device
 from isles.network.clusters import ClusterGrowth
 from isles.network.routing.events import Span
 from isles.pipeline.peers.inbox import PeerInbox
-from isles.pipeline.ravnest.agreement import ClusterAgreement, ClusterWelcome, ask_in, let_in
+from isles.pipeline.ravnest.agreement import ClusterAgreement, ClusterWelcome, admit_joiners, request_admission
 from isles.pipeline.ravnest.assignment import ClusterAssignment
 from isles.pipeline.ravnest.averaging import ClusterAverage
 from isles.training.clusters.stage_server import (
@@ -92,7 +92,7 @@ class ClusterWorker(TrainingLoop):
         take_cores(config, device)
         self._is_open = growth is not None  # workers come and leave
         self.leaving = False
-        self.goes: Callable[[int], bool] | None = None
+        self.decide_exit: Callable[[int], bool] | None = None
         """Called after a step, once its cluster has saved: whether this worker leaves without a successor. None: it
         stays until it has one.
         """
@@ -121,24 +121,24 @@ class ClusterWorker(TrainingLoop):
         if self.agreement.trains:
             self._serve()
 
-    def meet(self, present: Sequence[int]) -> None:
-        """Exchange, among the workers present at the start, whether to validate and how many clusters the data allows."""
+    def exchange_facts(self, present: Sequence[int]) -> None:
+        """Agree, among the workers `present` at the start, on whether to validate and on the most clusters."""
         text = None if self.server is None else self.server.text
         own = [0, 0] if text is None else [int(text.validates), text.sequences]
         said = torch.stack(self.world.world.among(present).all_gather(numbers(*own), channel="control"))
         validates, sequences = said.amax(0).tolist()
-        self._know(validates=validates, most=sequences // self.reading.batch)
+        self._set_facts(validates=validates, most=sequences // self.reading.batch)
 
-    def _know(self, *, validates: int, most: int) -> None:
+    def _set_facts(self, *, validates: int, most: int) -> None:
         """most: clusters that the text has enough sequences for."""
         self.validates, self.agreement.most = bool(validates), most
 
-    def come(self, welcome: ClusterWelcome) -> None:
+    def join(self, welcome: ClusterWelcome) -> None:
         """Join a running run with the facts of `welcome`."""
         facts, last = welcome.facts, self.config.run.steps
         step, since = (integer(facts, key, 0, last) for key in ("step", "since"))
         before, most, validates = (integer(facts, key, 0, 1 << 53) for key in ("before", "most", "judges"))
-        self._know(validates=validates, most=most)
+        self._set_facts(validates=validates, most=most)
         self.steps = self.averaged = step
         self.reading = replace(self.reading, since=since, before=before)
         self._has_come = True  # its first `step` does nothing: the others have just averaged
@@ -193,11 +193,11 @@ class ClusterWorker(TrainingLoop):
         if super()._stops_after(step, out):
             return True
         stuck = step != self.config.run.steps and self.world.rank in self._saved_for
-        return stuck and self.goes is not None and self.goes(step)
+        return stuck and self.decide_exit is not None and self.decide_exit(step)
 
     @override
     def _saves_after(self, step: int) -> bool:
-        stuck = frozenset() if self.goes is None else self.agreement.assignment.leaving
+        stuck = frozenset() if self.decide_exit is None else self.agreement.assignment.leaving
         before, self._saved_for = self._saved_for, stuck
         return super()._saves_after(step) or bool(stuck - before)
 
@@ -304,7 +304,7 @@ class ClusterWorker(TrainingLoop):
             return
         facts = {"step": self.steps, "judges": int(self.validates), "most": self.agreement.most}
         facts |= {"since": self.reading.since, "before": self.reading.before}
-        for comer in let_in(self.agreement, facts):
+        for comer in admit_joiners(self.agreement, facts):
             if self.world.rank == self.agreement.assignment.living[0]:  # one worker reports what all know
                 self._note(f"worker {comer} has joined, and is on standby from step {self.steps} on")
 
@@ -434,7 +434,7 @@ class ClusterWorker(TrainingLoop):
         self.world.world.traffic.load_state_dict(state["traffic"])
         self.load_records(state)
 
-    def come_back(self, state: dict[str, Any]) -> None:
+    def rejoin(self, state: dict[str, Any]) -> None:
         """Take part again without an own state, with the counters of another worker's `state`."""
         self._go_on(state)
         self.go_on_at(state["clock_seconds"])
@@ -451,7 +451,7 @@ def train_clustered(
     the checkpoint was written takes part again without a state: in its stage from the next average on, or on standby.
     """
     if resume is None:
-        return found(config, world, corpus, range(world.size)).run(out)
+        return found_clusters(config, world, corpus, range(world.size)).run(out)
     assert out is not None
     checkpoints = Checkpoints(out)
     saved, absent = checkpoints.ranks(resume), checkpoints.absent(resume)
@@ -459,16 +459,16 @@ def train_clustered(
     state = checkpoints.read_shard(resume, here)
     assignment = ClusterAssignment.of_plain(state["assignment"], world.size)
     gone = set(range(world.size)) - set(saved)
-    node = ClusterWorker(config, world, corpus, assignment.without(gone - assignment.lost).returned())
-    node.meet(range(world.size))
+    node = ClusterWorker(config, world, corpus, assignment.without(gone - assignment.lost).with_returned())
+    node.exchange_facts(range(world.size))
     if world.rank in saved:
         node.load_state_dict(state)
     else:
-        node.come_back(state)
+        node.rejoin(state)
     return node.run(out)
 
 
-def found(
+def found_clusters(
     config: Config,
     world: Mesh,
     corpus: Corpus | None,
@@ -482,7 +482,7 @@ def found(
     cuts = [cut.begins for cut in cluster_cuts(config)]
     assignment = ClusterAssignment.of(cuts, founders)
     worker = ClusterWorker(config, world, corpus, assignment, inbox=inbox, growth=growth)
-    worker.meet(founders)
+    worker.exchange_facts(founders)
     worker.average.begin()
     return worker
 
@@ -501,13 +501,13 @@ def enter(
     """
     inbox = inbox or inbox_of(config, world)
     try:
-        welcome = ask_in(inbox, others, descriptor, gives_up)
+        welcome = request_admission(inbox, others, descriptor, gives_up)
     except PeerLost:
         raise Left from None
     if welcome is None:
         raise Left
     worker = ClusterWorker(config, world, corpus, welcome.assignment, inbox=inbox, growth=growth_of(config))
-    worker.come(welcome)
+    worker.join(welcome)
     return worker
 
 

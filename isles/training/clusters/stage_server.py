@@ -40,7 +40,7 @@ from isles.training.optimizer import inner_optimizer, rate_schedule, what_is_lef
 from isles.training.records.shard import save_model
 from isles.training.stage_runner import build_stage, hold_against_whole, on_host, planned_cut, run_scheme
 from isles.training.step import Text
-from isles.training.swarm.step import of_all, split_sequence
+from isles.training.swarm.step import identity_hash, of_all
 
 _MOMENTS, _SPARE = 8, 1 << 20
 """The most state tensors of a parameter, in its shape, that an optimizer may have, and bytes on top."""
@@ -92,7 +92,7 @@ def inbox_of(config: Config, world: Mesh, met: Sequence[int] | None = None) -> P
 
 def run_number(config: Config) -> int:
     """A number that all workers of this configuration share, for the headers of messages."""
-    return split_sequence(of_all(config))
+    return identity_hash(of_all(config))
 
 
 def opening_notices(config: Config, cuts: Sequence[Cut]) -> list[str]:
@@ -211,7 +211,7 @@ class StageServer:
         self.node = AsyncStage(self.model, self._update, world.stage, form, pipeline, shares=shares, autocast=cast)
 
     def regroup(self, world: Mesh, updates: int, sequences: int) -> None:
-        """Keep the stage in a changed cluster or layout, after `updates` updates and `sequences` of the data's order."""
+        """Keep the stage in a changed layout, after `updates` updates and `sequences` of the data's order."""
         self.world = world
         self._take_part()
         self._go_on_after(updates, sequences)

@@ -36,7 +36,7 @@ from isles.training.elastic.support import among_peers
 from isles.training.interrupts import first_interrupt
 from isles.training.kinds import kind_of
 from isles.training.stage_runner import planned_cut
-from isles.training.swarm.step import identity, split_sequence
+from isles.training.swarm.step import identity, identity_hash
 from isles.training.swarm.trainer import ANYWHERE, ElasticSwarmTrainer, OwnMember, PeerWork
 
 _ASK = 0.2  # seconds between two requests while there is nothing to do
@@ -115,7 +115,7 @@ class SwarmParticipant(OwnMember):
 
     def number(self) -> int:
         """A number that all peers of one configuration and the same cut points share."""
-        return split_sequence(identity(self.config, planned_cut(self.config)))
+        return identity_hash(identity(self.config, planned_cut(self.config)))
 
     @property
     def step(self) -> int:

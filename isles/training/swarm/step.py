@@ -31,7 +31,14 @@ from isles.pipeline.swarm.evaluation import SwarmEvaluator, gathered, state_byte
 from isles.pipeline.swarm.outer import OwnSwarm
 from isles.pipeline.swarm.peer import StageWork, SwarmPeer
 from isles.pipeline.swarm.placement import NOWHERE, Rebalancer, StageChange, StagePlacement
-from isles.pipeline.swarm.stage_recovery import StageStateServer, enter, hint, take, take_neighbours, welcome
+from isles.pipeline.swarm.stage_recovery import (
+    StageStateServer,
+    enter,
+    fetch_neighbour_states,
+    fetch_state,
+    rebuild,
+    welcome,
+)
 from isles.pipeline.swarm.swarm import StageLost, Swarm, SwarmStep
 from isles.pipeline.wire import StageForm
 from isles.replicas.start import same_weights, spread_from_first
@@ -106,7 +113,7 @@ class Swarmed:
             microbatches=config.pipeline.microbatches,
             ever=world.size,
         )
-        group, run = world.world.among(range(world.size), "pipeline"), split_sequence(identity(config, self.cut))
+        group, run = world.world.among(range(world.size), "pipeline"), identity_hash(identity(config, self.cut))
         return PeerInbox(MessageQueue(group, run=run, lengths=lengths, channels=LARGE, met=met))
 
     def _swarm(self, inbox: PeerInbox, present: Sequence[int], autocast: Context) -> Swarm:
@@ -156,7 +163,7 @@ class Swarmed:
         self._transfers.open()
         self.swarm.number = self.step
         self.last = self.swarm.step(self._rebuild if self.rebuilds else None)
-        self._tell_losses()
+        self._report_lost()
         if isinstance(self.swarm, OwnSwarm):
             self._transfers.close()  # until the exchange has landed: the weights are between two valid states
         self.block_norm = gradient_norm(self.stage)
@@ -180,8 +187,8 @@ class Swarmed:
         """Report that this peer cannot leave, as its stage would have no peer; the launcher may then stop the run."""
         self._has_declined = True
         stage = self.swarm.stages[self.swarm.me]
-        notice = f"worker {self.swarm.me} is asked to leave, but is the last of stage {stage}, with no peer to take its place"
-        self.world.report({"notice": notice})
+        notice = f"worker {self.swarm.me} is asked to leave, but is the last of stage {stage}"
+        self.world.report({"notice": f"{notice}, with no peer to take its place"})
         self.world.leaving.decline()
 
     def _arrange(self) -> list[StageChange]:
@@ -230,7 +237,7 @@ class Swarmed:
 
     def _rebuild(self, *, comers: bool = True) -> None:
         """Assign peers to the stages that have lost all of theirs."""
-        changes = hint(self.swarm, self.step, self.config.pipeline.swarm.stage_patience, comers=comers)
+        changes = rebuild(self.swarm, self.step, self.config.pipeline.swarm.stage_patience, comers=comers)
         self._take_up(changes, " and rebuilds it from its neighbours, as it had no peer left")
 
     def _take_up(self, changes: Iterable[StageChange], more: str = "") -> None:
@@ -247,12 +254,12 @@ class Swarmed:
         """Copy the new stage's state from a donor; if there is none, rebuild it from its neighbours."""
         donors, agreement = self.swarm.donors, self.swarm.agreement
         if donors:
-            state = take(agreement.inbox, donors, agreement.patience)
+            state = fetch_state(agreement.inbox, donors, agreement.patience)
             if state is None:
                 raise StageLost(change.after)
             self.serve(*self.owner.become(change.after, state))
         else:
-            self.serve(*self.owner.revive(change.after, take_neighbours(self.swarm, change.after)))
+            self.serve(*self.owner.revive(change.after, fetch_neighbour_states(self.swarm, change.after)))
             self.rebuilt += 1
         self.moves += 1
 
@@ -262,7 +269,7 @@ class Swarmed:
         self.swarm.peer.work.shares = self._shares()
         self.swarm.parameters = self._trained()
 
-    def _tell_losses(self) -> None:
+    def _report_lost(self) -> None:
         agreement = self.swarm.agreement
         missed, agreement.missed = agreement.missed, []
         for peer in missed if self.swarm.me == agreement.members[0] else ():
@@ -305,7 +312,7 @@ def of_all(config: Config) -> str:
     return to_toml(replace(config, data=data, model=model, world=world))
 
 
-def split_sequence(identity: str) -> int:
+def identity_hash(identity: str) -> int:
     """56 bits of the hash of `identity`, for the headers of messages."""
     return int.from_bytes(hashlib.sha256(identity.encode()).digest()[:7], "little")
 
@@ -332,7 +339,7 @@ def stage_costs(cut: Cut) -> list[float]:
 
 
 def origin_room(pipeline: PipelineConfig, stages: Sequence[int]) -> int | None:
-    """The most microbatches that an origin has in flight; None: no limit. stages: by peer, `NOWHERE` for an absent one."""
+    """The most microbatches that an origin has in flight; None: no limit. stages: by peer, `NOWHERE` if absent."""
     in_flight, origins = pipeline.in_flight, max(stages.count(0), 1)
     here = sum(stage != NOWHERE for stage in stages)
     room = {"auto": -(-_AHEAD * here // origins), "1f1b": max(stages, default=0) + 1, "all": None}
