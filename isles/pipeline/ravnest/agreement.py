@@ -12,8 +12,8 @@ the same assignment, and the operation takes effect at all of them or at none. A
 (DeadlinePassed) ends the run with an error that names it: it may come back, so the others cannot go on without it. The
 assignment changes only by agreement. A joining node is a member from the next agreement on (`admit`).
 
-    vote     in a world of fixed size: only the lost members. If nodes join and leave: leaves | `MAX_JOINERS` x (position
-             of a joining node, its descriptor, see `isles.network.clusters`)
+    vote     in a world of fixed size: only the lost members. If nodes join and leave: leaves | `MAX_JOINERS` x
+             (position of a joining node, its descriptor, see `isles.network.clusters`)
 
 A node joins as in `isles.pipeline.peers.inbox`: it asks with its descriptor, and gets a `ClusterWelcome` right after
 the average at which all agreed to admit it.

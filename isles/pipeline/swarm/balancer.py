@@ -22,8 +22,8 @@ ALPHA = 0.1
 class MovingAverage:
     """Exponential moving average with bias correction: after n equal measurements it is that measurement.
 
-    The weights of n measurements, alpha (1 - alpha)^(n-1) ... alpha, are divided by their sum. The corrected mean itself
-    is stored, so that equal measurements leave it unchanged, to the bit.
+    The weights of n measurements, alpha (1 - alpha)^(n-1) ... alpha, are divided by their sum. The corrected mean is
+    stored, so that equal measurements leave it unchanged, to the bit.
     """
 
     def __init__(self, alpha: float = ALPHA) -> None:
