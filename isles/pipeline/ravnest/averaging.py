@@ -63,9 +63,7 @@ def _homes(number: int, cluster: Mapping[int, Sequence[str]]) -> dict[str, int]:
     for node, names in cluster.items():
         for name in names:
             if name in homes:
-                raise ValueError(
-                    f"cluster {number} holds {name!r} at nodes {homes[name]} and {node}: name one holder"
-                )
+                raise ValueError(f"cluster {number} holds {name!r} at nodes {homes[name]} and {node}: name one holder")
             homes[name] = node
     return homes
 
