@@ -111,7 +111,7 @@ class _Model:
         return found.hexdigest()
 
     def run(self, name: str, begin: int, end: int) -> np.ndarray:
-        """Bytes `begin` to `end` of a tensor; floats as numbers, in float32 or wider. ValueError if one is not finite."""
+        """Bytes `begin` to `end` of a tensor; floats in float32 or wider. ValueError if one is not finite."""
         run, kind = self._bytes[begin:end], self.form[name]["dtype"]
         if kind not in _FLOATS:
             return run

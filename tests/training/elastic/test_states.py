@@ -220,7 +220,7 @@ def test_a_damaged_state_is_not_begun_with(tmp_path: Path) -> None:
     before, told = kept_rounds(tmp_path, [5])
     assert before == 3
     assert "step-5/worker-0.safetensors: is damaged, so the run goes on from round 3" in told
-    with pytest.raises(ValueError, match="no state there is whole: restore one, or start a new run"):
+    with pytest.raises(ValueError, match="all states are damaged: restore one, or start a new run"):
         kept_rounds(tmp_path, [3, 5])
     assert Checkpoints(tmp_path / "none").newest_sound(print) is None
 
