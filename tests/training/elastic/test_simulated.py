@@ -212,7 +212,7 @@ def test_nothing_is_saved_and_that_is_said(tmp_path: Path) -> None:
     config = small(tmp_path, 2, 4)
     saving = replace(config, run=replace(config.run, checkpoint_every=2))
     SimulatedElasticRun(saving, "constant", tmp_path / "run", lambda line: None, said.append).run()
-    assert any("run.checkpoint_every = 2: such a run of --churn cannot be gone on with" in line for line in said)
+    assert any("run.checkpoint_every = 2: such a run of --churn cannot be resumed" in line for line in said)
 
 
 def test_pools_compute_what_they_plan(tmp_path: Path) -> None:
