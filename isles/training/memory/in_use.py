@@ -160,7 +160,7 @@ class PlannedMemory:
         return self.managed
 
     def _engine(self) -> Engine:
-        """The engine of the plan: on demand for virtual workers, else concurrent. ValueError if a GPU fails its test."""
+        """The plan's engine: on demand for virtual workers, else concurrent. ValueError if a GPU fails its test."""
         virtual = self.config.world.backend == "virtual"
         if self.computes.type == "cpu":
             return Inline() if virtual else ThreadEngine(pace=self.config.memory.emulate)
