@@ -110,7 +110,7 @@ class UnitProfile:
     moved: int
     boundary: int
     resident: Passes
-    brought: Passes
+    device_copy: Passes
     flops: float
     forward: float = 0.0
     backward: float = 0.0
@@ -209,7 +209,7 @@ def unit_cost(unit: UnitProfile, placement: Placement) -> UnitCost:
     """What the choice costs."""
     tier, recompute = placement.tier, placement.activations == "recompute"
     device, stays, filed, disk = tier == "device", tier == "optimizer", tier == "file", tier == "disk"
-    passes = unit.resident if device else unit.brought
+    passes = unit.resident if device else unit.device_copy
     transient = passes.recompute if recompute else passes.keep
     held = unit.boundary if recompute else passes.saved
     swap = passes.saved if placement.activations == "swap" else 0

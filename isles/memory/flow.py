@@ -252,7 +252,7 @@ class Slots:
         with self._engine.changed:  # emptied before the next use can be granted, and so before it is filled again
             stays = self._uses.pop(use)
             if stays is None:
-                self._flow.brought[use.unit].empty()
+                self._flow.device_copy[use.unit].empty()
         if stays is not None:
             stays.fire()
 
@@ -275,7 +275,7 @@ class Slots:
         def fetch() -> None:
             if not cost.filed:
                 flow.counted.add("up", cost.fetched)
-            fill = flow.brought[use.unit].fill
+            fill = flow.device_copy[use.unit].fill
             flow.submit(lane, urgency, flow.times[use.unit].slot, fill, there.fire, f"weights {use.unit}")
 
         updated.then(fetch)
@@ -318,7 +318,7 @@ class StepFlow:
         self.update_seconds = sum(times.update for times in self.times) + ends_update(profile, machine)
         resident = sum(cost.resident for cost in self.costs)
         self.arena = Arena(budget, profile.base + staging(profile, placements) + resident)
-        self.brought: dict[int, Any] = {}
+        self.device_copy: dict[int, Any] = {}
         self.updated, self.refreshed, self.written = (
             [engine.event(True) for _ in self.costs] for _ in ("updated", "refreshed", "written")
         )
@@ -440,7 +440,7 @@ class StepFlow:
         """Update the unit, which was `expect`ed. make: called once there is room for its states. stored: its states are
         on disk. after: called on the lane with what is to happen once its weights are whole.
         """
-        cost, times, brought = self.costs[index], self.times[index], self.brought[index]
+        cost, times, device_copy = self.costs[index], self.times[index], self.device_copy[index]
         updated, refreshed = self.updated[index], self.refreshed[index]
         what = f"update {index}"
 
@@ -450,7 +450,7 @@ class StepFlow:
                 refreshed.fire()
                 return
             self.counted.add("up", cost.refreshed)
-            self.submit("up", urgency, times.refresh, brought.refresh, refreshed.fire, f"weights {index}")
+            self.submit("up", urgency, times.refresh, device_copy.refresh, refreshed.fire, f"weights {index}")
 
         if not stored:
             self.submit("host", urgency, times.host, make().step, partial(after, landed), what)

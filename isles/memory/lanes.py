@@ -154,7 +154,7 @@ class LaneRun:
         up.opposite, up.slowed = down, _slowed(machine.up, machine.up_both)
         down.opposite, down.slowed = up, _slowed(machine.down, machine.down_both)
         flow = self.flow = StepFlow(profile, placements, machine, self, self.submit, budget=limit)
-        flow.brought = dict.fromkeys(range(self.count), _Nowhere)
+        flow.device_copy = dict.fromkeys(range(self.count), _Nowhere)
         self.hosted = {index for index, cost in enumerate(flow.costs) if not cost.on_device}
         self.ends_exchange = ends_exchange(profile)
         exchanged = {index for index, times in enumerate(flow.times) if times.exchange > 0}

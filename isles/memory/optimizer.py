@@ -88,7 +88,7 @@ class Managed(Wrapping):
         landing = Arrivals(self._arrived)
         self.runner = Runner(plan, model, profile, machine, engine, device, landing, stored, meter)
         self._parts: dict[int, PartialOptimizer | SharedPart] = {
-            index: PartialOptimizer(inner, brought.host) for index, brought in self.runner.brought.items()
+            index: PartialOptimizer(inner, device_copy.host) for index, device_copy in self.runner.device_copy.items()
         }
         self.rest = [parameter for parameter in self.parameters if id(parameter) not in hosted]
         self._rest_part = PartialOptimizer(inner, self.rest)
@@ -118,7 +118,7 @@ class Managed(Wrapping):
         """
         if self.plan.shared not in (1, size):
             raise ValueError(f"memory.plan shares states among {self.plan.shared} workers, and there are {size}")
-        return portions_of([one.host for one in self.runner.brought.values()], size) if self.plan.shared > 1 else []
+        return portions_of([one.host for one in self.runner.device_copy.values()], size) if self.plan.shared > 1 else []
 
     def share(self, position: int, size: int, spread: SpreadShares) -> None:
         """Keep and update the states of one share of every unit on the host. ValueError where they are on disk."""
@@ -144,8 +144,8 @@ class Managed(Wrapping):
         those that wait, the blocks that the next forward pass needs first go first.
         """
         self._final.update(map(id, parameters))
-        for unit, brought in self.runner.brought.items():
-            trained = [id(parameter) for parameter in brought.host if parameter.requires_grad]
+        for unit, device_copy in self.runner.device_copy.items():
+            trained = [id(parameter) for parameter in device_copy.host if parameter.requires_grad]
             if self._final.issuperset(trained) and not (self._begun and unit in self._begun[1]):
                 self._begin_update(unit)
 
@@ -196,7 +196,7 @@ class Managed(Wrapping):
     def _queue(self, index: int, settings: Settings) -> None:
         """Update a unit on the host by the gradients that it has now; then its copy on the device follows."""
         runner, part = self.runner, self._parts[index]
-        host = runner.brought[index].host
+        host = runner.device_copy[index].host
         gradients = [parameter.grad for parameter in host]
         for parameter in host:  # theirs from here on: whoever calls zero_grad() does not reach them
             parameter.grad = None
@@ -233,8 +233,8 @@ class Managed(Wrapping):
                 )
             self.gradients()
             self.runner.discard()
-            for brought in self.runner.brought.values():
-                for parameter in brought.host:
+            for device_copy in self.runner.device_copy.values():
+                for parameter in device_copy.host:
                     parameter.grad = None
         for parameter in self.rest:
             if set_to_none:

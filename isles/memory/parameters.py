@@ -32,7 +32,7 @@ from isles.memory.meter import MemoryMeter
 from isles.memory.units import ModelUnit, travels_as
 
 
-class Brought:
+class DeviceCopy:
     """One unit's copy on `device`. stays: it is never emptied, only refreshed. fetch: brings the host's weights where
     they are in a file; None: they are copied from the host's parameters.
     """
@@ -73,8 +73,8 @@ class Brought:
 
     def show(self, on_device: bool) -> None:
         """Let the unit's modules use the device's parameters, or the host's."""
-        for slot, brought in zip(self.slots, self.device, strict=True):
-            slot.module._parameters[slot.name] = brought if on_device else slot.parameter
+        for slot, device_copy in zip(self.slots, self.device, strict=True):
+            slot.module._parameters[slot.name] = device_copy if on_device else slot.parameter
 
     def fill(self) -> None:
         """Make room and copy the host's weights."""

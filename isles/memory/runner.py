@@ -24,7 +24,7 @@ from isles.memory.engines.base import Engine
 from isles.memory.events import EngineLane, LaneAction, LaneEvent, Urgency
 from isles.memory.flow import Half, PassesInFlight, PassTask, StepFlow, not_followed, nothing, out_of_order
 from isles.memory.meter import MemoryMeter
-from isles.memory.parameters import Arrivals, Brought, Gathering, Landed
+from isles.memory.parameters import Arrivals, DeviceCopy, Gathering, Landed
 from isles.memory.plan import MemoryPlan
 from isles.memory.units import edge, tensors_in, units_of
 from isles.network.machines import Machine
@@ -53,8 +53,8 @@ class Runner:
         self.units, self.plan, self.engine, self.device = units_of(model), plan, engine, device
         flow = self.flow = StepFlow(profile, plan.placements, machine, engine, self.submit, budget=plan.peak)
         self.buffers, self.meter, self.landing, self.stored = list(model.buffers()), meter, landing, stored
-        self.brought = flow.brought = {
-            index: Brought(
+        self.device_copy = flow.device_copy = {
+            index: DeviceCopy(
                 unit,
                 device,
                 profile.autocast,
@@ -89,8 +89,8 @@ class Runner:
         """Give the units their own forward back."""
         for unit in self.units:
             unit.module.__dict__.pop("forward", None)
-        for brought in self.brought.values():
-            brought.show(False)
+        for device_copy in self.device_copy.values():
+            device_copy.show(False)
 
     # One unit
 
@@ -99,15 +99,15 @@ class Runner:
             return self._without_gradients(index, forward, args, named)
         number = self._begin_pass() if index == 0 else self.passes.begun
         self._begin(PassTask("forward", index), number)
-        brought, activations, swapped = self.brought.get(index), self.plan.placements[index].activations, None
-        if brought is not None and brought.stays and brought.stale:
-            brought.refresh()
+        device_copy, activations, swapped = self.device_copy.get(index), self.plan.placements[index].activations, None
+        if device_copy is not None and device_copy.stays and device_copy.stale:
+            device_copy.refresh()
         shared = [tensor for tensor in tensors_in((args, named)) if not tensor.requires_grad]
         args, named = edge(partial(self._backward_ends, index, number), (args, named), always=True)
         if activations == "recompute":
             made = checkpoint(Repeatable(self.units[index].module, forward), *args, use_reentrant=False, **named)
         elif activations == "swap":
-            own = self.units[index].parameters if brought is None else brought.device
+            own = self.units[index].parameters if device_copy is None else device_copy.device
             swapped = Swapped([*own, *self.buffers, *shared], self.device, self.meter, self.engine.moves)
             with torch.autograd.graph.saved_tensors_hooks(swapped.pack, swapped.unpack):
                 made = forward(*args, **named)
@@ -120,21 +120,21 @@ class Runner:
 
     def _without_gradients(self, index: int, forward: Callable[..., Any], args: Any, named: Any) -> Any:
         """A unit under `torch.no_grad`: its weights are brought for the moment, nothing is saved."""
-        brought = self.brought.get(index)
-        if brought is None:
+        device_copy = self.device_copy.get(index)
+        if device_copy is None:
             return forward(*args, **named)
         self.weights_of(index)
-        if not brought.stays:
-            brought.fill()
-        elif brought.stale:
-            brought.refresh()
-        brought.show(True)
+        if not device_copy.stays:
+            device_copy.fill()
+        elif device_copy.stale:
+            device_copy.refresh()
+        device_copy.show(True)
         try:
             return forward(*args, **named)
         finally:
-            brought.show(False)
-            if not brought.stays:
-                brought.empty()
+            device_copy.show(False)
+            if not device_copy.stays:
+                device_copy.empty()
 
     def weights_of(self, index: int) -> None:
         """Wait until the unit's latest update is in its weights, on the host and where its copy stays."""
@@ -192,8 +192,8 @@ class Runner:
             self.gathering.need(task.unit)
         for need in self._needs.pop((number, task)):
             need.wait(f"memory for {task.kind} of {self.units[task.unit].name}")
-        if task.kind in ("forward", "backward") and task.unit in self.brought:
-            self.brought[task.unit].show(True)
+        if task.kind in ("forward", "backward") and task.unit in self.device_copy:
+            self.device_copy[task.unit].show(True)
         self._began = time.perf_counter()
 
     def _urgency(self, half: Half, index: int, *, gradients: bool = False) -> Urgency:
@@ -204,8 +204,8 @@ class Runner:
 
     def _forward_ends(self, index: int, number: int, swapped: Swapped | None) -> None:
         self.engine.computed(self._began, self.flow.times[index].forward)
-        if index in self.brought:
-            self.brought[index].show(False)
+        if index in self.device_copy:
+            self.device_copy[index].show(False)
         half = Half(number, "forward")
         self.flow.forward_ends(half, index, self._urgency(half, index), swapped)
         if index == len(self.units) - 1:
@@ -216,11 +216,11 @@ class Runner:
         if not left or left[0].unit != max(index - 1, 0):
             raise RuntimeError(f"memory: the backward pass of {self.units[index].name} ended out of its order")
         self.engine.computed(self._began, self.flow.times[index].backward)
-        half, first, brought = Half(number, "backward"), self._backs == 1, self.brought.get(index)
+        half, first, device_copy = Half(number, "backward"), self._backs == 1, self.device_copy.get(index)
         landed, send = self.engine.event(), nothing
-        if brought is not None:
-            brought.show(False)
-            send = self._sending(index, brought)
+        if device_copy is not None:
+            device_copy.show(False)
+            send = self._sending(index, device_copy)
             self.landing.expect(landed)
         urgency = self._urgency(half, index, gradients=True)
         self.flow.backward_ends(half, index, urgency, first=first, send=send, landed=landed.fire)
@@ -230,9 +230,9 @@ class Runner:
 
     # Gradients
 
-    def _sending(self, index: int, brought: Brought) -> Callable[[], None]:
+    def _sending(self, index: int, device_copy: DeviceCopy) -> Callable[[], None]:
         """Sends a unit's gradients to the host, or to its file; those of a later batch are added to what lies there."""
-        box, filed = [brought.take_gradients()], self.flow.costs[index].filed
+        box, filed = [device_copy.take_gradients()], self.flow.costs[index].filed
         last = self._backs == self.plan.accumulation
         stored = self.stored[index] if filed and self._backs == 1 else None
 
@@ -240,7 +240,7 @@ class Runner:
             made = box.pop()
             if stored is not None:
                 stored.put_gradients(made)
-            pairs = [(own, one) for own, one in zip(brought.host, made, strict=True) if one is not None]
+            pairs = [(own, one) for own, one in zip(device_copy.host, made, strict=True) if one is not None]
             copies = [one.to(own.dtype) for own, one in pairs] if filed else None  # in the same memory
             if copies is None:
                 copies = self.engine.moves.to_host([one for _, one in pairs], [own.dtype for own, _ in pairs])

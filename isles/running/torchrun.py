@@ -157,7 +157,7 @@ def _attend(
     node_group: NodeGroup,
     store: dist.Store,
 ) -> None:
-    """Run the worker in this thread. Ctrl-C, SIGTERM and a closed terminal ask all workers to stop after a common step."""
+    """Run the worker in this thread. Ctrl-C, SIGTERM and SIGHUP ask all workers to stop after a common step."""
     spec = WorkerSpec(
         rank=node_group.node,
         size=node_group.nodes,
@@ -202,7 +202,7 @@ class _ToLauncher:
         self._finished = False
 
     def outgoing(self, message: tuple[str, Any]) -> tuple[str, Any]:
-        """Note whether the worker has ended, and print a report of several lines here, as only its last line is sent."""
+        """Note whether the worker has ended; print a report of several lines here, as only its last line is sent."""
         kind, value = message
         self._finished = self._finished or kind in ("done", "error")
         if isinstance(value, WorkerFailed) and "\n" in value.report:

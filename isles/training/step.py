@@ -136,7 +136,7 @@ class StepRunner(Protocol):
         """Restore `state_dict`."""
 
     def evaluate(self, batches: Iterable[Tensor]) -> float | None:
-        """Mean loss over the rows of `batches` with the current weights, in nats; None on workers that do not get it."""
+        """Mean loss over the rows of `batches` with the current weights, in nats; None if another worker gets it."""
 
     def whole(self, optimizer: ReplicaSync) -> nn.Module | None:
         """Consolidate and return the run's model at its end; None if another worker has it."""
