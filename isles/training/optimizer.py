@@ -78,7 +78,7 @@ def inner_bytes(parameters: Iterable[Tensor], optimizer: Literal["adamw", "sgd"]
 
 
 def rate_schedule(optimizer: Optimizer, config: Config) -> LambdaLR:
-    """The learning rate schedule, to be stepped after each inner step. A delayed update has the rate of its own step."""
+    """The learning rate schedule, stepped after each inner step. A delayed update has the rate of its own step."""
     late = config.pipeline.swarm.delay_updates
     return LambdaLR(optimizer, lambda done: lr_factor(max(done + 1 - late, 1), config.run.steps, config.inner))
 
@@ -188,7 +188,7 @@ def _unplayed(config: Config) -> list[str]:
 
 
 def weighs_samples(config: Config) -> bool:
-    """Whether means are weighted by the workers' numbers of sequences. ValueError if several workers are one replica."""
+    """Whether means are weighted by the workers' numbers of sequences. ValueError if a replica has several workers."""
     if getattr(config.replicas, "weights", "equal") == "equal":
         return False
     if config.world.inner > 1 or config.pipeline.stages > 1:
