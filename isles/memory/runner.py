@@ -1,8 +1,8 @@
-"""Forward and backward passes under a plan: blocks' weights brought, activations swapped or recomputed, and gradients
-sent to the host, in the order and the amounts of `isles.memory.flow`.
+"""Forward and backward passes under a plan: fetches blocks' weights to the device, swaps or recomputes activations, and
+sends gradients to the host, in the order and the amounts of `isles.memory.flow`.
 
-A unit's backward pass begins at the edge behind it and ends at the edge before it (`units.edge`). A pass that does not
-go through all units in order, forward and then back, is refused in one line.
+A unit's backward pass begins at the edge after it and ends at the edge before it (`units.edge`). A pass that does not
+go through all units in order, forward and then backward, is an error of one line.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from isles.network.machines import Machine
 
 
 class Runner:
-    """What happens around the units of `model` under `plan`; see the module.
+    """Wraps the units of `model` under `plan`.
 
-    device: where the model computes. landing: gradients on their way to the host. stored: by unit, what it has on disk.
+    device: that the model computes on. landing: gradients in transit to the host. stored: by unit, its part on disk.
 
-    flow: its bytes and lanes. batches, steps: passes since the last step, and steps.
+    flow: bytes and lanes. batches: passes since the last step; steps: number of steps.
     """
 
     def __init__(
@@ -68,17 +68,17 @@ class Runner:
         }
         self._began = 0.0
         self.passes = PassesInFlight(len(self.units), profile.in_flight)
-        self.batches = self._backs = self.steps = 0  # passes and backward passes since the last step; steps
+        self.batches = self._backs = self.steps = 0  # passes, and backward passes, since the last step; steps
         self._needs: dict[tuple[int, PassTask], list[LaneEvent]] = {}
-        self._order: dict[Half, int] = {}  # in which order halves were asked for
+        self._order: dict[Half, int] = {}  # the order in which halves were requested
         self.gathering = Gathering(engine)  # of weights that several workers update in shares
-        self._bottom = 0  # bytes of the bottom's transients, until the pass is over
+        self._bottom = 0  # bytes of the transients of the task "bottom", freed at the end of the pass
         for index, unit in enumerate(self.units):
             unit.module.forward = partial(self._run, index, unit.module.forward)  # type: ignore[method-assign]
 
     @property
     def moved(self) -> dict[str, int]:
-        """Bytes that went over each lane so far."""
+        """Bytes so far, by lane."""
         every = self.stored.values()
         return self.flow.counted.moved | {
             "read": sum(one.read for one in every),
@@ -86,7 +86,7 @@ class Runner:
         }
 
     def detach(self) -> None:
-        """Give the units their own forward back."""
+        """Restore the units' own forward."""
         for unit in self.units:
             unit.module.__dict__.pop("forward", None)
         for device_copy in self.device_copy.values():
@@ -119,7 +119,7 @@ class Runner:
         return made
 
     def _without_gradients(self, index: int, forward: Callable[..., Any], args: Any, named: Any) -> Any:
-        """A unit under `torch.no_grad`: its weights are brought for the moment, nothing is saved."""
+        """Run a unit under `torch.no_grad`: fetches its weights for this call, saves nothing."""
         device_copy = self.device_copy.get(index)
         if device_copy is None:
             return forward(*args, **named)
@@ -137,7 +137,7 @@ class Runner:
                 device_copy.empty()
 
     def weights_of(self, index: int) -> None:
-        """Wait until the unit's latest update is in its weights, on the host and where its copy stays."""
+        """Wait until the unit's last update is in its weights on the host, and in a copy that stays on the device."""
         self.gathering.need(index)
         self.flow.updated[index].wait(f"the update of {self.units[index].name}")
         self.flow.refreshed[index].wait(f"the weights of {self.units[index].name}")
@@ -161,9 +161,7 @@ class Runner:
             self._needs |= {(half.number, task): events for task, events in needs.items()}
 
     def finish_pass(self, *, whole: bool = False) -> None:
-        """Make sure that the pass under way is over; with `whole`, that all are. RuntimeError where a backward pass has
-        not run.
-        """
+        """Check that the current pass is over (`whole`: that all are). RuntimeError if a backward pass has not run."""
         task = self.passes.open(whole=whole)
         if task is not None:
             raise not_followed(task, self.units[task.unit].name)
@@ -175,8 +173,8 @@ class Runner:
             self._bottom = 0
 
     def _begin(self, task: PassTask, number: int) -> None:
-        """Wait for what the task of pass `number` needs, and show the unit's weights. RuntimeError where another task
-        is next.
+        """Wait for the needs of a task of pass `number`, and make the unit use its device copy. RuntimeError if another
+        task is next.
         """
         if not self.passes.task(number, task):
             raise out_of_order(task, self.units[task.unit].name)
@@ -231,7 +229,7 @@ class Runner:
     # Gradients
 
     def _sending(self, index: int, device_copy: DeviceCopy) -> Callable[[], None]:
-        """Sends a unit's gradients to the host, or to its file; those of a later batch are added to what lies there."""
+        """The work that moves a unit's gradients to the host, or to its file; later batches' are added there."""
         box, filed = [device_copy.take_gradients()], self.flow.costs[index].filed
         last = self._backs == self.plan.accumulation
         stored = self.stored[index] if filed and self._backs == 1 else None
@@ -250,14 +248,14 @@ class Runner:
         return work
 
     def gradients(self) -> None:
-        """All gradients of the passes so far are on their parameters."""
+        """Wait until all gradients of the passes so far are on their parameters."""
         self.finish_pass()
         self.landing.all()
 
     def submit(
         self, lane: EngineLane, urgency: Urgency, seconds: float, work: LaneAction, done: LaneAction, what: str = ""
     ) -> None:
-        """Work for a lane. What it makes is the host's, or is told to the meter where it is made."""
+        """Submit work to a lane. Its allocations count as the host's, unless it reports them to the meter itself."""
 
         def on_the_host() -> None:
             with host_work():
@@ -266,7 +264,7 @@ class Runner:
         self.engine.submit(lane, urgency, seconds, on_the_host, done)
 
     def discard(self) -> None:
-        """The gradients of the passes since the last step are thrown away."""
+        """Drop the gradients of the passes since the last step."""
         if self._backs:
             self.flow.drop_gradients()
         self.batches = self._backs = 0
@@ -274,6 +272,6 @@ class Runner:
         self.flow.slots.discard()
 
     def end_step(self) -> None:
-        """The device's updates are done, and its gradients go."""
+        """End a step: the device's updates are done; drop its gradients."""
         self.discard()
         self.steps += 1

@@ -44,7 +44,7 @@ def accept(group: Group, kind: int, source: int, vector: Tensor) -> None:
 
 
 def refuse_own(group: Group, what: str, vector: Tensor) -> None:
-    """WorkerFailed if this worker's own message is not finite, so that the error names this worker and not a receiver."""
+    """WorkerFailed if this worker's own message is not finite: the error names this worker instead of a receiver."""
     total = vector.detach().sum(dtype=torch.promote_types(vector.dtype, torch.float32))  # float16 ends at 65,504
     if not total.isfinite():
         raise WorkerFailed(group.transport.rank, f"{what} are not finite: lower the learning rate (inner.lr)")

@@ -68,7 +68,7 @@ class _Judgement:
         self.group.start(_unless_lost(works, self.receives), "eval", nbytes=nbytes).wait()
 
     def _sizes(self, texts: Sequence[Tensor]) -> list[int]:
-        """Rows of each batch, as stage 0 tells them."""
+        """Numbers of rows of the batches, sent by stage 0."""
         if self.group.rank == 0:
             sizes = torch.tensor([len(text) for text in texts], dtype=torch.int64, device="cpu")
             self.sends += self._send_to_all(torch.tensor([len(texts)], dtype=torch.int64, device="cpu"), _COUNT)
@@ -82,7 +82,7 @@ class _Judgement:
         return sizes.tolist()
 
     def _through(self, texts: Sequence[Tensor], sizes: Sequence[int]) -> tuple[float, int]:
-        """The sum of losses over rows that this stage computed, and how many rows."""
+        """The sum of losses over rows that this stage computed, and the number of rows."""
         group, last = self.group, self.group.size - 1
         lag = group.size if self.home and last else 0  # the stream comes home while later batches leave
         total, rows = 0.0, 0
@@ -97,7 +97,7 @@ class _Judgement:
         return total, rows
 
     def _forward(self, task: Task, texts: Sequence[Tensor], rows: int) -> float | None:
-        """This stage's part of a batch; the loss where it is computed here."""
+        """This stage's part of a batch; returns the loss if it is computed here."""
         here, is_last, form = self.group.rank, task.hop == self.group.size - 1, self._form(rows)
         text = None if here else texts[task.microbatch]
         wire = self._receive(task, here - 1, form) if here else None

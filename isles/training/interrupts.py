@@ -71,7 +71,7 @@ def notify_in_handler(text: str) -> None:
 
 
 def _leave_the_terminal() -> None:
-    """Redirect output from a closed terminal to the null device: writing there would end the run before it has saved."""
+    """Redirect output from a closed terminal to the null device: writing there would end the run before it saves."""
     for stream in (1, 2):
         try:
             os.write(stream, b"")
