@@ -90,7 +90,7 @@ def check_code(config: Config) -> None:
 
 def check(path: Path, tables: Mapping[str, Any], *, trust: bool) -> None:
     """ValueError if the file at `path`, with these tables, is of a run and names code that was not typed here. trust:
-    it is imported all the same, from now on.
+    it is imported all the same from now on.
     """
     names, run = names_in(tables), path.parent
     if not names or not any((run / name).exists() for name in _OF_A_RUN) or _was_typed(run, names):
