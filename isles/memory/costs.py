@@ -97,8 +97,8 @@ class UnitProfile:
     params: numbers. weights, states: bytes of all parameters and of their optimizer's state; gradients have the
     weights' bytes. shared_input: of its input, what the unit before it saves too, as that of a residual block that ends
     with its activation. moved: of the weights as O, H and N bring them up, which are bfloat16 matrices under bfloat16
-    autocast; so are their gradients. boundary: of its input. resident, device_copy: its passes on the weights themselves
-    (D) and on the device copy (O, H, N). flops: of the forward pass; backward counts twice that. forward,
+    autocast; so are their gradients. boundary: of its input. resident, device_copy: its passes on the weights
+    themselves (D) and on the device copy (O, H, N). flops: of the forward pass; backward counts twice that. forward,
     backward: measured seconds; 0: from flops. shared: data parallel workers that each keep and update 1/shared of what
     is on the host; peer_rate: bytes a second that they send each other. averaged: workers whose gradients the plan
     averages before the update; 1: whoever does so counts it.

@@ -1,8 +1,8 @@
 """Recovery of stages that have lost all of their workers, from the remaining ones (CheckFree, arXiv 2506.15461).
 
     checkfree    W_s <- (w_{s-1} W_{s-1} + w_{s+1} W_{s+1}) / (w_{s-1} + w_{s+1}),   w: norm of a stage's last gradient
-    checkfree+   the same; half of the microbatches see the ends exchanged, so the second stage can replace the first
-                 one after the origin, and the last but one the last: those are copied
+    checkfree+   the same; half of the microbatches visit the ends in exchanged order, so stage 2 can replace stage 1,
+                 and the last but one the last: a lost one is their copy
     average      both neighbours equally    copy   the stage before    random   new random weights
     checkpoint   all stages as they were some steps ago
 

@@ -86,14 +86,14 @@ def always(routes: Iterable[Route]) -> StepRoutes:
 
 
 def exchanged_routes(replicas: int, stages: int, microbatches: int) -> list[Route]:
-    """As `fixed_routes`, with the loss at the origin; half of the microbatches visit the second stage and the one after
-    it, and the last two stages, in exchanged order (CheckFree+, arXiv 2506.15461).
+    """As `fixed_routes`, with the loss at the origin; half of the microbatches visit stages 1 and 2, and the last two
+    stages, in exchanged order (CheckFree+, arXiv 2506.15461).
 
         even microbatches   0 1 2 3 4 5
         odd ones            0 2 1 3 5 4
 
-    So the second stage learns the function of the first one after the origin, and the last but one that of the last. Of
-    three stages after the origin the middle one is in both pairs: they are exchanged alternately.
+    So stage 2 also learns the function of stage 1, and the last but one that of the last. Of three stages after the
+    origin the middle one is in both pairs: they are exchanged alternately.
     """
     return [
         Route(route.microbatch, _exchanged(route.visits, route.microbatch // replicas), True)

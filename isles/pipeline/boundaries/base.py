@@ -32,7 +32,7 @@ class Boundary(ABC):
 
     @abstractmethod
     def encode(self, x_BTD: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The payload, in the stream's number format, with a gradient; and side data, integers as uint8, without one."""
+        """The payload, in the stream's number format, with a gradient; and side data (uint8) without one."""
 
     @abstractmethod
     def decode(self, payload: Tensor, side: Tensor | None, tokens: Tensor) -> Tensor:

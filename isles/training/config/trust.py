@@ -113,7 +113,7 @@ def trust_runs(runs: Iterable[Path]) -> None:
 
 
 def vouch(run: Path, names: Mapping[str, Any]) -> None:
-    """Record in the run directory that its user trusts these names. If it cannot be written, --trust is needed again."""
+    """Record in the run directory that its user trusts these names. If that fails, --trust is needed again."""
     if names:
         with contextlib.suppress(OSError):
             write_text(run / TYPED, json.dumps({"names": names, "mac": _mac(names)}) + "\n")
