@@ -284,7 +284,7 @@ class Slots:
 
 
 def nothing() -> None:
-    """The work of a simulation."""
+    """No work: for simulations."""
 
 
 class UpdateWork(NamedTuple):

@@ -10,8 +10,8 @@ A message has the address of the task that it starts. Both ends know every lengt
 
 `StageInbox` posts a step's receives ahead. Two orders of tasks:
 
-`planned`   in the order of a list that every worker knows: the same sums on any network. `arrived`   by arrival, chosen
-by one of `ARRIVALS`.
+`planned`   in the order of a list that every worker knows: the same sums on any network.
+`arrived`   by arrival, chosen by one of `ARRIVALS`.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ def sender(route: Route, task: Task) -> int | None:
 
 
 Rank = Callable[[Task, float], tuple[float, ...]]
-"""Of a task whose beginning was there at a moment: the lowest is done first."""
+"""Priority of a task whose input arrived at a given second: the lowest is done first."""
 
 ARRIVALS: dict[str, Rank] = {
     "arrival": lambda task, came: (task.kind == "F", came, task.microbatch, task.hop),
@@ -232,7 +232,7 @@ def arrived(
     ahead: int,
 ) -> Iterator[Task]:
     """`tasks` in order of arrival. since: by task that needs no message, when it was ready, live; has_room: whether one
-    more forward may be held; ahead: number of forwards with posted receives.
+    more forward may be held; rank: orders the ready tasks (`ARRIVALS`); ahead: number of forwards with posted receives.
     """
     left = dict.fromkeys(tasks)
     while left:

@@ -1,8 +1,7 @@
 """The start of a worker: its cores, and the expected duration of a round.
 
 `take_cores`: a worker with a GPU of its own gets cores near it, divided among the workers whose GPUs share them.
-`expectation`: printed at the start of a run on several machines: duration of a round, and the silence that means a
-loss.
+`expectation`: printed at the start of a run on several machines: duration of a round, and the silence that is a loss.
 """
 
 from __future__ import annotations

@@ -94,7 +94,7 @@ def load_run(run: Path, *, device: str = "auto", trust: bool = False, masked: bo
     with them. ValueError if there is no model, or for masked = False if there are no masks.
     """
     weights = run / "model.safetensors"
-    if not weights.is_file():  # said before the configuration is looked for
+    if not weights.is_file():  # first: a directory without a model may have no configuration either
         raise ValueError(f"{run}: no model.safetensors there; name the directory of a finished run")
     config = read_config(str(run / "config.toml"), {"model.device": device}, [], trust=trust)
     model = build(config.model, seed=config.run.seed)

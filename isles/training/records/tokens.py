@@ -1,7 +1,7 @@
 """The token of a run on several machines: where it is created, where each machine saves it, when it is deleted.
 
-HOME/tokens/HALF/    tokens that `isles token` has made on this machine, by the first half of the token RUN/credentials/
-node 0: the key, the certificate and the secret; another node: the token only
+HOME/tokens/HALF/    tokens that `isles token` has made on this machine, by the first half of the token
+RUN/credentials/     node 0: the key, the certificate and the secret; another node: the token only
 
 They are deleted from RUN when the run is complete; until then `isles resume` finds them there.
 """
