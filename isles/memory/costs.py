@@ -1,23 +1,24 @@
-"""What a model's blocks take, and what each choice for a block puts on the device, on the host and on every lane.
+"""The costs of a model's blocks: bytes on the device and on the host, and seconds of every lane, for each choice.
 
 Choices for a block's parameters and optimizer states (`MemoryTier`):
 
-    device     D    all of it stays on the device, which updates it
-    optimizer  O    the device keeps a copy of the weights; the host holds the masters and the states and updates them
-    host       H    as O, and the copy comes up for each pass and is dropped
-    disk       N    as H, and the states wait in a file
-    file       F    weights, gradients and states wait in a file: where the RAM is the device, with no host beside it
+    device     D    all of it is on the device, which updates it
+    optimizer  O    the device has a copy of the weights; the host has the master weights and the states, and updates
+    host       H    as O, but the copy is fetched for each pass and dropped after it
+    disk       N    as H, with the states in a file
+    file       F    weights, gradients and states in a file: for a machine whose RAM is the device
 
-and for what its forward pass saves for the backward pass (`Activations`): keep K, swap S to the host, recompute R.
+and for the tensors that its forward pass saves for the backward pass (`Activations`): keep K, swap S to the host,
+recompute R.
 
-How the bytes of one block move through a step (`stream`: the tensor between two blocks, counted once for all):
+The bytes of one block in a step (`stream`: the tensor between two blocks, counted once for all):
 
-    forward    asks   saved + forward's transients (R: its input + transients); gives the transients back (S: the rest
-                      too, once it is on the host)
-    backward   asks   S: saved, R: what is recomputed; backward's transients; its gradients
-               gives  all of that but the gradients; O, H, N: these too, once they are on the host; D: these too where
-                      they were added to those of another batch of the step
-    step       gives  the gradients of D
+    forward    requests   saved + forward's transients (R: its input + transients); frees the transients (S: the rest
+                          too, once it is on the host)
+    backward   requests   S: saved, R: what is recomputed; backward's transients; its gradients
+               frees      all of that but the gradients; O, H, N: these too, once they are on the host; D: these too if
+                          they were added to those of another batch of the step
+    step       frees      the gradients of D
 
 Units: bytes and seconds; parameters are counted in numbers.
 """
@@ -48,7 +49,7 @@ _ROUNDED = 16384  # bytes: what a unit's tensors take more in whole pages, each 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """What is chosen for one unit."""
+    """The choice for one unit."""
 
     tier: MemoryTier
     activations: Activations
@@ -60,14 +61,14 @@ class Placement:
 
 
 def tiers_of(machine: Machine, disk: float) -> set[MemoryTier]:
-    """Those that the machine has, with so many bytes of disk. One whose RAM is the device has no host beside it."""
+    """The tiers of a machine with this many bytes of disk. A machine whose RAM is the device has no host tier."""
     if machine.host_bytes:
         return {"device", "optimizer", "host", *(("disk",) if disk else ())}
     return {"device", *(("file",) if disk else ())}
 
 
 class Transient(NamedTuple):
-    """Bytes on top of what stays, while a unit's forward or backward pass runs."""
+    """Bytes that exist only while a unit's forward or backward pass runs."""
 
     forward: int
     backward: int
@@ -96,8 +97,8 @@ class UnitProfile:
     params: numbers. weights, states: bytes of all parameters and of their optimizer's state; gradients have the
     weights' bytes. shared_input: of its input, what the unit before it saves too, as that of a residual block that ends
     with its activation. moved: of the weights as O, H and N bring them up, which are bfloat16 matrices under bfloat16
-    autocast; so are their gradients. boundary: of its input. resident, brought: its passes on the weights themselves
-    (D) and on the copy that is brought (O, H, N). flops: of the forward pass; backward counts twice that. forward,
+    autocast; so are their gradients. boundary: of its input. resident, device_copy: its passes on the weights
+    themselves (D) and on the device copy (O, H, N). flops: of the forward pass; backward counts twice that. forward,
     backward: measured seconds; 0: from flops. shared: data parallel workers that each keep and update 1/shared of what
     is on the host; peer_rate: bytes a second that they send each other. averaged: workers whose gradients the plan
     averages before the update; 1: whoever does so counts it.
@@ -110,7 +111,7 @@ class UnitProfile:
     moved: int
     boundary: int
     resident: Passes
-    brought: Passes
+    device_copy: Passes
     flops: float
     forward: float = 0.0
     backward: float = 0.0
@@ -177,7 +178,7 @@ class Profile:
 
 @dataclass(frozen=True, slots=True)
 class UnitCost:
-    """One unit under one choice, in bytes and in the words of the module."""
+    """One unit under one choice: bytes, by the terms of the module."""
 
     resident: int  # weights and states that stay
     slot: int  # the copy that comes up for a pass; 0: none does
@@ -200,16 +201,16 @@ class UnitCost:
 
 
 def tail(tier: MemoryTier, first: Activations, units: int, keep: int) -> tuple[Placement, ...]:
-    """All units in one tier; the last `keep` keep their activations, whose backward passes come first."""
+    """All units in one tier; the last `keep` units, whose backward passes come first, keep their activations."""
     return (Placement(tier, first),) * (units - keep) + (Placement(tier, "keep"),) * keep
 
 
 @lru_cache(maxsize=65536)
 def unit_cost(unit: UnitProfile, placement: Placement) -> UnitCost:
-    """What the choice costs."""
+    """The bytes of a choice."""
     tier, recompute = placement.tier, placement.activations == "recompute"
     device, stays, filed, disk = tier == "device", tier == "optimizer", tier == "file", tier == "disk"
-    passes = unit.resident if device else unit.brought
+    passes = unit.resident if device else unit.device_copy
     transient = passes.recompute if recompute else passes.keep
     held = unit.boundary if recompute else passes.saved
     swap = passes.saved if placement.activations == "swap" else 0
@@ -251,7 +252,7 @@ def unit_costs(profile: Profile, placements: Sequence[Placement]) -> list[UnitCo
 
 @dataclass(frozen=True, slots=True)
 class UnitTime:
-    """One unit under one choice, in seconds of each lane; transfers while the other direction rests."""
+    """One unit under one choice: seconds of each lane; transfers at the rate without traffic in the other direction."""
 
     forward: float
     backward: float  # with what is made again
@@ -269,7 +270,7 @@ class UnitTime:
 
 @lru_cache(maxsize=65536)
 def unit_time(unit: UnitProfile, placement: Placement, machine: Machine) -> UnitTime:
-    """What the choice takes on the machine; infinite where its link or disk has no rate."""
+    """The seconds of a choice on the machine; infinite if its link or disk has no rate."""
     cost = unit_cost(unit, placement)
     forward = unit.forward or machine.seconds(unit.flops)
     backward = unit.backward or 2 * machine.seconds(unit.flops)
@@ -319,12 +320,12 @@ def ends_exchange(profile: Profile) -> float:
 
 
 def ends_update(profile: Profile, machine: Machine) -> float:
-    """The update of what no plan moves, on the device."""
+    """Seconds of the update on the device of the parameters outside of all units."""
     return (3 * profile.ends.weights + 2 * profile.ends.states) / machine.device_rate
 
 
 def host_bytes(profile: Profile, placements: Sequence[Placement]) -> int:
-    """Memory of the host that a plan takes."""
+    """Bytes of the host that a plan uses."""
     every = [unit_cost(unit, one) for unit, one in zip(profile.units, placements, strict=True)]
     slots = max((cost.read for cost in every if not cost.filed), default=0)
     return SLOTS * slots + sum(cost.host for cost in every)
@@ -341,12 +342,12 @@ def staging(profile: Profile, placements: Sequence[Placement]) -> int:
 
 
 def disk_bytes(profile: Profile, placements: Sequence[Placement]) -> int:
-    """Room in the file that a plan takes."""
+    """Bytes of the file that a plan uses."""
     return sum(unit_cost(unit, one).disk for unit, one in zip(profile.units, placements, strict=True))
 
 
 def least_peak(profile: Profile, placements: Sequence[Placement], accumulation: int = 1) -> int:
-    """Bytes on the device at the peak of a step in which nothing is fetched ahead: what must fit for a plan to run."""
+    """Peak bytes on the device in a step without prefetching: the least that a plan runs in."""
     costs, ends = unit_costs(profile, placements), profile.ends
     used = peak = profile.base + staging(profile, placements) + sum(cost.resident for cost in costs)
     waiting = sum(cost.forward - cost.forward_end - cost.swap for cost in costs) + ends.top + ends.top_gradients

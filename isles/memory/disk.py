@@ -44,7 +44,7 @@ _SMALL = 65536  # bytes: what is larger the C library is to give back at once
 
 
 class TensorLayout(NamedTuple):
-    """Where a tensor lies in its section."""
+    """Offset and format of a tensor in its section."""
 
     dtype: torch.dtype
     shape: torch.Size
@@ -53,12 +53,12 @@ class TensorLayout(NamedTuple):
 
 
 def pages(nbytes: int) -> int:
-    """The bytes of as many whole pages as hold `nbytes`."""
+    """`nbytes` rounded up to whole pages."""
     return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 class DiskFile:
-    """A file without a name in `folder`. OSError where it cannot be made."""
+    """An unnamed file in `folder`. OSError if it cannot be created."""
 
     def __init__(self, folder: str) -> None:
         self.folder, self.size = folder, 0
@@ -82,7 +82,7 @@ class DiskFile:
         return self._direct != self._cached
 
     def extend(self, nbytes: int) -> int:
-        """Make room at the end; where it begins. OSError where the disk is full."""
+        """Allocate `nbytes` at the end; returns their offset. OSError if the disk is full."""
         begin = self.size
         if nbytes:
             with self._failing(f"no room for {nbytes} bytes more"):
@@ -91,7 +91,7 @@ class DiskFile:
         return begin
 
     def read(self, begin: int, into: Tensor, *, cached: bool = False) -> None:
-        """Fill the bytes `into`, whole pages. OSError where there are fewer, or the disk fails."""
+        """Fill the bytes `into`, whole pages. OSError if the file is shorter, or the disk fails."""
         view, handle = into.numpy().data, self._cached if cached else self._direct
         done = 0
         while done < len(view):
@@ -110,12 +110,12 @@ class DiskFile:
                 done += os.pwritev(handle, [view[done:]], begin + done)
 
     def sync(self) -> None:
-        """Return once all that was written is on the disk."""
+        """Wait until all written bytes are on the disk."""
         with self._failing("writing failed"):
             os.fdatasync(self._cached)
 
     def forget(self) -> None:
-        """Give back what the page cache holds of the file, where the system can be asked to."""
+        """Drop the file from the page cache, if the system supports it."""
         self.sync()
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self._cached, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -125,12 +125,12 @@ class DiskFile:
         return torch.frombuffer(mmap.mmap(self._cached, nbytes, offset=begin), dtype=torch.uint8)
 
     def close(self) -> None:
-        """What is mapped stays."""
+        """Close the file; mapped tensors stay valid."""
         self._finalizer()
 
     @contextlib.contextmanager
     def _failing(self, what: str) -> Iterator[None]:
-        """The system's error becomes one that says what failed, and what to do."""
+        """Turn the system's error into one that names what failed, and what to do."""
         try:
             yield
         except OSError as error:
@@ -146,7 +146,7 @@ def _close(handles: Sequence[int]) -> None:
 
 
 class Section:
-    """Tensors of one unit in the file, shaped like those of `like`. nbytes: of them; room: with what lies between."""
+    """Tensors of one unit in the file, shaped like those of `like`. nbytes: of the tensors; room: with the gaps."""
 
     def __init__(self, file: DiskFile, like: Sequence[Tensor], *, cached: bool = False) -> None:
         self.file, self._cached = file, cached
@@ -160,7 +160,7 @@ class Section:
         self._mapped: list[Tensor] | None = None
 
     def fits(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether they are of these formats and shapes."""
+        """Whether `tensors` have these formats and shapes."""
         return [(one.dtype, one.shape) for one in tensors] == [(one.dtype, one.shape) for one in self.layouts]
 
     def views(self, buffer: Tensor) -> list[Tensor]:
@@ -180,18 +180,18 @@ class Section:
         return self.views(buffer)
 
     def write(self, buffer: Tensor) -> None:
-        """What `views` show goes to the file."""
+        """Write the buffer, and so the tensors of its `views`, to the file."""
         self.file.write(self._begin, buffer[: self.room], cached=self._cached)
 
 
 class StagingSlot:
-    """Page-aligned memory that is taken once and grows where a larger unit comes. meter: counts it."""
+    """Page-aligned memory that is allocated once and grows for larger units. meter: counts it."""
 
     def __init__(self, meter: MemoryMeter | None = None) -> None:
         self._bytes, self._meter = torch.empty(0, dtype=torch.uint8, device="cpu"), meter
 
     def take(self, nbytes: int) -> Tensor:
-        """So many bytes; what was in them before may be lost."""
+        """`nbytes` bytes of it; their former content may be lost."""
         if len(self._bytes) < nbytes:
             self._bytes = torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
             if self._meter is not None:
@@ -200,8 +200,8 @@ class StagingSlot:
 
 
 def disk_vectors(folder: str) -> Callable[[int, torch.dtype], Tensor]:
-    """A maker of vectors (numel,) that lie in a file of `folder`: for what is touched once in a while. It holds them in
-    the page cache as long as there is room.
+    """Returns a maker of vectors (numel,) in a file of `folder`, for rarely used ones. They stay in the page cache as
+    long as there is memory.
     """
     made: list[DiskFile] = []
 
@@ -217,7 +217,7 @@ def disk_vectors(folder: str) -> Callable[[int, torch.dtype], Tensor]:
 
 
 def check_folder(folder: str, nbytes: int) -> list[str]:
-    """What a user should know of a folder for `nbytes` of a plan. ValueError, one line, where it cannot be used."""
+    """Notices for the user on a folder for `nbytes` of a plan. ValueError, one line, if it cannot be used."""
     if not os.path.isdir(folder):
         raise ValueError(f"memory.disk = {folder!r}: there is no such folder; make it, or name another one")
     try:
@@ -272,7 +272,7 @@ class Staging:
         self.updates: list[StagingSlot] = []  # that are free
 
     def take(self) -> StagingSlot:
-        """One for an update; whoever takes it has asked for it."""
+        """A slot for an update, which must have been granted before."""
         return self.updates.pop() if self.updates else StagingSlot(self.meter)
 
     def give(self, slot: StagingSlot) -> None:
@@ -325,7 +325,7 @@ class StoredUnit:
         self.read += self.weights.nbytes
 
     def put_gradients(self, gradients: Sequence[Tensor | None]) -> None:
-        """Write the gradients of the parameters, None where one has none."""
+        """Write the gradients of the parameters; None for a parameter without one."""
         assert self.gradients is not None
         buffer = self.staging.sent.take(self.gradients.room)
         for view, made in zip(self.gradients.views(buffer), gradients, strict=True):
@@ -335,7 +335,7 @@ class StoredUnit:
         self.written += self.gradients.nbytes
 
     def show_gradients(self) -> None:
-        """What has been delivered to the parameters lies in the file: give its memory back."""
+        """The parameters' gradients are in the file now: free their memory."""
         assert self.gradients is not None
         for parameter, mapped in zip(self.parameters, self.gradients.mapped, strict=True):
             if parameter.grad is not None:
@@ -344,7 +344,7 @@ class StoredUnit:
     # States
 
     def keep_states(self) -> None:
-        """States that lie in memory, as those of a checkpoint do, go to the file."""
+        """Write states that are in memory, such as those of a checkpoint, to the file."""
         states = self._tensors(self.optimizer.state)
         if states and not self._is_there(states):
             section = self.section(states)
@@ -354,14 +354,14 @@ class StoredUnit:
             self._show(self.optimizer.state)
 
     def section(self, states: Sequence[Tensor]) -> Section:
-        """The section of the file for `states`: the one before, where they fit into it."""
+        """The section of the file for `states`: the current one, if they fit into it."""
         if self.states is None or not self.states.fits(states):
             self.states = Section(self.file, states)
         return self.states
 
     @property
     def room(self) -> int:
-        """Bytes of memory that an update of this unit takes."""
+        """Bytes of memory that an update of this unit needs."""
         sections = (self.weights, self.gradients, self.states)
         return sum(one.room for one in sections if one is not None) + (0 if self.states else self._expected)
 
@@ -381,7 +381,7 @@ class StoredUnit:
         return [state[parameter][key] for parameter, key in self._keys(state)]
 
     def _show(self, state: Any) -> None:
-        """The optimizer's state becomes that of `state`, with the tensors of the file."""
+        """Replace the optimizer's state by that of `state`, with the tensors of the file."""
         assert self.states is not None
         shown = zip(self._keys(state), self.states.mapped, strict=True)
         tensors = {(parameter, key): mapped for (parameter, key), mapped in shown}
@@ -396,7 +396,7 @@ class StoredUnit:
 
 
 class StoredUpdate:
-    """One update: `load` on the lane that reads, `step` on the host's, `save` on the one that writes."""
+    """One update: `load` on the read lane, `step` on the host's, `save` on the write lane."""
 
     def __init__(self, stored: StoredUnit) -> None:
         self.stored, self.slot = stored, stored.staging.take()
@@ -407,7 +407,7 @@ class StoredUpdate:
         self._rest: Tensor | None = None  # of the slot
 
     def load(self) -> None:
-        """Read states, and weights and gradients where they are there."""
+        """Read the states, and the weights and gradients if they are in the file."""
         stored = self.stored
         sections = {"weights": stored.weights, "gradients": stored.gradients, "states": stored.states}
         buffer, begin = self.slot.take(stored.room), 0
@@ -429,7 +429,7 @@ class StoredUpdate:
                     self.state[parameter][key] = views.get((parameter, key), value)
 
     def step(self, settings: Settings, gradients: Sequence[Tensor | None]) -> None:
-        """Update by `gradients`, None where a parameter has none."""
+        """Update by `gradients`; None for a parameter without one."""
         stored = self.stored
         if not stored.whole:
             stored.part.update(settings, gradients, self.state)
@@ -445,7 +445,7 @@ class StoredUpdate:
         stored.part.step(settings, self.state, instead)
 
     def save(self) -> None:
-        """Write the states, and the weights where they are there."""
+        """Write the states, and the weights if they are in the file."""
         stored = self.stored
         if stored.weights is not None:
             stored.weights.write(self._buffers["weights"])
@@ -485,8 +485,8 @@ def stored_units(
     folder: str,
     meter: MemoryMeter | None = None,
 ) -> dict[int, StoredUnit]:
-    """What the plan puts on disk, in a file of `folder`, by unit; model and optimizer see no difference. states: bytes
-    of those that each unit will have. ValueError where there is no folder.
+    """The plan's tensors on disk, in a file of `folder`, by unit; model and optimizer see no difference. states: bytes
+    of each unit's states. ValueError if there is no folder.
     """
     chosen = {index: one.tier for index, one in enumerate(placements) if one.tier in ("disk", "file")}
     if not chosen:

@@ -1,4 +1,4 @@
-"""What a step of a memory plan and its engine share: lanes, work on them, and events. Loads no torch."""
+"""Interface between the steps of a memory plan and an engine: lanes, work on them, and events. Loads no torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Submit = Callable[[EngineLane, Urgency, float, LaneAction, LaneAction, str], Non
 
 
 class LaneEvent:
-    """Something that happens once; `then` runs at that moment, on the thread that makes it happen, or at once."""
+    """An event that happens once; callbacks of `then` run at that moment, on the thread that fires it, or at once."""
 
     __slots__ = ("_callbacks", "_engine", "happened")
 
@@ -22,7 +22,7 @@ class LaneEvent:
         self._callbacks: list[LaneAction] = []
 
     def then(self, run: LaneAction) -> None:
-        """Run it once this has happened."""
+        """Call it once this has happened."""
         with self._engine.changed:
             if not self.happened:
                 self._callbacks.append(run)
@@ -46,7 +46,7 @@ class LaneEvent:
 
 
 class EngineEvents(Protocol):
-    """An engine, as far as a step needs it. changed: a condition, around what several threads look at."""
+    """The part of an engine that a step needs. changed: a condition that guards state shared by several threads."""
 
     changed: Any
 

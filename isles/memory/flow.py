@@ -1,13 +1,13 @@
-"""The bytes, weights and lanes of a step under a plan, whoever computes: `runner` does, `lanes` counts the seconds.
+"""The bytes, weights and lanes of a step under a plan, shared by the execution (`runner`) and the simulation (`lanes`).
 
-    when a pass begins    all its bytes are asked for, in the order of need
-    forward of a unit     gives its transients back; what is swapped goes to the host
-    backward of a unit    gives back what its forward pass saved; its gradients go to where it is updated
-    update on the host    with its states from and to the disk; then the device's copy follows
+    start of a pass       requests all its bytes, in the order of need
+    forward of a unit     frees its transients; swapped activations go to the host
+    backward of a unit    frees what its forward pass saved; its gradients go to where it is updated
+    update on the host    with its states from and to the disk; then the device's copy is refreshed
 
-Both run this, so a plan cannot promise what the run does not do. The device's bytes are granted strictly in the order
-in which they are asked for: what is asked for first never waits for what comes later, so fetching ahead cannot block
-what runs before it, and a plan that fits without fetching ahead cannot deadlock. Loads no torch.
+As both use it, a plan cannot promise what a run does not do. The device's bytes are granted strictly in the order of
+the requests: an earlier request never waits for a later one, so prefetching cannot block what runs before it, and a
+plan that fits without prefetching cannot deadlock. Loads no torch.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ PassKind = Literal["forward", "backward"]
 
 
 class PassTask(NamedTuple):
-    """The forward or backward pass of a unit, or what runs after the last one (top) and before the first (bottom)."""
+    """The forward or backward pass of a unit, or the part after the last unit (top) or before the first (bottom)."""
 
     kind: TaskKind
     unit: int
 
 
 class Half(NamedTuple):
-    """A forward or a backward pass through all units. number: of the pass."""
+    """A forward or a backward pass through all units. number: of the whole pass."""
 
     number: int
     kind: PassKind
@@ -56,11 +56,11 @@ class Half(NamedTuple):
 
 
 class PassesInFlight:
-    """The passes of so many `units` that are in flight, at most `in_flight` at a time.
+    """The passes through `units` units that are in flight, at most `in_flight` at a time.
 
-    What a half takes is asked for when it begins: with one pass in flight, the whole pass with its first half; with
-    several, the half that follows too, where the order of a step was announced. So bytes are asked for in the order of
-    their use, whatever that is.
+    The bytes of a half are requested when it begins: with one pass in flight, those of the whole pass with its first
+    half; with several, also those of the next half, if the order of the step was announced. So bytes are requested in
+    the order of their use.
     """
 
     def __init__(self, units: int, in_flight: int) -> None:
@@ -73,7 +73,7 @@ class PassesInFlight:
         self._ahead: deque[Half] = deque()
 
     def announce(self, halves: Iterable[tuple[PassKind, object]]) -> None:
-        """The order of the halves of a step: their kinds, and of which pass."""
+        """Set the order of the halves of a step: their kinds, and a key of each pass."""
         if self.in_flight == 1:
             return
         self._ahead.clear()
@@ -84,18 +84,18 @@ class PassesInFlight:
             self._ahead.append(Half(numbers[key], kind))
 
     def begin(self) -> int:
-        """A forward pass begins; its number."""
+        """Begin a forward pass; returns its number."""
         self.begun += 1
         self.left[self.begun] = deque(Half(self.begun, "forward").tasks(self.units))
         self.left[self.begun].extend(Half(self.begun, "backward").tasks(self.units))
         return self.begun
 
     def to_ask(self, half: Half) -> list[Half]:
-        """The halves to ask for when `half` begins, in their order."""
+        """The halves to request when `half` begins, in order."""
         if self.in_flight == 1:
             return [half, Half(half.number, "backward")] if half.kind == "forward" else []
         if self._ahead and half not in self._ahead and half not in self._requested:
-            self._ahead.clear()  # it does not follow the announced order: nothing is known of what follows
+            self._ahead.clear()  # not the announced order: the next halves are unknown
         asked = [] if half in self._requested else [half]
         while half in self._ahead:
             self._ahead.popleft()
@@ -105,7 +105,7 @@ class PassesInFlight:
         return asked
 
     def task(self, number: int, task: PassTask) -> bool:
-        """`task` of the pass begins. False where it is not its turn."""
+        """Begin `task` of a pass. False if another one is next."""
         left = self.left.get(number)
         if not left or left[0] != task:
             return False
@@ -115,7 +115,9 @@ class PassesInFlight:
         return True
 
     def open(self, *, whole: bool) -> PassTask | None:
-        """What is next of a pass that should be over; whole: as all should, not only those whose backward has begun."""
+        """The next task of an unfinished pass; whole: of any pass, not only of those whose backward has begun. None:
+        all are done.
+        """
         for left in self.left.values():
             waits = self.in_flight > 1 and left[0] == PassTask("backward", self.units - 1)
             if whole or not waits:
@@ -124,7 +126,7 @@ class PassesInFlight:
 
 
 def not_followed(task: PassTask, unit: str) -> RuntimeError:
-    """A pass ends before `task` of `unit` has run."""
+    """The error for a pass that ends before `task` of `unit` has run."""
     return RuntimeError(
         f"memory: a forward pass was not followed by its backward pass ({task.kind} of {unit} is next): run backward() "
         "after each forward pass, or use torch.no_grad() for one that needs none"
@@ -132,7 +134,7 @@ def not_followed(task: PassTask, unit: str) -> RuntimeError:
 
 
 def out_of_order(task: PassTask, unit: str) -> RuntimeError:
-    """`task` of `unit` runs where another one is next."""
+    """The error for `task` of `unit` when another one is next."""
     if task.kind == "forward":
         return RuntimeError(
             f"memory: {unit} ran out of its order: blocks must run one after the other, once in each pass, and each "
@@ -145,7 +147,7 @@ def out_of_order(task: PassTask, unit: str) -> RuntimeError:
 
 
 class Arena:
-    """`budget` bytes, of which `used` are taken; peak: the most that ever were. Safe among threads."""
+    """A budget of bytes. used: granted now; peak: the most that were. Thread-safe."""
 
     def __init__(self, budget: float, used: float = 0) -> None:
         self.budget, self.used, self.peak = budget, used, used
@@ -155,9 +157,9 @@ class Arena:
         self._lock = threading.Lock()
 
     def want(self, nbytes: float, then: Callable[[], None]) -> None:
-        """Call `then` once the bytes are granted: at once, or from a thread that frees what it waits for. These calls
-        come one after the other, in the order of the grants, whichever threads ask and free: a callback may rely on
-        those of earlier grants having run.
+        """Request `nbytes`, and call `then` once they are granted: at once, or from a thread that frees bytes. The
+        calls run one after the other, in the order of the grants, whichever threads request and free: a callback may
+        rely on those of earlier grants having run.
         """
         with self._lock:
             self._requested.append((nbytes, then))
@@ -170,7 +172,7 @@ class Arena:
             self._grant()
 
     def _grant(self) -> None:
-        # Callbacks run outside the lock, for they may ask and free themselves; one thread runs them, in their order.
+        # Callbacks run outside the lock, as they may request and free bytes themselves; one thread runs them in order.
         with self._lock:
             while self._requested and self.used + self._requested[0][0] <= self.budget:
                 nbytes, then = self._requested.popleft()
@@ -195,8 +197,8 @@ class Arena:
 
 
 class MovedBytes:
-    """Counts of any thread. moved: by lane. stayed: what did not go over the lane, because a slot was granted for its
-    next use before the last one had ended; with it, a step moves what its plan says.
+    """Thread-safe counts. moved: bytes by lane. stayed: bytes that did not go over a lane, as a slot was granted for
+    its next use before the last one had ended; the sum of both is what the plan says.
     """
 
     def __init__(self) -> None:
@@ -209,7 +211,7 @@ class MovedBytes:
             self._moved[lane] += nbytes
 
     def stay(self, lane: str, nbytes: int) -> None:
-        """Count bytes that need not, for they are there already."""
+        """Count bytes that need not go over the lane, as they are there already."""
         with self._lock:
             self._stayed[lane] += nbytes
 
@@ -230,17 +232,17 @@ class SlotUse(NamedTuple):
 
 
 class Slots:
-    """Room for the weights of units that live elsewhere: they are fetched for a use, and dropped after it, unless the
-    next use has been granted by then.
+    """Memory on the device for the weights of units that are elsewhere: they are fetched for a use, and dropped after
+    it, unless the next use has been granted by then.
     """
 
     def __init__(self, flow: StepFlow) -> None:
         self._flow, self._engine = flow, flow.engine
-        self._uses: dict[SlotUse, LaneEvent | None] = {}  # that were granted; an event: it stays for a next use
-        self._last: dict[int, SlotUse] = {}  # use of each unit's weights as they are
+        self._uses: dict[SlotUse, LaneEvent | None] = {}  # granted uses; an event: the weights stay for the next use
+        self._last: dict[int, SlotUse] = {}  # the last requested use of each unit's current weights
 
     def ask(self, use: SlotUse, urgency: Urgency) -> LaneEvent:
-        """Ask for room, and then for the weights; the event of their being there."""
+        """Request memory and then the weights; returns the event of their arrival."""
         there, updated = self._engine.event(), self._flow.updated[use.unit]
         before, self._last[use.unit] = self._last.get(use.unit), use
         granted = partial(self._granted, use, before, urgency, there, updated)
@@ -248,16 +250,16 @@ class Slots:
         return there
 
     def used(self, use: SlotUse) -> None:
-        """`use` has ended: its room is empty, or stays for the next use."""
-        with self._engine.changed:  # emptied before the next use can be granted, and so before it is filled again
+        """`use` has ended: empty its slot, or leave it for the next use."""
+        with self._engine.changed:  # empty the slot before the next use can be granted and fill it
             stays = self._uses.pop(use)
             if stays is None:
-                self._flow.brought[use.unit].empty()
+                self._flow.device_copy[use.unit].empty()
         if stays is not None:
             stays.fire()
 
     def discard(self) -> None:
-        """Weights have changed: no later use may keep those of an earlier one."""
+        """The weights have changed: later uses must fetch them again."""
         self._last.clear()
 
     def _granted(
@@ -267,7 +269,7 @@ class Slots:
         lane: EngineLane = "read" if cost.filed else "up"
         with self._engine.changed:
             self._uses[use] = None
-            if before in self._uses:  # the use before, of the same weights, has not ended: they stay
+            if before in self._uses:  # the previous use of the same weights has not ended: they stay
                 self._uses[before] = there
                 flow.counted.stay(lane, cost.fetched)
                 return
@@ -275,18 +277,18 @@ class Slots:
         def fetch() -> None:
             if not cost.filed:
                 flow.counted.add("up", cost.fetched)
-            fill = flow.brought[use.unit].fill
+            fill = flow.device_copy[use.unit].fill
             flow.submit(lane, urgency, flow.times[use.unit].slot, fill, there.fire, f"weights {use.unit}")
 
         updated.then(fetch)
 
 
 def nothing() -> None:
-    """The work of a simulation."""
+    """No work: for simulations."""
 
 
 class UpdateWork(NamedTuple):
-    """One update of a unit: what the disk has of it is loaded, updated, saved."""
+    """One update of a unit: load its tensors from disk, update, save them."""
 
     step: LaneAction = nothing
     load: LaneAction = nothing
@@ -294,11 +296,11 @@ class UpdateWork(NamedTuple):
 
 
 class StepFlow:
-    """Of one model. budget: bytes of the device that the passes keep within. submit: puts work on a lane of `engine`.
+    """The steps of one model. budget: bytes of the device for the passes. submit: puts work on a lane of `engine`.
 
-    brought: by unit on the host, its copy on the device: `fill`, `empty`, `refresh`. updated, refreshed, written: by
-    unit, the events of its latest update on the host, of its copy on the device after that, and of its states on disk.
-    update_seconds: of what the device updates.
+    device_copy: by unit on the host, its copy on the device: `fill`, `empty`, `refresh`. updated, refreshed, written:
+    by unit, the events of its last update on the host, of the refresh of its device copy, and of its states on disk.
+    update_seconds: of the updates on the device.
     """
 
     def __init__(
@@ -318,19 +320,19 @@ class StepFlow:
         self.update_seconds = sum(times.update for times in self.times) + ends_update(profile, machine)
         resident = sum(cost.resident for cost in self.costs)
         self.arena = Arena(budget, profile.base + staging(profile, placements) + resident)
-        self.brought: dict[int, Any] = {}
+        self.device_copy: dict[int, Any] = {}
         self.updated, self.refreshed, self.written = (
             [engine.event(True) for _ in self.costs] for _ in ("updated", "refreshed", "written")
         )
         self.counted, self.slots = MovedBytes(), Slots(self)
-        self._updates = Arena(SLOTS)  # that are between memory and the disk
+        self._updates = Arena(SLOTS)  # updates with states in memory, at most SLOTS
         self._swapped: dict[tuple[int, int], Any] = {}  # by pass and unit
-        self._out: dict[tuple[int, int], LaneEvent] = {}  # the same: its activations are on the host
+        self._out: dict[tuple[int, int], LaneEvent] = {}  # by pass and unit: event that its activations are on the host
 
     # A pass
 
     def ask(self, half: Half, urgency: Callable[[PassTask], Urgency]) -> dict[PassTask, list[LaneEvent]]:
-        """All bytes of a half, and what moves for it; by task, what it waits for."""
+        """Request all bytes of a half, and submit its transfers; returns the events that each task waits for."""
         if half.kind == "forward":
             self._out |= {(half.number, index): self.engine.event() for index in range(len(self.costs))}
         return {task: self._needs(task, half, urgency(task)) for task in half.tasks(len(self.costs))}
@@ -370,7 +372,7 @@ class StepFlow:
         self._out[key].then(fetch)
 
     def forward_ends(self, half: Half, index: int, urgency: Urgency, swapped: Any) -> None:
-        """swapped: what the unit has saved, where that is swapped: `nbytes`, `to_host`, `to_device`."""
+        """swapped: the unit's saved tensors, if they are swapped: `nbytes`, `to_host`, `to_device`."""
         cost, key = self.costs[index], (half.number, index)
         if cost.slot:
             self.slots.used(SlotUse(half, index))
@@ -387,14 +389,14 @@ class StepFlow:
         self.arena.free(cost.forward_end + cost.slot)
 
     def top_ends(self, *, first: bool) -> None:
-        """first: of the step, here and below: others add to gradients that are there."""
+        """first: whether it is the first pass of the step, here and below: later ones add to existing gradients."""
         gradients = 0 if first else self.ends.top_gradients
         self.arena.free(self.ends.top + gradients + sum(cost.casts_end for cost in self.costs))
 
     def backward_ends(
         self, half: Half, index: int, urgency: Urgency, *, first: bool, send: LaneAction, landed: LaneAction
     ) -> None:
-        """send: brings the gradients of a unit on the host there; `landed` is called then."""
+        """send: moves the gradients of a unit to the host; `landed` is called after it."""
         cost, key = self.costs[index], (half.number, index)
         self._swapped.pop(key, None)
         self._out.pop(key)
@@ -414,18 +416,18 @@ class StepFlow:
         self.arena.free(cost.backward_end + cost.slot + held)
 
     def bottom_bytes(self, *, first: bool) -> int:
-        """What the end of a backward pass gives back."""
+        """Bytes that the end of a backward pass frees."""
         return self.ends.bottom + self.ends.carried + (0 if first else self.ends.bottom_gradients)
 
     def drop_gradients(self) -> None:
-        """Those that are on the device."""
+        """Free the gradients on the device."""
         held = sum(cost.gradients for cost in self.costs if cost.on_device)
         self.arena.free(held + self.ends.top_gradients + self.ends.bottom_gradients)
 
     # Updates on the host
 
     def expect(self, index: int) -> None:
-        """The unit will be updated: who asks for its weights from now on waits for that."""
+        """The unit will be updated: later requests for its weights wait for that."""
         self.updated[index], self.refreshed[index] = self.engine.event(), self.engine.event()
 
     def update(
@@ -437,10 +439,10 @@ class StepFlow:
         stored: bool,
         after: Callable[[LaneAction], None] = lambda landed: landed(),
     ) -> None:
-        """Update the unit, which was `expect`ed. make: called once there is room for its states. stored: its states are
-        on disk. after: called on the lane with what is to happen once its weights are whole.
+        """Update the unit, after `expect`. make: called once there is memory for its states. stored: its states are on
+        disk. after: called on the lane with the function to call once the unit's weights are complete.
         """
-        cost, times, brought = self.costs[index], self.times[index], self.brought[index]
+        cost, times, device_copy = self.costs[index], self.times[index], self.device_copy[index]
         updated, refreshed = self.updated[index], self.refreshed[index]
         what = f"update {index}"
 
@@ -450,7 +452,7 @@ class StepFlow:
                 refreshed.fire()
                 return
             self.counted.add("up", cost.refreshed)
-            self.submit("up", urgency, times.refresh, brought.refresh, refreshed.fire, f"weights {index}")
+            self.submit("up", urgency, times.refresh, device_copy.refresh, refreshed.fire, f"weights {index}")
 
         if not stored:
             self.submit("host", urgency, times.host, make().step, partial(after, landed), what)

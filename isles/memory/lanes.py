@@ -36,7 +36,7 @@ LANES: tuple[LaneName, ...] = ("device", "up", "down", "host", "read", "write", 
 
 
 class SimulatedSpan(NamedTuple):
-    """What a lane did: seconds since the beginning, seconds it took, and for whom."""
+    """Work of a lane: start in seconds since the beginning, duration in seconds, and its name."""
 
     lane: LaneName
     start: float
@@ -46,8 +46,8 @@ class SimulatedSpan(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class LaneTimeline:
-    """step: seconds of one, in the long run. peak: bytes. busy: seconds of a step that each lane works. spans: of all
-    steps, where they were asked for.
+    """step: seconds of one step, in the long run. peak: bytes. busy: seconds per step that each lane works. spans: of
+    all steps, if requested.
     """
 
     step: float
@@ -57,12 +57,12 @@ class LaneTimeline:
 
 
 class Deadlock(RuntimeError):
-    """A plan that cannot go on within its budget."""
+    """A plan that cannot complete a step within its budget."""
 
 
 class SerialLane:
-    """One at a time, the most urgent first; a lane with an opposite is slower while that works too. begins: told of the
-    seconds of each work and for whom, at the moment of `clock` at which it begins.
+    """Does one work at a time, the most urgent first; a lane with an opposite one is slower while that works too.
+    begins: called with the seconds and the name of each work when it starts.
     """
 
     def __init__(self, clock: EventQueue, begins: Callable[[float, str], None], first_come: bool) -> None:
@@ -103,7 +103,7 @@ _STEPS = 4  # the first one fills the lanes; the mean of the others is the step 
 
 
 class _Nowhere:
-    """Weights and activations of a simulation."""
+    """Stands for weights and activations in a simulation."""
 
     nbytes = 0
     fill = empty = refresh = to_host = to_device = staticmethod(nothing)
@@ -123,8 +123,8 @@ class _Task(NamedTuple):
 
 
 class LaneRun:
-    """One simulation, of `steps` steps of a plan. budget: bytes of the device, None for the machine's. Deadlock where
-    the plan needs more than that even without fetching ahead.
+    """One simulation of `steps` steps of a plan. budget: bytes of the device, None for the machine's. Deadlock if the
+    plan needs more than that even without prefetching.
     """
 
     def __init__(
@@ -154,7 +154,7 @@ class LaneRun:
         up.opposite, up.slowed = down, _slowed(machine.up, machine.up_both)
         down.opposite, down.slowed = up, _slowed(machine.down, machine.down_both)
         flow = self.flow = StepFlow(profile, placements, machine, self, self.submit, budget=limit)
-        flow.brought = dict.fromkeys(range(self.count), _Nowhere)
+        flow.device_copy = dict.fromkeys(range(self.count), _Nowhere)
         self.hosted = {index for index, cost in enumerate(flow.costs) if not cost.on_device}
         self.ends_exchange = ends_exchange(profile)
         exchanged = {index for index, times in enumerate(flow.times) if times.exchange > 0}
@@ -175,7 +175,7 @@ class LaneRun:
         self.marks: list[float] = []
 
     def play(self) -> LaneTimeline:
-        """Deadlock where it gets stuck."""
+        """Simulate to the end. Deadlock if it gets stuck."""
         self._go_on()
         self.clock.run()
         if self.at < len(self.tasks):

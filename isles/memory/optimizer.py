@@ -1,4 +1,5 @@
-"""A plan at work: an optimizer around the model's own that keeps each unit's weights and states where the plan says.
+"""The optimizer of a run under a plan: wraps the model's own one, and keeps each unit's weights and states in their
+tier.
 
     managed = Managed(plan, model, inner, profile=..., machine=...)
     for batch in batches:
@@ -7,10 +8,10 @@
         clip_grad_norm_(model.parameters(), 1.0)
         managed.step()                           # updates of the device's units; those of the host begin
         managed.zero_grad()
-    managed.catch_up()                           # all updates have landed: before weights or states are read
+    managed.catch_up()                           # all updates are done: before weights or states are read
 
-A `ReplicaSync` around it calls `gradients` and `catch_up` where they are due (`isles.base.wrapping`). Losses,
-weights and optimizer states are the same to the bit. What differs is when and where the bytes move.
+A `ReplicaSync` around it calls `gradients` and `catch_up` where they are due (`isles.base.wrapping`). Losses, weights
+and optimizer states are the same to the bit. Only the time and place of the bytes differ.
 """
 
 from __future__ import annotations
@@ -55,12 +56,12 @@ class Managed(Wrapping):
     Losses, weights and optimizer states are, bit for bit, those of `inner` without a plan. `param_groups` and `state`
     are those of `inner`. Its threads end with `close`, or at the end of a `with` block.
 
-    device: where the model computes; None for where it is. engine: None for threads of its own. disk: the folder for
-    what the plan puts on disk. runner: what happens around the units. rest: the parameters that the device updates.
-    meter: is told what other threads and this object put on the device; `with meter:` around forward and backward
-    passes counts the rest.
+    device: that the model computes on; None: its current one. engine: None: one with its own threads. disk: the folder
+    for the tensors that the plan puts on disk. runner: wraps the units' passes. rest: the parameters that the device
+    updates. meter: counts the bytes that other threads and this object put on the device; `with meter:` around forward
+    and backward passes counts the others.
 
-    PlanMismatch where model or batch are others than the plan's; ValueError where the folder cannot be used.
+    PlanMismatch if model or batch differ from the plan's; ValueError if the folder cannot be used.
     """
 
     def __init__(
@@ -88,7 +89,7 @@ class Managed(Wrapping):
         landing = Arrivals(self._arrived)
         self.runner = Runner(plan, model, profile, machine, engine, device, landing, stored, meter)
         self._parts: dict[int, PartialOptimizer | SharedPart] = {
-            index: PartialOptimizer(inner, brought.host) for index, brought in self.runner.brought.items()
+            index: PartialOptimizer(inner, device_copy.host) for index, device_copy in self.runner.device_copy.items()
         }
         self.rest = [parameter for parameter in self.parameters if id(parameter) not in hosted]
         self._rest_part = PartialOptimizer(inner, self.rest)
@@ -109,19 +110,19 @@ class Managed(Wrapping):
 
     @property
     def early(self) -> bool:
-        """Whether units are updated before `step`."""
+        """Whether units may be updated before `step`."""
         return self.plan.update == "early"
 
     def portions(self, size: int) -> list[list[int]]:
-        """Bytes of each worker's share of the units on the host; empty where the plan shares none. ValueError where it
-        is of another number of workers.
+        """Bytes of each worker's share of the units on the host; empty if the plan has no shares. ValueError if it is
+        for another number of workers.
         """
         if self.plan.shared not in (1, size):
             raise ValueError(f"memory.plan shares states among {self.plan.shared} workers, and there are {size}")
-        return portions_of([one.host for one in self.runner.brought.values()], size) if self.plan.shared > 1 else []
+        return portions_of([one.host for one in self.runner.device_copy.values()], size) if self.plan.shared > 1 else []
 
     def share(self, position: int, size: int, spread: SpreadShares) -> None:
-        """Keep and update the states of one share of every unit on the host. ValueError where they are on disk."""
+        """Keep and update only the states of one share of every unit on the host. ValueError if they are on disk."""
         if self.runner.stored:
             raise ValueError("memory.shard: states on disk are not shared: leave memory.disk out, or memory.shard")
         for index, part in self._parts.items():
@@ -130,27 +131,27 @@ class Managed(Wrapping):
         self.runner.gathering = Gathering(self.engine, [unit.name for unit in self.runner.units], spread)
 
     def announce(self, halves: Sequence[tuple[PassKind, object]]) -> None:
-        """The order of the next step's forward and backward passes, and of which pass each is, where several are under
-        way at a time: what comes next is then fetched ahead, and weights stay where they are needed again.
+        """Set the order of the next step's forward and backward passes, with a key of each pass, if several are in
+        flight at a time: the next weights are then prefetched, or stay if they are needed again.
         """
         self.runner.passes.announce(halves)
 
     def hold(self) -> None:
-        """A method exchanges gradients: they are final when it says so with `ready`."""
+        """Wait for `ready` before gradients count as final, as a method exchanges them."""
         self._waits_for_ready = True
 
     def ready(self, parameters: Sequence[nn.Parameter]) -> None:
-        """`parameters` have their final gradients: begin the updates of units on the host that have all of theirs. Of
-        those that wait, the blocks that the next forward pass needs first go first.
+        """`parameters` have their final gradients: start the updates of units on the host that have all of theirs, in
+        the order of the next forward pass.
         """
         self._final.update(map(id, parameters))
-        for unit, brought in self.runner.brought.items():
-            trained = [id(parameter) for parameter in brought.host if parameter.requires_grad]
+        for unit, device_copy in self.runner.device_copy.items():
+            trained = [id(parameter) for parameter in device_copy.host if parameter.requires_grad]
             if self._final.issuperset(trained) and not (self._begun and unit in self._begun[1]):
                 self._begin_update(unit)
 
     def _arrived(self, unit: int) -> None:
-        """A unit's gradients of the step are all there; with early updates its update begins."""
+        """All gradients of a unit in this step are there; with early updates its update begins."""
         if self.early and not self._waits_for_ready:
             self._begin_update(unit)
 
@@ -163,8 +164,8 @@ class Managed(Wrapping):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update the device's units; begin the updates of the host's, the first units' first. RuntimeError where early
-        updates were made with other settings than these.
+        """Update the device's units, and start the updates of the host's, first units first. RuntimeError if early
+        updates were made with other settings.
         """
         loss = evaluated(closure)
         self.gradients()
@@ -194,9 +195,9 @@ class Managed(Wrapping):
         return loss
 
     def _queue(self, index: int, settings: Settings) -> None:
-        """Update a unit on the host by the gradients that it has now; then its copy on the device follows."""
+        """Start the update of a unit on the host by its current gradients; its device copy is refreshed afterwards."""
         runner, part = self.runner, self._parts[index]
-        host = runner.brought[index].host
+        host = runner.device_copy[index].host
         gradients = [parameter.grad for parameter in host]
         for parameter in host:  # theirs from here on: whoever calls zero_grad() does not reach them
             parameter.grad = None
@@ -221,9 +222,9 @@ class Managed(Wrapping):
             runner.flow.update(index, urgency, make, stored=stored is not None)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Gradients of the device's units go; those that updates on the host still need are out of reach. Before
-        `step`, what the passes since the last one have brought is thrown away. RuntimeError where early updates have
-        begun with it.
+        """Clear the gradients of the device's units, and detach those that pending updates on the host still need.
+        Before `step`, drop the gradients of the passes since the last one. RuntimeError if early updates have used
+        these.
         """
         if self.runner.batches:
             if self._begun is not None:
@@ -233,8 +234,8 @@ class Managed(Wrapping):
                 )
             self.gradients()
             self.runner.discard()
-            for brought in self.runner.brought.values():
-                for parameter in brought.host:
+            for device_copy in self.runner.device_copy.values():
+                for parameter in device_copy.host:
                     parameter.grad = None
         for parameter in self.rest:
             if set_to_none:
@@ -243,7 +244,7 @@ class Managed(Wrapping):
                 parameter.grad.detach_().zero_()
 
     def catch_up(self) -> None:
-        """Wait until all updates that `step` began have landed: before anything reads or writes weights or states."""
+        """Wait until all updates that `step` began are done: before anything reads or writes weights or states."""
         for index in self._parts:
             self.runner.weights_of(index)
             self.runner.flow.written[index].wait(f"the states of {self.runner.units[index].name} on disk")
@@ -253,7 +254,7 @@ class Managed(Wrapping):
 
     @property
     def state(self) -> Any:  # type: ignore[override]
-        """The inner optimizer's, shared; all updates have landed."""
+        """The inner optimizer's state (the same object), after all updates."""
         if hasattr(self, "_parts"):
             self.catch_up()
         return self.inner.state
@@ -264,7 +265,7 @@ class Managed(Wrapping):
             self.inner.state = state
 
     def state_dict(self) -> dict[str, Any]:
-        """The inner optimizer's: it says nothing of the plan, so a run goes on under another one, or under none."""
+        """The inner optimizer's; independent of the plan, so a run can resume under another plan, or without one."""
         self.catch_up()
         return self.inner.state_dict()
 
@@ -282,9 +283,7 @@ class Managed(Wrapping):
     # The end
 
     def close(self) -> None:
-        """Let updates land, end all threads, and give the model its own forward back. After a failure nothing is waited
-        for.
-        """
+        """Complete updates, end all threads, and restore the model's own forward. After a failure without waiting."""
         try:
             if self.engine.failed is None and self._finalizer.alive:
                 self.catch_up()
@@ -292,8 +291,8 @@ class Managed(Wrapping):
             self.abandon()
 
     def abandon(self) -> None:
-        """As `close`, but drop updates that have not begun and wait for none that comes from others: after an error,
-        when nobody will use what is under way. Weights may then be of two steps.
+        """As `close`, but drop updates that have not begun, and do not wait for other workers: after an error, when
+        nothing in flight will be used. Weights may then be of two steps.
         """
         self._finalizer()
         self.runner.detach()

@@ -32,9 +32,9 @@ from isles.memory.meter import MemoryMeter
 from isles.memory.units import ModelUnit, travels_as
 
 
-class Brought:
-    """One unit's copy on `device`. stays: it is never emptied, only refreshed. fetch: brings the host's weights where
-    they are in a file; None: they are copied from the host's parameters.
+class DeviceCopy:
+    """One unit's copy on `device`. stays: it is never emptied, only refreshed. fetch: reads the host's weights from a
+    file; None: they are copied from the host's parameters.
     """
 
     def __init__(
@@ -68,16 +68,16 @@ class Brought:
 
     @property
     def nbytes(self) -> int:
-        """Of the copy, where it is."""
+        """Bytes of the copy on the device."""
         return sum(self._sizes)
 
     def show(self, on_device: bool) -> None:
-        """Let the unit's modules use the device's parameters, or the host's."""
-        for slot, brought in zip(self.slots, self.device, strict=True):
-            slot.module._parameters[slot.name] = brought if on_device else slot.parameter
+        """Make the unit's modules use the device's parameters, or the host's."""
+        for slot, device_copy in zip(self.slots, self.device, strict=True):
+            slot.module._parameters[slot.name] = device_copy if on_device else slot.parameter
 
     def fill(self) -> None:
-        """Make room and copy the host's weights."""
+        """Allocate the storages and copy the host's weights."""
         with self._moves.room():
             for parameter, size in zip(self.device, self._sizes, strict=True):
                 parameter.untyped_storage().resize_(size)
@@ -100,11 +100,11 @@ class Brought:
 
     @property
     def stale(self) -> bool:
-        """Whether someone has written to the host's weights since they were copied."""
+        """Whether the host's weights were written to since they were copied."""
         return self._seen != [own._version for own in self.host]
 
     def take_gradients(self) -> list[Tensor | None]:
-        """The gradients of the device's parameters, which have none any more."""
+        """Take the gradients of the device's parameters, and clear them."""
         taken = [parameter.grad for parameter in self.device]
         for parameter in self.device:
             parameter.grad = None
@@ -116,8 +116,8 @@ class Brought:
 
 
 class Landed(NamedTuple):
-    """Gradients of a unit that are on the host, for the parameters that have one. last: of the step's last batch.
-    shown: called when they have become those of the parameters.
+    """Gradients of a unit that have arrived on the host, for the parameters that have one. last: of the step's last
+    batch. shown: called when they are on the parameters.
     """
 
     unit: int
@@ -128,8 +128,8 @@ class Landed(NamedTuple):
 
 
 class Arrivals:
-    """What comes down, until the computing thread takes it. arrived: called with a unit whose gradients of the step's
-    last batch are on its parameters.
+    """Gradients that arrive on the host, until the computing thread takes them. arrived: called with a unit whose
+    gradients of the step's last batch are on its parameters.
     """
 
     def __init__(self, arrived: Callable[[int], None]) -> None:
@@ -138,15 +138,15 @@ class Arrivals:
         self._in_transit: list[LaneEvent] = []
 
     def expect(self, landing: LaneEvent) -> None:
-        """Note that gradients were sent; `landing` happens once `add` was called with them."""
+        """Note that gradients were sent; `landing` fires after `add` was called with them."""
         self._in_transit.append(landing)
 
     def add(self, landed: Landed) -> None:
-        """Take in gradients that are on the host now."""
+        """Add gradients that have arrived on the host. On a lane's thread."""
         self._landed.append(landed)
 
     def deliver(self) -> None:
-        """Make what has come the gradient of its parameters, on this thread, so that their hooks run here."""
+        """Put arrived gradients on their parameters, on this thread, so that their hooks run here."""
         while self._landed:
             unit, last, parameters, gradients, shown = self._landed.popleft()
             with host_work(), torch.enable_grad():
@@ -158,7 +158,7 @@ class Arrivals:
                 self.arrived(unit)
 
     def all(self) -> None:
-        """Wait for what is on its way, and deliver it."""
+        """Wait for all sent gradients, and deliver them."""
         for event in self._in_transit:
             event.wait("a gradient on the host")
         self._in_transit.clear()
@@ -169,12 +169,12 @@ Settings = list[dict[str, Any]]
 
 
 def settings_of(optimizer: Optimizer) -> Settings:
-    """A copy of all groups' settings (learning rate, betas, ...), as they are now."""
+    """A copy of the current settings (learning rate, betas, ...) of all groups."""
     return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
 
 
 def same_settings(one: Settings, other: Settings) -> bool:
-    """Whether all groups have equal ones."""
+    """Whether all groups have equal settings."""
     return all(
         a.keys() == b.keys() and all(_equal(a[key], b[key]) for key in a) for a, b in zip(one, other, strict=True)
     )
@@ -187,7 +187,7 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 class PartialOptimizer:
-    """The share of `whole` that updates `parameters`. State is the whole one's, made when it first updates."""
+    """The part of `whole` that updates `parameters`. Uses the state of `whole`, created at the first update."""
 
     def __init__(self, whole: Optimizer, parameters: Iterable[nn.Parameter]) -> None:
         self.parameters = list(parameters)
@@ -211,7 +211,7 @@ class PartialOptimizer:
         return not self._groups
 
     def update(self, settings: Settings, gradients: Sequence[Tensor | None], state: Any = None) -> None:
-        """Update by these gradients of the parameters, in their order; none is left on them. state: as in `step`."""
+        """Update by these gradients of the parameters, in their order, and leave none on them. state: as in `step`."""
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
             parameter.grad = gradient
         self.step(settings, state)
@@ -252,7 +252,7 @@ _BY_ENTRY = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, torch.optim.A
 
 
 def runs(tensor: Tensor, size: int) -> list[Tensor]:
-    """Flat views of a contiguous tensor, one for each of `size` workers; together they are all of it."""
+    """Flat views of a contiguous tensor, one for each of `size` workers, which together cover it."""
     each = -(-tensor.numel() // (size * _RUN)) * _RUN
     flat = tensor.view(-1)
     return [flat[position * each : (position + 1) * each] for position in range(size)]
@@ -267,7 +267,7 @@ def portions_of(units: Sequence[Sequence[Tensor]], size: int) -> list[list[int]]
 
 
 def refuse_unshared(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
-    """ValueError where a share of a parameter cannot be updated for itself."""
+    """ValueError if the update of a share of a parameter needs the whole parameter."""
     if type(optimizer) not in _BY_ENTRY:
         raise ValueError(
             f"memory.shard: {type(optimizer).__name__} may look at a parameter as a whole, so no worker can update a "
@@ -278,9 +278,9 @@ def refuse_unshared(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) ->
 
 
 class SharedPart:
-    """As `PartialOptimizer`, for the share of `position` among `size`: the states of a parameter are flat, of its run.
+    """As `PartialOptimizer`, for share `position` of `size`: the states of a parameter are flat, of its share.
 
-    parameters: all that the whole part would update.
+    parameters: all parameters of the whole part.
     """
 
     def __init__(self, part: PartialOptimizer, parameters: Sequence[nn.Parameter], position: int, size: int) -> None:
@@ -289,7 +289,7 @@ class SharedPart:
 
     @property
     def rows(self) -> list[list[Tensor]]:
-        """Everyone's runs of the parameters, live."""
+        """All workers' shares of the parameters, as live views."""
         return [runs(parameter.detach(), self.size) for parameter in self.parameters]
 
     def update(self, settings: Settings, gradients: Sequence[Tensor | None]) -> None:
@@ -320,9 +320,7 @@ class SharedPart:
 
 
 class Gathering:
-    """Weights that were updated in shares, on their way to all workers: none where there is no `spread`. names: of the
-    units.
-    """
+    """Weights that were updated in shares, in transit to all workers; none without `spread`. names: of the units."""
 
     def __init__(self, engine: Engine, names: Sequence[str] = (), spread: SpreadShares | None = None) -> None:
         self._engine, self._names, self._spread = engine, names, spread
@@ -332,11 +330,11 @@ class Gathering:
         self._lock = threading.Lock()
 
     def expect(self, unit: int) -> None:
-        """Its weights will be updated."""
+        """The unit's weights will be updated."""
         self._own[unit] = self._engine.event()
 
     def begin(self, unit: int, rows: Sequence[Sequence[Tensor]], landed: Callable[[], None]) -> None:
-        """The own share is updated; `landed` is called once all are there. On any thread."""
+        """Send the own updated share; `landed` is called once all shares are there. On any thread."""
         assert self._spread is not None
         with host_work():
             spreading = self._spread(unit, self._rounds[unit], rows)
@@ -346,14 +344,14 @@ class Gathering:
         self._own[unit].fire()
 
     def collect(self) -> None:
-        """Take in what has come, on the computing thread."""
+        """Complete the arrived exchanges, on the computing thread."""
         with self._lock:
             come = [unit for unit, (spreading, _) in sorted(self._in_progress.items()) if spreading.done()]
         for unit in come:
             self._land(unit)
 
     def need(self, unit: int) -> None:
-        """Wait until the unit's weights are whole, on the computing thread."""
+        """Wait until the unit's weights are complete, on the computing thread."""
         own = self._own.get(unit)
         if own is not None:
             own.wait(f"the update of {self._names[unit]}")
@@ -369,7 +367,7 @@ class Gathering:
 
 
 def refuse_shares(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
-    """ValueError where loaded states are shares, and nobody shares here."""
+    """ValueError if loaded states are shares, but this run has no shares."""
     for parameter in parameters:
         for value in optimizer.state.get(parameter, {}).values():
             if isinstance(value, Tensor) and value.ndim and value.shape != parameter.shape:

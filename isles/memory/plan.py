@@ -121,7 +121,7 @@ def digests(profile: Profile, machine: Machine | None) -> dict[str, str]:
     """What a plan is made for. Measured seconds are left out: they differ from one measurement to the next."""
     units = [(unit.params, unit.weights, unit.states) for unit in profile.units]
     saved = [
-        (unit.moved, unit.resident.saved, unit.brought.saved, unit.boundary, unit.resident.casts)
+        (unit.moved, unit.resident.saved, unit.device_copy.saved, unit.boundary, unit.resident.casts)
         for unit in profile.units
     ]
     made = {

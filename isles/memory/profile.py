@@ -144,14 +144,14 @@ def profile(
     """
     units = units_of(model)
 
-    def traced(brought: bool) -> list[Trace]:
+    def traced(device_copy: bool) -> list[Trace]:
         return [
-            _fake_trace(model, units, batch, loss, autocast, activations, brought)
+            _fake_trace(model, units, batch, loss, autocast, activations, device_copy)
             for activations in ("keep", "recompute")
         ]
 
     resident = traced(False)
-    brought = traced(True) if autocast == "bf16" and moves else resident
+    device_copy = traced(True) if autocast == "bf16" and moves else resident
     keep = resident[0]
     flops, whole = _flops(model, units, batch, loss)
     stream = max(max(trace.input, trace.output) for trace in keep.units)
@@ -186,7 +186,7 @@ def profile(
                 moved=moved,
                 boundary=keep.units[index].input,
                 resident=_passes(resident, index, sum(p.nbytes for p in parameters if p.requires_grad), stream),
-                brought=_passes(brought, index, moved, stream),
+                device_copy=_passes(device_copy, index, moved, stream),
                 flops=flops[index],
                 shared_input=keep.units[index].shared_input,
             )
@@ -319,9 +319,11 @@ def trace_step(
 
 
 def _fake_trace(
-    model: nn.Module, units: list[ModelUnit], batch: Any, loss: Loss, autocast: str, activations: str, brought: bool
+    model: nn.Module, units: list[ModelUnit], batch: Any, loss: Loss, autocast: str, activations: str, device_copy: bool
 ) -> Trace:
-    dtypes = {slot.parameter: travels_as(slot, autocast) for unit in units for slot in unit.slots} if brought else {}
+    dtypes = (
+        {slot.parameter: travels_as(slot, autocast) for unit in units for slot in unit.slots} if device_copy else {}
+    )
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with mode, _without_numbers(model, "cpu", dtypes), _shortened(model, units) as kinds, LikeReal():
         short = units_of(model)

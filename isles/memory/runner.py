@@ -1,8 +1,8 @@
-"""Forward and backward passes under a plan: blocks' weights brought, activations swapped or recomputed, and gradients
-sent to the host, in the order and the amounts of `isles.memory.flow`.
+"""Forward and backward passes under a plan: fetches blocks' weights to the device, swaps or recomputes activations, and
+sends gradients to the host, in the order and the amounts of `isles.memory.flow`.
 
-A unit's backward pass begins at the edge behind it and ends at the edge before it (`units.edge`). A pass that does not
-go through all units in order, forward and then back, is refused in one line.
+A unit's backward pass begins at the edge after it and ends at the edge before it (`units.edge`). A pass that does not
+go through all units in order, forward and then backward, is an error of one line.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from isles.memory.engines.base import Engine
 from isles.memory.events import EngineLane, LaneAction, LaneEvent, Urgency
 from isles.memory.flow import Half, PassesInFlight, PassTask, StepFlow, not_followed, nothing, out_of_order
 from isles.memory.meter import MemoryMeter
-from isles.memory.parameters import Arrivals, Brought, Gathering, Landed
+from isles.memory.parameters import Arrivals, DeviceCopy, Gathering, Landed
 from isles.memory.plan import MemoryPlan
 from isles.memory.units import edge, tensors_in, units_of
 from isles.network.machines import Machine
 
 
 class Runner:
-    """What happens around the units of `model` under `plan`; see the module.
+    """Wraps the units of `model` under `plan`.
 
-    device: where the model computes. landing: gradients on their way to the host. stored: by unit, what it has on disk.
+    device: that the model computes on. landing: gradients in transit to the host. stored: by unit, its part on disk.
 
-    flow: its bytes and lanes. batches, steps: passes since the last step, and steps.
+    flow: bytes and lanes. batches: passes since the last step; steps: number of steps.
     """
 
     def __init__(
@@ -53,8 +53,8 @@ class Runner:
         self.units, self.plan, self.engine, self.device = units_of(model), plan, engine, device
         flow = self.flow = StepFlow(profile, plan.placements, machine, engine, self.submit, budget=plan.peak)
         self.buffers, self.meter, self.landing, self.stored = list(model.buffers()), meter, landing, stored
-        self.brought = flow.brought = {
-            index: Brought(
+        self.device_copy = flow.device_copy = {
+            index: DeviceCopy(
                 unit,
                 device,
                 profile.autocast,
@@ -68,17 +68,17 @@ class Runner:
         }
         self._began = 0.0
         self.passes = PassesInFlight(len(self.units), profile.in_flight)
-        self.batches = self._backs = self.steps = 0  # passes and backward passes since the last step; steps
+        self.batches = self._backs = self.steps = 0  # passes, and backward passes, since the last step; steps
         self._needs: dict[tuple[int, PassTask], list[LaneEvent]] = {}
-        self._order: dict[Half, int] = {}  # in which order halves were asked for
+        self._order: dict[Half, int] = {}  # the order in which halves were requested
         self.gathering = Gathering(engine)  # of weights that several workers update in shares
-        self._bottom = 0  # bytes of the bottom's transients, until the pass is over
+        self._bottom = 0  # bytes of the transients of the task "bottom", freed at the end of the pass
         for index, unit in enumerate(self.units):
             unit.module.forward = partial(self._run, index, unit.module.forward)  # type: ignore[method-assign]
 
     @property
     def moved(self) -> dict[str, int]:
-        """Bytes that went over each lane so far."""
+        """Bytes so far, by lane."""
         every = self.stored.values()
         return self.flow.counted.moved | {
             "read": sum(one.read for one in every),
@@ -86,11 +86,11 @@ class Runner:
         }
 
     def detach(self) -> None:
-        """Give the units their own forward back."""
+        """Restore the units' own forward."""
         for unit in self.units:
             unit.module.__dict__.pop("forward", None)
-        for brought in self.brought.values():
-            brought.show(False)
+        for device_copy in self.device_copy.values():
+            device_copy.show(False)
 
     # One unit
 
@@ -99,15 +99,15 @@ class Runner:
             return self._without_gradients(index, forward, args, named)
         number = self._begin_pass() if index == 0 else self.passes.begun
         self._begin(PassTask("forward", index), number)
-        brought, activations, swapped = self.brought.get(index), self.plan.placements[index].activations, None
-        if brought is not None and brought.stays and brought.stale:
-            brought.refresh()
+        device_copy, activations, swapped = self.device_copy.get(index), self.plan.placements[index].activations, None
+        if device_copy is not None and device_copy.stays and device_copy.stale:
+            device_copy.refresh()
         shared = [tensor for tensor in tensors_in((args, named)) if not tensor.requires_grad]
         args, named = edge(partial(self._backward_ends, index, number), (args, named), always=True)
         if activations == "recompute":
             made = checkpoint(Repeatable(self.units[index].module, forward), *args, use_reentrant=False, **named)
         elif activations == "swap":
-            own = self.units[index].parameters if brought is None else brought.device
+            own = self.units[index].parameters if device_copy is None else device_copy.device
             swapped = Swapped([*own, *self.buffers, *shared], self.device, self.meter, self.engine.moves)
             with torch.autograd.graph.saved_tensors_hooks(swapped.pack, swapped.unpack):
                 made = forward(*args, **named)
@@ -119,25 +119,25 @@ class Runner:
         return made
 
     def _without_gradients(self, index: int, forward: Callable[..., Any], args: Any, named: Any) -> Any:
-        """A unit under `torch.no_grad`: its weights are brought for the moment, nothing is saved."""
-        brought = self.brought.get(index)
-        if brought is None:
+        """Run a unit under `torch.no_grad`: fetches its weights for this call, saves nothing."""
+        device_copy = self.device_copy.get(index)
+        if device_copy is None:
             return forward(*args, **named)
         self.weights_of(index)
-        if not brought.stays:
-            brought.fill()
-        elif brought.stale:
-            brought.refresh()
-        brought.show(True)
+        if not device_copy.stays:
+            device_copy.fill()
+        elif device_copy.stale:
+            device_copy.refresh()
+        device_copy.show(True)
         try:
             return forward(*args, **named)
         finally:
-            brought.show(False)
-            if not brought.stays:
-                brought.empty()
+            device_copy.show(False)
+            if not device_copy.stays:
+                device_copy.empty()
 
     def weights_of(self, index: int) -> None:
-        """Wait until the unit's latest update is in its weights, on the host and where its copy stays."""
+        """Wait until the unit's last update is in its weights on the host, and in a copy that stays on the device."""
         self.gathering.need(index)
         self.flow.updated[index].wait(f"the update of {self.units[index].name}")
         self.flow.refreshed[index].wait(f"the weights of {self.units[index].name}")
@@ -161,9 +161,7 @@ class Runner:
             self._needs |= {(half.number, task): events for task, events in needs.items()}
 
     def finish_pass(self, *, whole: bool = False) -> None:
-        """Make sure that the pass under way is over; with `whole`, that all are. RuntimeError where a backward pass has
-        not run.
-        """
+        """Check that the current pass is over (`whole`: that all are). RuntimeError if a backward pass has not run."""
         task = self.passes.open(whole=whole)
         if task is not None:
             raise not_followed(task, self.units[task.unit].name)
@@ -175,8 +173,8 @@ class Runner:
             self._bottom = 0
 
     def _begin(self, task: PassTask, number: int) -> None:
-        """Wait for what the task of pass `number` needs, and show the unit's weights. RuntimeError where another task
-        is next.
+        """Wait for the needs of a task of pass `number`, and make the unit use its device copy. RuntimeError if another
+        task is next.
         """
         if not self.passes.task(number, task):
             raise out_of_order(task, self.units[task.unit].name)
@@ -192,8 +190,8 @@ class Runner:
             self.gathering.need(task.unit)
         for need in self._needs.pop((number, task)):
             need.wait(f"memory for {task.kind} of {self.units[task.unit].name}")
-        if task.kind in ("forward", "backward") and task.unit in self.brought:
-            self.brought[task.unit].show(True)
+        if task.kind in ("forward", "backward") and task.unit in self.device_copy:
+            self.device_copy[task.unit].show(True)
         self._began = time.perf_counter()
 
     def _urgency(self, half: Half, index: int, *, gradients: bool = False) -> Urgency:
@@ -204,8 +202,8 @@ class Runner:
 
     def _forward_ends(self, index: int, number: int, swapped: Swapped | None) -> None:
         self.engine.computed(self._began, self.flow.times[index].forward)
-        if index in self.brought:
-            self.brought[index].show(False)
+        if index in self.device_copy:
+            self.device_copy[index].show(False)
         half = Half(number, "forward")
         self.flow.forward_ends(half, index, self._urgency(half, index), swapped)
         if index == len(self.units) - 1:
@@ -216,11 +214,11 @@ class Runner:
         if not left or left[0].unit != max(index - 1, 0):
             raise RuntimeError(f"memory: the backward pass of {self.units[index].name} ended out of its order")
         self.engine.computed(self._began, self.flow.times[index].backward)
-        half, first, brought = Half(number, "backward"), self._backs == 1, self.brought.get(index)
+        half, first, device_copy = Half(number, "backward"), self._backs == 1, self.device_copy.get(index)
         landed, send = self.engine.event(), nothing
-        if brought is not None:
-            brought.show(False)
-            send = self._sending(index, brought)
+        if device_copy is not None:
+            device_copy.show(False)
+            send = self._sending(index, device_copy)
             self.landing.expect(landed)
         urgency = self._urgency(half, index, gradients=True)
         self.flow.backward_ends(half, index, urgency, first=first, send=send, landed=landed.fire)
@@ -230,9 +228,9 @@ class Runner:
 
     # Gradients
 
-    def _sending(self, index: int, brought: Brought) -> Callable[[], None]:
-        """Sends a unit's gradients to the host, or to its file; those of a later batch are added to what lies there."""
-        box, filed = [brought.take_gradients()], self.flow.costs[index].filed
+    def _sending(self, index: int, device_copy: DeviceCopy) -> Callable[[], None]:
+        """The work that moves a unit's gradients to the host, or to its file; later batches' are added there."""
+        box, filed = [device_copy.take_gradients()], self.flow.costs[index].filed
         last = self._backs == self.plan.accumulation
         stored = self.stored[index] if filed and self._backs == 1 else None
 
@@ -240,7 +238,7 @@ class Runner:
             made = box.pop()
             if stored is not None:
                 stored.put_gradients(made)
-            pairs = [(own, one) for own, one in zip(brought.host, made, strict=True) if one is not None]
+            pairs = [(own, one) for own, one in zip(device_copy.host, made, strict=True) if one is not None]
             copies = [one.to(own.dtype) for own, one in pairs] if filed else None  # in the same memory
             if copies is None:
                 copies = self.engine.moves.to_host([one for _, one in pairs], [own.dtype for own, _ in pairs])
@@ -250,14 +248,14 @@ class Runner:
         return work
 
     def gradients(self) -> None:
-        """All gradients of the passes so far are on their parameters."""
+        """Wait until all gradients of the passes so far are on their parameters."""
         self.finish_pass()
         self.landing.all()
 
     def submit(
         self, lane: EngineLane, urgency: Urgency, seconds: float, work: LaneAction, done: LaneAction, what: str = ""
     ) -> None:
-        """Work for a lane. What it makes is the host's, or is told to the meter where it is made."""
+        """Submit work to a lane. Its allocations count as the host's, unless it reports them to the meter itself."""
 
         def on_the_host() -> None:
             with host_work():
@@ -266,7 +264,7 @@ class Runner:
         self.engine.submit(lane, urgency, seconds, on_the_host, done)
 
     def discard(self) -> None:
-        """The gradients of the passes since the last step are thrown away."""
+        """Drop the gradients of the passes since the last step."""
         if self._backs:
             self.flow.drop_gradients()
         self.batches = self._backs = 0
@@ -274,6 +272,6 @@ class Runner:
         self.flow.slots.discard()
 
     def end_step(self) -> None:
-        """The device's updates are done, and its gradients go."""
+        """End a step: the device's updates are done; drop its gradients."""
         self.discard()
         self.steps += 1

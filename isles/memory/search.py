@@ -492,7 +492,7 @@ class Search:
                     fastest, best = self.seconds[plan], counts
 
     def _by_program(self) -> float:
-        """Starts of the integer program; the bound of the one without weights."""
+        """Evaluate the integer program's plans as starting points; returns its largest lower bound on the seconds."""
         bound = 0.0
         for weights in _WEIGHTS if self.units <= _FEW else _WEIGHTS[:3]:
             plan, dual = solve(

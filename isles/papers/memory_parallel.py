@@ -118,7 +118,7 @@ def profile_of(
         moved=WEIGHT * mine,
         boundary=boundary,
         resident=passes,
-        brought=passes,
+        device_copy=passes,
         flops=shape.block_flops(tokens) / cut,
     )
     embedding = shape.embedding_params // gpus // cut

@@ -1,13 +1,13 @@
-"""One stage's computation of a microbatch, whoever carries its messages.
+"""One stage's computation of a microbatch, independent of how its messages travel.
 
-    forward     text, or a message -> judged -> decode -> stage -> encode -> a message, or the loss
-    backward    a message, or the loss -> judged -> back through the same -> a message for who sent the first one
-    alone       the forward pass without a backward one, of any number of sequences
+    forward     text, or a message -> check -> decode -> stage -> encode -> a message, or the loss
+    backward    a message, or the loss -> check -> backward -> a message to the sender of the forward message
+    alone       the forward pass without a backward one, for any number of sequences
 
-With `recompute` a forward pass leaves no graph: its input and the state of what draws at random are kept, and the
-backward pass runs it again. Activations take the memory of one microbatch then, and a third more is computed.
+With `recompute` a forward pass saves no graph, only its input and the random generators' states, and the backward pass
+runs it again. Activations then take the memory of one microbatch, and a third more is computed.
 
-`task_shares`, `stage_shares`: which share of an inner step each task computes.
+`task_shares`, `stage_shares`: the fraction of an inner step's computation in each task.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ Goes = Literal["on", "home", "loss"]
 
 
 def accept(group: Group, kind: int, source: int, vector: Tensor) -> None:
-    """Refused, naming position `source`, where what it sent cannot be what it should be (`isles.comm.trust`). kind: of
-    message, those of which are compared with each other.
+    """Raise Refused, naming position `source`, if its message cannot be valid (`isles.comm.trust`). kind: of the
+    message; messages of one kind are compared with each other.
     """
     call = group.call("pipeline", leeway=JUMPS)
     call.accept(kind, {source: mean_square(vector.detach().view(-1))}, 0.0, vector.numel())
 
 
 def refuse_own(group: Group, what: str, vector: Tensor) -> None:
-    """WorkerFailed where what this worker is about to send is not finite, so that nobody else says so."""
+    """WorkerFailed if this worker's own message is not finite: the error names this worker instead of a receiver."""
     total = vector.detach().sum(dtype=torch.promote_types(vector.dtype, torch.float32))  # float16 ends at 65,504
     if not total.isfinite():
         raise WorkerFailed(group.transport.rank, f"{what} are not finite: lower the learning rate (inner.lr)")
@@ -52,12 +52,12 @@ def refuse_own(group: Group, what: str, vector: Tensor) -> None:
 
 @dataclass(slots=True)
 class OpenPass:
-    """A forward pass whose backward pass is to come.
+    """A forward pass whose backward pass is pending.
 
-    leaf:   the payload that came; None where the text is read.
-    loss:   where this pass makes it, nats, detached.
-    out:    the payload that left, or the loss, with its graph; None where it is made again.
-    random: the state of what draws on the host, and on the GPU, where it is made again.
+    leaf:   the received payload; None if the stage reads the text.
+    loss:   of the last stage, in nats, detached.
+    out:    the sent payload, or the loss, with its graph; None if the pass is to be recomputed.
+    random: the states of the random generators of host and GPU, for the recomputation.
     """
 
     leaf: Tensor | None
@@ -71,8 +71,8 @@ class OpenPass:
 
 
 class StageCompute:
-    """`stage` and what its messages are. group: whose positions send them. scale: what a loss is divided by before the
-    backward pass. autocast: entered around every pass of the stage. recompute: see the module.
+    """Runs `stage` with its messages. group: its positions exchange them. scale: divisor of a loss before the backward
+    pass. autocast: entered around every pass of the stage. recompute: see the module.
     """
 
     def __init__(
@@ -89,19 +89,19 @@ class StageCompute:
         self.hold(stage, form)
 
     def hold(self, stage: Stage, form: StageForm) -> None:
-        """This stage from now on."""
+        """Set the stage and the form of its messages."""
         self.stage, self.form = stage, form
         self.device = next(stage.parameters()).device
 
     def run_forward(
         self, task: Task, tokens: Tensor | None, wire: Tensor | None, source: int | None = None, goes: Goes = "on"
     ) -> tuple[OpenPass, Tensor | None]:
-        """The pass, and the bytes that are to be sent; None where it ends in the loss.
+        """Run a forward pass; returns it with the bytes to send, None if it ends in the loss.
 
-        tokens: (B, T+1), the text, where this worker has it. wire: what came from position `source` (None: from this
-        worker itself); None where the stream begins here. Both: the stream has come home to its text.
+        tokens: (B, T+1), the text, if this worker has it. wire: input from position `source` (None: this worker
+        itself); None if the stream begins here. With both, the stream has returned to the origin for its loss.
 
-        Refused, naming `source`, where that cannot be a payload. WorkerFailed where this stage's own is not finite.
+        Refused, naming `source`, if it is no valid payload. WorkerFailed if this stage's own output is not finite.
         """
         done = self._begin_pass(self.form, tokens, wire, goes)
         if source is not None and done.leaf is not None:
@@ -122,9 +122,9 @@ class StageCompute:
     def run_backward(
         self, task: Task, done: OpenPass, wire: Tensor | None, source: int | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Add to the gradients of the stage. wire: what came from position `source`, as in `run_forward`; None where
-        `done` ends in the loss. Returns the loss, and the bytes for who sent what `done` began with, None where nobody
-        did. Refused and WorkerFailed as there.
+        """Add to the stage's gradients. wire: the output's gradient from position `source`; None if `done` ends in the
+        loss. Returns the loss, and the bytes for the sender of the input, None if there is none. Refused and
+        WorkerFailed as in `run_forward`.
         """
         gradient, loss = None, done.loss
         if wire is not None:
@@ -142,13 +142,13 @@ class StageCompute:
 
     @torch.no_grad()
     def run_alone(self, form: StageForm, tokens: Tensor | None, wire: Tensor | None, goes: Goes) -> Tensor:
-        """The loss (), or the bytes that are to be sent, of messages of `form`. See `run_forward`."""
+        """Run a forward pass without gradients on messages of `form`; returns the loss (), or the bytes to send."""
         done = self._begin_pass(form, tokens, wire, goes)
         out, side = self._through(done)
         return out if goes == "loss" else form.pack(out, side, done.tokens if goes == "on" else None)
 
     def charge(self, share: float) -> None:
-        """Have the simulated clock take so much of an inner step."""
+        """Advance the simulated clock by a fraction of an inner step's compute time."""
         transport = self.group.transport
         transport.compute(share * transport.step_seconds)
 
@@ -174,7 +174,7 @@ class StageCompute:
         return OpenPass(payload, side, tokens, goes, is_home)
 
     def _through(self, done: OpenPass) -> tuple[Tensor, Tensor | None]:
-        """The payload that leaves and what goes beside it, or the loss."""
+        """The output payload and its side data, or the loss."""
         boundary, tokens, ends = self.form.boundary, done.tokens, done.goes == "loss"
         x = tokens[:, :-1] if done.leaf is None else boundary.decode(done.leaf, done.side, tokens)
         targets = self.form.targets(tokens) if ends else None
@@ -183,7 +183,7 @@ class StageCompute:
         return (out, None) if ends else boundary.encode(out, tokens)
 
     def _again(self, done: OpenPass) -> Tensor:
-        """What left, or the loss, this time with a graph, and without its numbers."""
+        """Recompute the output or the loss, now with a graph, and free the values of the output."""
         assert done.random is not None
         with _drawing(*done.random, self.device):
             out, _ = self._through(done)
@@ -192,13 +192,13 @@ class StageCompute:
 
 
 def give_up_numbers(out: Tensor) -> None:
-    """Free what a pass has sent: its backward pass begins at its shape. What autograd has kept of it stays."""
+    """Free the values of a sent payload: its backward pass needs only its shape. Tensors that autograd saved stay."""
     out.data = out.data.new_zeros(()).expand(out.shape)
 
 
 @contextmanager
 def _drawing(random: Tensor, on_device: Tensor | None, device: torch.device) -> Iterator[None]:
-    """What draws at random draws what it drew in the first pass, and then goes on as if it had not."""
+    """Context: the random generators repeat the draws of the first pass, and are restored afterwards."""
     with torch.random.fork_rng(devices=[] if on_device is None else [device]):
         torch.set_rng_state(random)
         if on_device is not None:
@@ -209,8 +209,8 @@ def _drawing(random: Tensor, on_device: Tensor | None, device: torch.device) -> 
 def task_shares(
     pieces: Sequence[Piece], costs: PieceCosts, microbatches: int, replicas: int, *, recompute: bool
 ) -> TaskSeconds:
-    """The share of an inner step's computation in each task of each position: a backward pass costs two forward ones,
-    and one more where that is run again; the loss comes with its gradient.
+    """The fraction of an inner step's computation in each task of each position: a backward pass costs two forward
+    ones, and one more if it recomputes; the loss is included in its gradient's task.
     """
     whole = 3 * costs.total * microbatches
     forward = [sum(costs.blocks[number] for number in piece.blocks) / whole for piece in pieces]
@@ -221,8 +221,8 @@ def task_shares(
 
 @dataclass(frozen=True, slots=True)
 class StageShares:
-    """The share of an inner step's computation in an asynchronous stage's tasks: a forward pass, the backward pass with
-    the forward where that is run again, and where the loss is, both at once.
+    """The fractions of an inner step's computation in an asynchronous stage's tasks: the forward pass, the backward
+    pass (with a recomputed forward), and both at once at the last stage.
     """
 
     forward: float
@@ -231,7 +231,7 @@ class StageShares:
 
 
 def stage_shares(piece: Piece, costs: PieceCosts, microbatches: int, *, recompute: bool) -> StageShares:
-    """Of a stage; see `task_shares`."""
+    """The shares of an asynchronous stage; see `task_shares`."""
     whole = 3 * costs.total * microbatches
     forward = sum(costs.blocks[number] for number in piece.blocks) / whole
     return StageShares(forward, (3 if recompute else 2) * forward, 3 * forward + 3 * costs.head / whole)

@@ -1,13 +1,12 @@
-"""Judging weights that lie in stages: the forward pass alone, along a replica's own stages.
+"""Evaluation of weights that are cut into stages, by forward passes along a replica's own stages; and gathering the
+model.
 
-    stage 0     batches -> stream -> ...     the loss where training computes it
-    all         the sum of the losses over rows, told to every stage of the replica
+    stage 0     batches -> stream -> ...     the loss at the stage that computes it in training
+    all         the sum of the losses over rows, sent to every stage of the replica
 
-Messages go on the channel "eval", numbered over the run, so they meet none of training's, nor those of a judgement that
-a loss has broken off. Every stage awaits each other one's sum from the beginning, so it hears of any loss at once, and
-not when its neighbour's message is overdue.
-
-One model out of its stages.
+Messages go on the channel "eval", numbered over the run, so they cannot be confused with training's, nor with those of
+an evaluation that a loss has aborted. Every stage awaits each other one's sum from the beginning, so it learns of any
+loss at once, and not at a neighbour's deadline.
 """
 
 from __future__ import annotations
@@ -35,10 +34,10 @@ _COUNT, _SIZES, _SUM = range(3)  # phases
 
 @torch.no_grad()
 def mean_loss(compute: StageCompute, group: Group, batches: Iterable[Tensor], *, home: bool = False) -> float:
-    """Mean loss in nats over the rows of `batches` (b, T+1), which stage 0 alone has; the same at all stages. NaN
-    without rows. All stages of the replica must ask together. PeerLost as soon as any of them is lost.
+    """Mean loss in nats over the rows of `batches` (b, T+1), which only stage 0 has; the same at all stages. NaN
+    without rows. All stages of the replica must call it together. PeerLost as soon as any of them is lost.
 
-    compute: of this worker's stage. group: mesh.stage, whose positions are the stages. home: the loss is computed at
+    compute: of this worker's stage. group: mesh.stage; its positions are the stages. home: the loss is computed at
     stage 0.
     """
     with compute.evaluating():
@@ -69,7 +68,7 @@ class _Judgement:
         self.group.start(_unless_lost(works, self.receives), "eval", nbytes=nbytes).wait()
 
     def _sizes(self, texts: Sequence[Tensor]) -> list[int]:
-        """Rows of each batch, as stage 0 tells them."""
+        """Numbers of rows of the batches, sent by stage 0."""
         if self.group.rank == 0:
             sizes = torch.tensor([len(text) for text in texts], dtype=torch.int64, device="cpu")
             self.sends += self._send_to_all(torch.tensor([len(texts)], dtype=torch.int64, device="cpu"), _COUNT)
@@ -83,7 +82,7 @@ class _Judgement:
         return sizes.tolist()
 
     def _through(self, texts: Sequence[Tensor], sizes: Sequence[int]) -> tuple[float, int]:
-        """The sum of losses over rows that this stage computed, and how many rows."""
+        """The sum of losses over rows that this stage computed, and the number of rows."""
         group, last = self.group, self.group.size - 1
         lag = group.size if self.home and last else 0  # the stream comes home while later batches leave
         total, rows = 0.0, 0
@@ -98,7 +97,7 @@ class _Judgement:
         return total, rows
 
     def _forward(self, task: Task, texts: Sequence[Tensor], rows: int) -> float | None:
-        """This stage's part of a batch; the loss where it is computed here."""
+        """This stage's part of a batch; returns the loss if it is computed here."""
         here, is_last, form = self.group.rank, task.hop == self.group.size - 1, self._form(rows)
         text = None if here else texts[task.microbatch]
         wire = self._receive(task, here - 1, form) if here else None
@@ -131,7 +130,7 @@ class _Judgement:
 
 
 def _unless_lost(works: Sequence[Work], receives: Mapping[int, Work]) -> Steps[None]:
-    """Until all of `works` are done; what any of `receives` has failed with is raised before."""
+    """Wait until all of `works` are done; raises the error of any of `receives` before."""
     while True:
         for work in (*works, *receives.values()):
             if work.error is not None:
@@ -147,7 +146,7 @@ def _unless_lost(works: Sequence[Work], receives: Mapping[int, Work]) -> Steps[N
 @torch.no_grad()
 def assembled(stage: Stage, group: Group, whole: nn.Module, pieces: Sequence[Piece]) -> nn.Module | None:
     """`whole` with the weights of all stages of `group` (mesh.stage) at stage 0; None at the others, which send theirs.
-    All must ask together. pieces: of every stage. Bytes sent: those of a stage's state, once.
+    All must call it together. pieces: of every stage. Bytes sent: those of a stage's state, once.
     """
     if group.rank:
         tensors = list(stage.state_dict().values())

@@ -1,14 +1,13 @@
-"""One worker's share of a pipelined step, whatever the routes are.
+"""One worker's share of a pipelined step, for any routes.
 
-    F   tokens, or the payload that has come -> decode -> stage -> encode -> the next visit
-    L   the stream come home -> loss and its gradient -> back to the last visit            loss at the origin only
-    B   gradient of what F sent -> backward through the stage -> gradient of what F got -> the visit before
+    F   tokens, or the received payload -> decode -> stage -> encode -> the next visit
+    L   the returned stream -> loss and its gradient -> back to the last visit            loss at the origin only
+    B   gradient of F's output -> backward through the stage -> gradient of F's input -> the visit before
 
 Guarantee. With `order = "plan"` the gradients are the same bits on any network and any backend: tasks run in the order
-of one list that all workers compute from the routes alone. A peer that is lost or late raises PeerLost or
-DeadlinePassed with its name out of `step`; one that sends what cannot be a payload or its gradient raises Refused with
-its name (`isles.comm.trust`). The step's gradients are then worthless and nothing else has happened.
-Between steps nothing is in flight.
+of one list that all workers compute from the routes. If a peer is lost or late, `step` raises PeerLost or
+DeadlinePassed with its name; if it sends an invalid payload or gradient, Refused with its name (`isles.comm.trust`).
+The step's gradients are then invalid, and nothing else has changed. Between steps nothing is in flight.
 """
 
 from __future__ import annotations
@@ -39,15 +38,15 @@ Announce = Callable[[Sequence[Task]], None]
 class Ways:
     """How a step runs.
 
-    room:      forwards that each position holds at most; positions without a number: as many as there are.
-    order:     "plan"; or what has come, which is not the same bits on a real network: "arrival", backwards and losses
-               first; "first come", whatever it is.
-    recompute: keep a stage's input alone from forward to backward, and run its forward pass again.
-    shares:    the share of an inner step's computation in each kind of task, by position; None: nothing is charged.
-    rest:      what is charged beside, after a task has sent what it made.
-    tasks:     the lists of order "plan", by position; None: `orders` makes them of the routes.
-    gains:     where some microbatches leave a worker out: what its gradient is multiplied with after the last task, by
-               position. Then all backward passes are quiet, and a worker that nobody visits gets a gradient of zeros.
+    room:      the most forwards that each position holds; positions without an entry: no limit.
+    order:     "plan"; or by arrival, which is not the same bits on a real network: "arrival", backwards and losses
+               first; "first come", in order of arrival.
+    recompute: save only a stage's input from forward to backward, and run its forward pass again.
+    shares:    fraction of an inner step's computation in each kind of task, by position; None: no time is charged.
+    rest:      fraction charged in addition, after a task has sent its output.
+    tasks:     the lists of order "plan", by position; None: `orders` computes them from the routes.
+    gains:     if some microbatches skip a worker: factor of its gradient after the last task, by position. Then all
+               backward passes are quiet, and a worker that no microbatch visits gets a gradient of zeros.
     """
 
     room: Mapping[int, int] = field(default_factory=dict)
@@ -62,9 +61,9 @@ class Ways:
 class Executor:
     """Runs this worker's tasks of each step through `stage`.
 
-    group: mesh.pipeline, whose positions the routes name. microbatches: of one replica's batch, which the loss is a
-    mean over. quiet: entered around every backward pass but the step's last (`optimizer.no_sync`). autocast: entered
-    around every forward pass. announce: called with a worker's tasks of each step, where their order is known before.
+    group: mesh.pipeline; routes name its positions. microbatches: of one replica's batch, over which the loss is a
+    mean. quiet: entered around every backward pass but the step's last (`optimizer.no_sync`). autocast: entered around
+    every forward pass. announce: called with a worker's tasks of each step, if their order is known in advance.
     """
 
     def __init__(
@@ -85,16 +84,16 @@ class Executor:
         self.stage, self.group, self.router, self.form = stage, group, router, form
         self.ways, self.quiet = ways, quiet
         self.most_held = 0
-        """Forwards held at once at the most, in all steps so far."""
+        """The most forwards held at once, in all steps so far."""
         self.played: list[Span] = []
-        """The last step's tasks at this worker, without their waits, in seconds of its clock."""
+        """The last step's tasks at this worker, without waits, in seconds of its clock."""
 
     def step(self, number: int, tokens: Mapping[int, Tensor]) -> dict[int, Tensor]:
-        """Forward and backward of inner step `number`, counted from 1: `.grad` of the stage becomes the mean over
-        `microbatches` of what came by. tokens: (B, T+1) int64 of each microbatch whose origin this worker is, by its
-        number in the step. Returns the mean loss of each microbatch that came by, nats.
+        """Run forward and backward of inner step `number`, counted from 1: `.grad` of the stage becomes the mean over
+        the `microbatches` that visit it. tokens: (B, T+1) int64 of each microbatch whose origin this worker is, by its
+        number in the step. Returns the mean loss of each visiting microbatch, in nats.
 
-        PeerLost or DeadlinePassed, naming the peer, where one does not do its share.
+        PeerLost or DeadlinePassed, naming the peer, if one does not do its share.
         """
         routes = tuple(self.router(number))
         listed = _orders(routes, tuple(sorted(self.ways.room.items()))) if self.ways.tasks is None else self.ways.tasks
@@ -111,9 +110,9 @@ class Executor:
         self._tokens = dict(tokens)
         self._held: dict[tuple[int, int], OpenPass] = {}
         self._local: dict[Task, Tensor] = {}
-        """Messages of this worker to itself."""
+        """Messages from this worker to itself."""
         self._since = {Task("F", route.microbatch, 0): 0.0 for route in routes if route.after is None}
-        """When what this worker begins with by itself was there."""
+        """By task: when the input was ready that needs no message."""
         self._sends: list[Work] = []
         self._losses: dict[int, Tensor] = {}
         self.played = []
@@ -128,7 +127,7 @@ class Executor:
             torch._foreach_mul_([own.grad for own in trained if own.grad is not None], gain)
 
     def _run(self, tasks: Sequence[Task]) -> None:
-        """Do `tasks`, then wait until what they sent is gone."""
+        """Do `tasks`, then wait until all their messages are sent."""
         if self.ways.order == "plan":
             self.announce(tasks)
         backwards, now = sum(task.kind != "F" for task in tasks), self.group.transport.now
@@ -156,7 +155,7 @@ class Executor:
         return arrived(tasks, self._inbox, self._since, lambda: limit is None or len(self._held) < limit, rank, ahead)
 
     def _ended(self, task: Task) -> None:
-        """Note what this worker can begin with now, by itself, and rest."""
+        """Record when this worker can start its next task without a message, and charge `rest`."""
         now, route = self.group.transport.now(), self._routes[task.microbatch]
         if self.ways.rest is not None:
             self.compute.charge(self.ways.rest(task))

@@ -1,7 +1,7 @@
 """A plan of partial, reordered paths as routes and ways of the executor (SkipPipe, arXiv 2502.19913).
 
-Node v of a plan is rank v of the run, wherever that stands in the pipeline's group. The order of tasks is that of the
-plan's replay, so a step on the virtual clock takes what the plan says, where messages take what it says.
+Node v of a plan is rank v of the run, at any position in the pipeline's group. The order of tasks is that of the plan's
+replay, so a step on the virtual clock takes the planned time if messages do.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from isles.pipeline.routers import StepRoutes, always
 def planned_routes(
     plan: PipelinePlan, ranks: Sequence[int], config: PipelineConfig, order: Literal["plan", "arrival"]
 ) -> tuple[StepRoutes, Ways]:
-    """How steps of `plan` run in a pipeline's group of `ranks`, in its order: its routes in positions, and ways for
-    steps whose gradients are averaged over the nodes of a stage afterwards. A clock is charged with the plan's seconds,
-    as multiples of its `step_seconds`.
+    """The routes of `plan` in positions of a pipeline's group of `ranks`, and the ways of its steps; gradients are
+    averaged over the nodes of a stage afterwards. The clock is charged with the plan's seconds, as multiples of its
+    `step_seconds`.
     """
     problem = plan.problem
     seconds, tasks = problem.seconds, None
@@ -52,13 +52,13 @@ def planned_routes(
 def gains_of(
     stages: Sequence[Sequence[int]], routes: Sequence[Route], gradients: Literal["global", "visits"]
 ) -> list[float]:
-    """By stage: what the gradient that a node of it has of the mean loss over all microbatches is multiplied with, so
-    that the mean over the stage's nodes is
+    """By stage: the factor of a node's gradient of the mean loss over all microbatches, so that the mean over the
+    stage's nodes is
 
         global    sum over the microbatches that visit the stage / all microbatches: the gradient of the mean loss
         visits    sum over the microbatches that visit the stage / their number
 
-    A stage that nobody visits has no gradient either way.
+    A stage that no microbatch visits has no gradient either way.
     """
     visits = visited(routes)
     gains = []

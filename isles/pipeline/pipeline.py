@@ -7,16 +7,17 @@
     loss = pipeline.step(batch)                                         # instead of model(batch).loss.backward()
     optimizer.step()
 
-Stage 0 of each replica has the text; the others give None for it. `model` may be on the meta device at workers that
-load weights afterwards; else it is the same model everywhere.
+Stage 0 of each replica has the text; the others pass None. `model` may be on the meta device at workers that load
+weights afterwards; otherwise it must be the same model everywhere.
 
-When the subspace of a run is turned (`isles.pipeline.boundaries.scheme`): all stages of all replicas at the same
-step, by a sum over all of their last stages.
+Rotation of a run's subspace (`isles.pipeline.boundaries.scheme`): all stages of all replicas at the same step, by a sum
+over all of their last stages.
 
     last stages     M summed over the workers inside the stage and over the replicas, in rank order -> U, the same bits
     their replicas  U from the last stage to the others
 
-Every `every` steps; all replicas wait for each other then. What an outer method holds are coordinates: they turn along.
+It happens every `every` steps, when all replicas wait for each other. An outer method's vectors are in coordinates, so
+they rotate along.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ from isles.pipeline.wire import StageForm
 
 
 class BasisTurns:
-    """Of one worker. every: steps; 0: never. rate: see `turned`."""
+    """One worker's rotations of the subspace. every: steps; 0: never. rate: see `turned`."""
 
     def __init__(self, scheme: Scheme, stage: Stage, world: Mesh, *, every: int, rate: float) -> None:
         self.scheme = scheme if isinstance(scheme, Inside) and every else None
@@ -73,7 +74,7 @@ class BasisTurns:
         scheme.rotate(self.stage, basis)
 
     def state_dict(self) -> dict[str, Any] | None:
-        """None where nothing turns."""
+        """None if there are no rotations."""
         if self.scheme is None or self.scheme.drift is None:
             return None
         return {"basis": self.scheme.basis, "drift": self.scheme.drift.total}
@@ -99,8 +100,8 @@ class Cut:
         return tuple(piece.blocks.start for piece in self.pieces[1:])
 
     def scheme(self, config: PipelineConfig, *, vocab: int | None, seed: int) -> Scheme:
-        """What crosses between the pieces, for one worker. vocab: token ids; seed: of what is drawn. ValueError where
-        the stream has no such boundary.
+        """The boundary scheme for one worker. vocab: token ids; seed: of drawn values. ValueError if the stream has no
+        such boundary.
         """
         name = boundary_name(config.boundary.kind)
         if name.kind == "subspace" and vocab is None:
@@ -137,9 +138,9 @@ def cut_of(
     loss_at: Literal["auto", "last", "origin"] = "auto",
     key: str = "pipeline.cut",
 ) -> Cut:
-    """Where `model` (numbers are not needed) is cut. costs: of its blocks, where they are known better than by their
-    parameters. key: of the settings, that says `cut`. ValueError: it does not come in pieces, has fewer blocks than
-    stages, or its embedding is its head while the loss is asked for at the last stage.
+    """Where to cut `model` (which needs no values). costs: of its blocks, if better known than by their parameters.
+    key: of the setting `cut`, for messages. ValueError if the model has no blocks, fewer blocks than stages, or its
+    embedding is also its head while the loss is to be computed at the last stage.
     """
     tied = is_tied(model)
     if tied and loss_at == "last":
@@ -155,16 +156,16 @@ def cut_of(
 
 
 class Pipeline:
-    """One worker's stage of a model, and its share of every step.
+    """One worker's stage of a model, and its part of every step.
 
-    model: the whole, of which this worker's stage is taken; or a stage that `scheme` was fitted to, with the `cut` that
-    it comes from. batch_size: sequences of a replica's batch, of `context` targets each. columns: of a row of integers,
-    how many, its last, go along with the stream (None: all of a sequence, context + 1). vocab: token ids (None: not
-    known, so they travel in 4 bytes each). config: the settings of [pipeline]; `stages` is the mesh's. plan: the paths
-    of routing = "skippipe", over a layout of `Layout.columns(plan.problem.stages)`; gradients are to be averaged over
-    `world.outer` afterwards. quiet: `lambda: optimizer.no_sync()` where workers inside a stage share its gradients.
-    autocast: entered around forward passes. announce: told the order of each step's tasks beforehand. seed: of random
-    routes, and of what the boundaries draw.
+    model: the whole model, of which this worker's stage is taken; or a stage that `scheme` was fitted to, with its
+    `cut`. batch_size: sequences of a replica's batch, of `context` targets each. columns: number of last columns of a
+    row of integers that travel with the stream (None: the whole sequence, context + 1). vocab: number of token ids
+    (None: unknown, so they travel in 4 bytes each). config: the settings of [pipeline]; `stages` is the mesh's. plan:
+    the paths of routing = "skippipe", over a layout of `Layout.columns(plan.problem.stages)`; average the gradients
+    over `world.outer` afterwards. quiet: `lambda: optimizer.no_sync()` if workers inside a stage share its gradients.
+    autocast: entered around forward passes. announce: called with the order of each step's tasks in advance. seed: of
+    random routes, and of values that the boundaries draw.
 
     ValueError for a model that cannot be cut, or a batch that does not divide.
     """
@@ -230,12 +231,12 @@ class Pipeline:
         )
 
     def step(self, batch: Tensor | None, number: int | None = None) -> Tensor | None:
-        """Forward and backward of one inner step, on all workers of all replicas together: `.grad` of the stage is that
-        of the mean loss over a replica's batch. batch: (batch_size, context + 1) int64 where this worker reads. number:
-        of the step, from 1; None: one more than the last. Returns the mean loss of what came by, nats; None where
-        nothing did.
+        """Run forward and backward of one inner step, on all workers of all replicas together: `.grad` of the stage
+        becomes that of the mean loss over a replica's batch. batch: (batch_size, context + 1) int64 if this worker
+        reads. number: of the step, from 1; None: one more than the last. Returns the mean loss of the microbatches that
+        visit this worker, in nats; None if none did.
 
-        PeerLost or DeadlinePassed, naming the peer, where one does not do its share.
+        PeerLost or DeadlinePassed, naming the peer, if one does not do its share.
         """
         self._steps = self._steps + 1 if number is None else number
         self.turns.before(self._steps)
@@ -246,31 +247,26 @@ class Pipeline:
         return torch.stack([losses[microbatch] for microbatch in sorted(losses)]).mean() if losses else None
 
     def judge(self, batches: Iterable[Tensor]) -> float:
-        """Mean loss in nats over the rows of `batches` (b, context + 1), which stage 0 gives; the same at all stages.
-        All stages of the replica must ask together.
+        """Mean loss in nats over the rows of `batches` (b, context + 1), which stage 0 passes; the same at all stages.
+        All stages of the replica must call it together.
         """
         return mean_loss(self.executor.compute, self.world.stage, batches, home=self.cut.home)
 
     def assembled(self, whole: nn.Module) -> nn.Module | None:
         """`whole` filled with the weights of all stages, at stage 0; None at the others, where `whole` may be on the
-        meta device. All stages of the replica must ask together.
+        meta device. All stages of the replica must call it together.
         """
         self.scheme.fit(whole)
         filled = assembled(self.stage, self.world.stage, whole, self.cut.pieces)
         return None if filled is None else self.scheme.unsplit(filled)
 
 
-def own_boundary(config: PipelineConfig, width: int) -> Boundary:
-    """The boundary of one's own that `config` names. ValueError where it cannot be made, fails on a small stream, or
-    makes what it does not say.
-    """
-    name = config.boundary.kind
-    try:
-        boundary = make("boundary", name, config.options_of("boundary"), width)
-    except ValueError as error:
-        raise ValueError(f"pipeline.{error}") from error
-    x_BTD = torch.zeros(1, 2, width, dtype=torch.float32, device="cpu")
-    tokens = torch.zeros(1, 3, dtype=torch.int64, device="cpu")
+def refuse_misfit(name: str, boundary: Boundary, width: int) -> None:
+    """ValueError if a user's own boundary fails on a small stream, or its output has not the declared sizes."""
+    x_BTD, tokens = (
+        torch.zeros(1, 2, width, dtype=torch.float32, device="cpu"),
+        torch.zeros(1, 3, dtype=torch.int64, device="cpu"),
+    )
     try:
         payload, side = boundary.encode(x_BTD, tokens)
         made = tuple(payload.shape), 0 if side is None else side.numel()
@@ -286,7 +282,7 @@ def own_boundary(config: PipelineConfig, width: int) -> Boundary:
 def form_of(
     stage: Stage, scheme: Scheme, config: PipelineConfig, *, batch_size: int, context: int, vocab: int | None
 ) -> StageForm:
-    """The messages about a microbatch, of which `batch_size` sequences make so many; see `Pipeline`. stage: fitted."""
+    """The form of messages about a microbatch, for a batch of `batch_size` sequences; see `Pipeline`. stage: fitted."""
     return StageForm(
         sequences=batch_size // config.microbatches,
         length=context,
@@ -309,7 +305,7 @@ def ways_of(config: PipelineConfig, cut: Cut, replicas: int) -> Ways:
 
 
 def router_of(config: PipelineConfig, replicas: int, *, home: bool, seed: int) -> StepRoutes:
-    """Which way the microbatches go. seed: of random routes. ValueError as `isles.base.parts.make`."""
+    """The router of the microbatches. seed: of random routes. ValueError as `isles.base.part_maker.make`."""
     if names_code("router", config.routing):
         grid = PipelineGrid(replicas, config.stages, config.microbatches, home, seed)
         return own_routes(make("router", config.routing, config.options_of("router")), grid, config.routing)

@@ -1,13 +1,13 @@
-"""Stages that are lost with all of their workers, made anew out of what is left (CheckFree, arXiv 2506.15461).
+"""Recovery of stages that have lost all of their workers, from the remaining ones (CheckFree, arXiv 2506.15461).
 
     checkfree    W_s <- (w_{s-1} W_{s-1} + w_{s+1} W_{s+1}) / (w_{s-1} + w_{s+1}),   w: norm of a stage's last gradient
-    checkfree+   the same; half of the microbatches see the ends exchanged, so the second stage can stand in for the
-                 first one behind the origin, and the last but one for the last: those are copies
-    average      both neighbours alike       copy   the stage before       random   drawn anew
+    checkfree+   the same; half of the microbatches visit the ends in exchanged order, so stage 2 can replace stage 1,
+                 and the last but one the last: a lost one is their copy
+    average      both neighbours equally    copy   the stage before    random   new random weights
     checkpoint   all stages as they were some steps ago
 
-A stage that was made anew begins with empty moments and a rate 1.1 times as high. Stage 0 is never lost: it has the
-text, what makes the stream, and, as the loss is computed there, what ends it.
+A recovered stage starts with empty moments and a learning rate that is 1.1 times as high. Stage 0 is never lost: it has
+the text and the embedding, and, as the loss is computed there, the head.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ _NORM_BYTES = 8
 
 
 def lost_stages(step: int, stages: int, chance: float, seed: int) -> list[int]:
-    """Those that are lost after inner step `step`, each with `chance`; the same at every worker."""
+    """The stages that are lost after inner step `step`, each with probability `chance`; the same at every worker."""
     return [stage for stage in range(1, stages) if uniform(seed, 0x10C4EC, step, stage) < chance]
 
 
 def sources(kind: str, stage: int, stages: int) -> tuple[int, ...]:
-    """The stages whose weights a lost one is made of: two are averaged, one is copied; none for what needs none."""
+    """The stages that a lost one is recovered from: two are averaged, one is copied; none if it needs none."""
     if kind in ("random", "checkpoint"):
         return ()
     last = stage == stages - 1
@@ -50,7 +50,7 @@ def sources(kind: str, stage: int, stages: int) -> tuple[int, ...]:
 
 
 def refuse_neighbours(step: int, lost: Sequence[int], kind: str, stages: int) -> None:
-    """ValueError where a stage would be made of another one that is lost too."""
+    """ValueError if a stage would be recovered from another lost one."""
     for stage in lost:
         also_lost = [other for other in sources(kind, stage, stages) if other in lost]
         if also_lost:
@@ -63,7 +63,7 @@ def refuse_neighbours(step: int, lost: Sequence[int], kind: str, stages: int) ->
 
 
 def refuse_unequal(blocks: Sequence[int], setting: str) -> None:
-    """ValueError, naming the setting, where stages of so many blocks are not alike."""
+    """ValueError, naming the setting, if the stages' numbers of blocks differ."""
     if len(set(blocks)) > 1:
         raise ValueError(
             f"{setting}: stages of {', '.join(map(str, blocks))} blocks cannot stand in for each other; choose "
@@ -72,7 +72,7 @@ def refuse_unequal(blocks: Sequence[int], setting: str) -> None:
 
 
 def block_parameters(stage: Stage) -> dict[str, Tensor]:
-    """Of the blocks, in their order: what neighbours have too. By their names in the whole model."""
+    """The parameters of the blocks in their order, which neighbours have too, by their names in the whole model."""
     names = {id(parameter): name for name, parameter in stage.named_parameters()}
     return {names[id(parameter)]: parameter for block in stage.blocks for parameter in block.parameters()}
 
@@ -84,17 +84,17 @@ def gradient_norm(stage: Stage) -> float:
 
 
 def merged(before: Tensor, before_norm: float, after: Tensor, after_norm: float) -> Tensor:
-    """CheckFree's mean of two neighbours: with equal norms the plain one, with one norm of 0 a copy of the other."""
+    """CheckFree's mean of two neighbours; with equal norms the plain mean, with one norm of 0 a copy of the other."""
     total = before_norm + after_norm
     share = after_norm / total if total > 0 else 0.5
     return before * (1 - share) + after * share
 
 
 class Recovery:
-    """One worker's part in mending lost stages. seed: of which are lost. drawn: weights of this stage, drawn anew from
-    a seed.
+    """One worker's part in the recovery of lost stages. seed: determines which are lost. drawn: returns new random
+    weights of this stage for a seed.
 
-    ValueError where stages differ in their blocks, so that none can stand in for another.
+    ValueError if the stages' blocks differ, so that none can replace another.
     """
 
     def __init__(
@@ -115,8 +115,8 @@ class Recovery:
         self.snapshot: dict[str, Any] | None = None
 
     def after_step(self, step: int, inner: Optimizer) -> tuple[list[int], float]:
-        """Called when inner step `step` is done and its gradients are still there. The stages that were lost, and what
-        this worker's learning rate is multiplied with.
+        """Called after inner step `step`, before its gradients are cleared. Returns the lost stages, and the factor of
+        this worker's learning rate.
         """
         self.norm = gradient_norm(self.stage)
         settings, here = self.settings, self.world.coordinate.stage
@@ -144,7 +144,7 @@ class Recovery:
         return list(block_parameters(self.stage).values())
 
     def _holders(self, stage: int) -> list[int]:
-        """The ranks that hold `stage`, at this worker's place inside a stage."""
+        """The ranks of `stage` at this worker's coordinate inside a stage."""
         inner = self.world.coordinate.inner
         coordinates = [(coordinate, rank) for rank, coordinate in enumerate(self.world.layout.coordinates)]
         return [
@@ -152,7 +152,7 @@ class Recovery:
         ]
 
     def _pairs(self, source: int, lost: int) -> list[tuple[int, int]]:
-        """(who sends, who is mended) for every worker of the lost stage: the one in the same column where there is."""
+        """(source, receiver) for every worker of the lost stage: in the same column if there is a source there."""
         donors = self._holders(source)
         return [(donors[number % len(donors)], taker) for number, taker in enumerate(self._holders(lost))]
 

@@ -1,6 +1,6 @@
-"""Which way each microbatch goes.
+"""The routes of microbatches through the workers.
 
-Routes of a step are a function of the step, counted from 1, the same at every worker that asks. Positions are those of
+Routes of a step are a function of the step, counted from 1, equal at all workers. Positions are those of
 `mesh.pipeline`: replica x stages + stage.
 
     [pipeline]
@@ -21,10 +21,10 @@ StepRoutes = Callable[[int], Sequence[Route]]
 
 
 class PipelineGrid(NamedTuple):
-    """What a router leads microbatches through.
+    """The workers and microbatches that a router plans for.
 
-    replicas, stages: of the run. microbatches: of each replica in a step, so that there are replicas x microbatches.
-    home: the loss is computed where the text is, so every route leads back. seed: of the run.
+    replicas, stages: of the run. microbatches: per replica and step, so there are replicas x microbatches. home: the
+    loss is computed at stage 0, so every route leads back. seed: of the run.
     """
 
     replicas: int
@@ -56,7 +56,7 @@ class Router(ABC):
 
 
 def own_routes(router: Router, grid: PipelineGrid, name: str) -> StepRoutes:
-    """Those of a router of one's own. ValueError, from the step on that breaks the rules of `Router.routes`."""
+    """The routes of a user's own router. ValueError at the step that breaks the rules of `Router.routes`."""
     stages, replicas, each = list(range(grid.stages)), grid.replicas, grid.microbatches
 
     def routes_of(step: int) -> Sequence[Route]:
@@ -80,20 +80,20 @@ def own_routes(router: Router, grid: PipelineGrid, name: str) -> StepRoutes:
 
 
 def always(routes: Iterable[Route]) -> StepRoutes:
-    """These in every step, such as those of `isles.network.routing.events.fixed_routes`."""
+    """The same routes in every step, such as those of `isles.network.routing.events.fixed_routes`."""
     made = tuple(routes)
     return lambda step: made
 
 
 def exchanged_routes(replicas: int, stages: int, microbatches: int) -> list[Route]:
-    """As `fixed_routes`, with the loss at the origin; half of the microbatches see the ends behind the origin exchanged
-    (CheckFree+, arXiv 2506.15461).
+    """As `fixed_routes`, with the loss at the origin; half of the microbatches visit stages 1 and 2, and the last two
+    stages, in exchanged order (CheckFree+, arXiv 2506.15461).
 
         even microbatches   0 1 2 3 4 5
         odd ones            0 2 1 3 5 4
 
-    So the second stage learns to do what the first one behind the origin does, and the last but one what the last does.
-    Of three stages behind the origin the middle one is in both pairs: they are exchanged in turn.
+    So stage 2 also learns the function of stage 1, and the last but one that of the last. Of three stages after the
+    origin the middle one is in both pairs: they are exchanged alternately.
     """
     return [
         Route(route.microbatch, _exchanged(route.visits, route.microbatch // replicas), True)

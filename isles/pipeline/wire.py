@@ -1,18 +1,17 @@
-"""What one message between stages holds, how long it is, and its address.
+"""The content, length and address of a message between stages, and how a worker waits for messages.
 
     F, L    [payload | side | ids]     ids: the microbatch's tokens (B, T+1), or the last columns of other rows of
                                        integers, 1, 2 or 4 bytes each; not on the way home
     B       [gradient of the payload | loss]
 
-Payload and gradient each go through a codec of their own, straight through: the backward pass is that of the payload as
-it was before.
+Payload and gradient each have a codec of their own, straight through: the backward pass is that of the uncoded payload.
 
-A message bears the task that begins with it. Both ends know every length beforehand, so there is no header.
+A message has the address of the task that it starts. Both ends know every length in advance, so there is no header.
 
-Messages that a worker waits for in a step: receives posted ahead, and the two orders in which tasks are done.
+`StageInbox` posts a step's receives ahead. Two orders of tasks:
 
 `planned`   in the order of a list that every worker knows: the same sums on any network.
-`arrived`   whatever has come, the first by one of `ARRIVALS`.
+`arrived`   by arrival, chosen by one of `ARRIVALS`.
 """
 
 from __future__ import annotations
@@ -40,9 +39,9 @@ _IDS = ((1 << 8, torch.uint8), (1 << 15, torch.int16), (1 << 31, torch.int32))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageForm:
-    """Messages about `sequences` of `length` tokens of `vocab` ids each, whose stream is in `dtype`. codec: of what
-    `boundary` makes of the stream; gradient_codec: of its gradient. columns: of a row of integers, the last, that go
-    along; None: all of a sequence, length + 1.
+    """The form of messages about `sequences` of `length` tokens of `vocab` ids each, with a stream of `dtype`. codec:
+    of the `boundary`'s payload; gradient_codec: of its gradient. columns: number of last columns of a row of integers
+    that are sent too; None: the whole sequence, length + 1.
     """
 
     sequences: int
@@ -56,21 +55,21 @@ class StageForm:
 
     @property
     def payload_shape(self) -> tuple[int, ...]:
-        """Of what the boundary makes of the stream."""
+        """Shape of the boundary's payload."""
         return self.boundary.sizes(self.sequences, self.length)[0]
 
     @property
     def ids_shape(self) -> tuple[int, int]:
-        """Of what goes along with the stream."""
+        """Shape of the integers sent with the stream."""
         return self.sequences, self.length + 1 if self.columns is None else self.columns
 
     def targets(self, rows: Tensor) -> Tensor:
-        """Of rows of integers, whole or as they came, those that the loss is about: the last `length`."""
+        """The loss's targets, the last `length` columns of rows of integers."""
         return rows[:, -self.length :]
 
     @property
     def held_bytes(self) -> int:
-        """Of the payload where it is held."""
+        """Bytes of the payload in memory."""
         return prod(self.payload_shape) * self.dtype.itemsize
 
     @property
@@ -84,7 +83,7 @@ class StageForm:
 
     @property
     def loss_dtype(self) -> torch.dtype:
-        """In which a loss travels home: float32, or float64 where the stream is."""
+        """Format of a loss in a message: float32, or float64 for a float64 stream."""
         return torch.promote_types(self.dtype, torch.float32)
 
     @property
@@ -93,7 +92,7 @@ class StageForm:
         return next(dtype for most, dtype in _IDS if self.vocab <= most)
 
     def nbytes(self, task: Task) -> int:
-        """Bytes of the message that `task` begins with."""
+        """Bytes of the message that starts `task`."""
         if task.kind == "B":
             return self.gradient_bytes + self.loss_dtype.itemsize
         side = self.boundary.sizes(self.sequences, self.length)[1]
@@ -142,7 +141,7 @@ def phase(task: Task) -> int:
 
 
 def sender(route: Route, task: Task) -> int | None:
-    """The position whose message `task` begins with; None where it begins with what its own worker has."""
+    """The position that sends the message of `task`; None if it starts without a message."""
     here = route.worker(task)
     if task.kind == "F":
         there = route.visits[task.hop - 1] if task.hop else here
@@ -156,7 +155,7 @@ def sender(route: Route, task: Task) -> int | None:
 
 
 Rank = Callable[[Task, float], tuple[float, ...]]
-"""Of a task whose beginning was there at a moment: the lowest is done first."""
+"""Priority of a task whose input arrived at a given second: the lowest is done first."""
 
 ARRIVALS: dict[str, Rank] = {
     "arrival": lambda task, came: (task.kind == "F", came, task.microbatch, task.hop),
@@ -166,16 +165,16 @@ _LEAST, _MOST = 2, 8
 
 
 def receives_ahead(room: int | None) -> int:
-    """Receives posted before their task's turn, where so many forwards may be held (None: all): enough to hide a
-    message behind the tasks before it, and no more memory than was asked for.
+    """Number of receives posted ahead, if so many forwards may be held (None: no limit): enough to hide a message
+    behind earlier tasks, within the memory of the limit.
     """
     return _MOST if room is None else min(max(room, _LEAST), _MOST)
 
 
 @dataclass(slots=True)
 class StageInbox:
-    """The messages of one step for one worker of `group`. first: what is added to a microbatch's number in the step to
-    make it one of the run, which no two messages share.
+    """The messages of one step for one worker of `group`. first: offset of a microbatch's number in the run, so that no
+    two messages have the same address.
     """
 
     group: Group
@@ -189,7 +188,7 @@ class StageInbox:
         return self.first + task.microbatch, phase(task)
 
     def expect(self, task: Task) -> None:
-        """Take what `task` begins with from its sender, if it comes over the wire."""
+        """Post the receive for `task`, if it starts with a message from another worker."""
         source = sender(self.routes[task.microbatch], task)
         if source is None or task in self.posted:
             return
@@ -199,7 +198,7 @@ class StageInbox:
             self.posted[task] = self.group.call("pipeline", round=number).recv(source, buffer, step_phase), buffer
 
     def is_here(self, task: Task) -> bool:
-        """Whether what `task` begins with has come over the wire."""
+        """Whether the message of `task` has arrived."""
         return task in self.posted and self.posted[task][0].done()
 
     def take(self, task: Task) -> Tensor:
@@ -209,7 +208,7 @@ class StageInbox:
         return buffer
 
     def wait_for_any(self) -> None:
-        """Until something that was posted has come."""
+        """Wait until a posted receive is done."""
         works = [work for work, _ in self.posted.values() if not work.done()]
         self.group.start(any_done(works), "pipeline", nbytes=max(b.numel() for _, b in self.posted.values())).wait()
 
@@ -232,8 +231,8 @@ def arrived(
     rank: Rank,
     ahead: int,
 ) -> Iterator[Task]:
-    """`tasks` as what they begin with comes. since: the moments at which it was at this worker by itself, live;
-    has_room: one more forward may be held; ahead: forwards whose receives are posted.
+    """`tasks` in order of arrival. since: by task that needs no message, when it was ready, live; has_room: whether one
+    more forward may be held; rank: orders the ready tasks (`ARRIVALS`); ahead: number of forwards with posted receives.
     """
     left = dict.fromkeys(tasks)
     while left:
@@ -250,8 +249,8 @@ def arrived(
 
 
 def _window(left: dict[Task, None], ahead: int) -> list[Task]:
-    """The next forwards, and what comes back of all that have been: what is held must never wait for a receive that
-    nobody posted.
+    """The next forwards, and the backwards of all earlier ones: memory must never be held for a message whose receive
+    is not posted.
     """
     forwards = [task for task in left if task.kind == "F"]
     back = [task for task in left if task.kind != "F"]  # L is of the origin, hop 0

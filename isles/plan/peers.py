@@ -21,7 +21,7 @@ from isles.network.links import Topology, links
 from isles.network.routing.events import Task
 from isles.pipeline.compute import stage_shares
 from isles.pipeline.peers.agreement import agreed_bytes
-from isles.pipeline.peers.inbox import COMERS
+from isles.pipeline.peers.inbox import MAX_JOINERS
 from isles.pipeline.pipeline import Cut, form_of
 from isles.pipeline.ravnest.stage import HEADER, most_versions, room_of
 from isles.pipeline.swarm.forecast import SwarmForecast, SwarmLoad, forecast
@@ -38,7 +38,7 @@ from isles.training.optimizer import inner_bytes
 from isles.training.stage_runner import planned_cut, run_scheme
 from isles.training.swarm.step import origin_room
 
-_LEDGER_NUMBERS, _VOTE_NUMBERS = 2, len(PeerStats._fields) + COMERS
+_LEDGER_NUMBERS, _VOTE_NUMBERS = 2, len(PeerStats._fields) + MAX_JOINERS
 """Numbers that a peer sends of itself in the two agreements of a step; the first carries its ledger, too."""
 _STEPS = 5
 """Steps that are simulated behind the first."""

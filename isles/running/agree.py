@@ -1,7 +1,7 @@
-"""Before a run on several machines: they meet, and node 0 sees to it that all of them mean the same run.
+"""The start of a run on several machines: they connect, and node 0 checks that all of them have the same run.
 
-What must be the same: the version of Isles, the configuration, the command (train or resume). What must differ: --node,
-and the run directory, where each machine keeps its own workers' shards.
+These must be equal: the version of Isles, the configuration, the command (train or resume). These must differ: --node,
+and the run directory, where each machine writes its own workers' shards.
 """
 
 from __future__ import annotations
@@ -25,23 +25,22 @@ from isles.training.config.trust import referenced_names
 from isles.training.records.checkpoint import Checkpoints
 from isles.training.records.tokens import host_credentials, node_token
 
-_SHOWN = 3  # differing keys that are named
+_SHOWN = 3  # differing keys that a message names
 _Steps = Annotated[list[Annotated[Int, Field(ge=0)]], MANY] | None
 _OPEN = (
-    "what the workers send each other is neither encrypted nor checked for its sender: stay in a network of your own, "
-    "or in WireGuard (docs/two-machines.md)"
+    "messages between workers are neither encrypted nor authenticated: use a private network or WireGuard "
+    "(docs/two-machines.md)"
 )
 
 
 @contextlib.contextmanager
-def met(
+def meet_nodes(
     config: Config, node_spec: NodeSpec, out: Path, resume: int | None, notify: Callable[[str], None]
 ) -> Iterator[NodeGroup]:
-    """The machines of this run, for as long as it goes; then they part, and are told what went wrong if anything did.
+    """Context: the connected machines of this run. At the end they disconnect, with the error if there was one.
 
-    resume: None for a new run, else the step to go on from: `node_group.facts["resume"]` is then that of the newest
-    checkpoint up to it that all have.
-    notify: called with what is being waited for.
+    resume: None for a new run, else the step to resume from; `node_group.facts["resume"]` is then the newest step up to
+    it of which all machines have a checkpoint. notify: called with progress messages for the user.
     """
     if node_spec.nodes == 1:
         yield NodeGroup(spec=node_spec)
@@ -62,7 +61,7 @@ def met(
         "out": None if node_spec.shared_directory else [uuid.getnode(), str(out.resolve())],
     }
     if node_spec.shared_directory:
-        notify = lambda text: None  # noqa: E731  # torchrun starts all at once: they come before a word is read
+        notify = lambda text: None  # noqa: E731  # torchrun starts all at once: there is nothing to wait for
     node_group = _meet(node_spec, description, out, world.join_deadline, notify)
     notify(_OPEN)
     for link in node_group.links.values():
@@ -73,7 +72,7 @@ def met(
             node_group.facts.update(resume=None if resume is None else _common_step(description, others))
         yield node_group
     except KeyboardInterrupt as error:
-        together = getattr(error, "late", 0.0) is None  # all have stopped after a common step
+        together = getattr(error, "late", 0.0) is None  # an `Interrupted` after a common step is no error
         node_group.part(None if together else error)
         raise
     except BaseException as error:
@@ -108,7 +107,7 @@ def _meet(
 
 
 def _disagreement(mine: Mapping[str, Any], theirs: Mapping[str, Any], node: int) -> str:
-    """Why `node`, with its description, cannot take part in node 0's run; empty where it can."""
+    """Why `node`, with its description, cannot take part in node 0's run; empty if it can."""
     try:
         value_of(theirs, "checkpoints", _Steps)
     except Unfit:
@@ -131,7 +130,7 @@ def _disagreement(mine: Mapping[str, Any], theirs: Mapping[str, Any], node: int)
 
 
 def _differences(mine: Mapping[str, Any], theirs: Any) -> list[str]:
-    """As in "run.steps = 20 there, 10 on node 0"."""
+    """The differing keys as texts, such as "run.steps = 20 there, 10 on node 0"."""
 
     def flat(tables: Any) -> dict[str, Any]:
         sections = tables.items() if isinstance(tables, Mapping) else ()

@@ -1,6 +1,6 @@
-"""The backend `distributed`: every worker a process of this machine, or, among several machines, of its own one.
+"""The backend `distributed`: every worker is a process, on this machine or on several.
 
-Workers are forked from a server that starts early: it loads torch while the launcher does, once for all.
+Workers are forked from a server that starts early: it loads torch once for all, while the launcher loads it too.
 
 launcher       reads the settings    loads torch       starts the workers
 fork server    loads torch, the trainer, what the first optimizer step needs     forks them: ready at once
@@ -27,18 +27,18 @@ from isles.training.worker import deadlines, train_worker
 
 PRELOAD = [
     "isles.running.backends",
-    *("isles.training.clusters.node", "isles.training.swarm.trainer"),  # what workers of `kinds` come to
+    *("isles.training.clusters.node", "isles.training.swarm.trainer"),  # imported by name in `kinds`
     "isles.launch.preload",
 ]
-"""Modules that it loads, in this order."""
+"""Modules that the server loads, in this order."""
 
 
 def start_server() -> None:
-    """Begin, unless it runs already. It ends when this process does, however that ends. Returns at once."""
+    """Start the server, unless it runs already, and return at once. It ends when this process does, even by a kill."""
     multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOAD)
     resource_tracker.ensure_running()  # the server would start it, and that unblocks the signal
-    # Ctrl-C and a closed terminal reach every process of it, SIGTERM often every process of a job. The server and its
-    # children inherit the mask and never see them; the launcher alone acts on them.
+    # Ctrl-C and a closed terminal reach every process of a terminal, SIGTERM often every process of a job. The server
+    # and its children inherit the mask and never see them; only the launcher acts on them.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGHUP, signal.SIGTERM})
     try:
         forkserver.ensure_running()

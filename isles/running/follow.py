@@ -17,7 +17,7 @@ from isles.base.parsing import Port, value_of
 from isles.launch.handles import RemoteWorkers
 from isles.launch.nodes import NodeGroup, NodeSpec
 from isles.launch.workers import worker_specs
-from isles.running.agree import met
+from isles.running.agree import meet_nodes
 from isles.running.backends import start_server, train_process
 from isles.running.run import Interrupted
 from isles.training.config.sections import Config
@@ -47,7 +47,7 @@ def follow(
         if resume is None:
             (out / METRICS).unlink()
         with (
-            met(config, node_spec, out, resume, on_notice) as node_group,
+            meet_nodes(config, node_spec, out, resume, on_notice) as node_group,
             settled(config, out) as config,
         ):
             try:
@@ -61,7 +61,7 @@ def follow(
 
 
 def _work(config: Config, out: Path, on_metrics: Callable[[dict[str, Any]], None], node_group: NodeGroup) -> list[Any]:
-    """Results of this machine's workers, but for those that have left."""
+    """The results of this machine's workers, without those that have left."""
     left_ranks = set[int]()
 
     def take(event: Any) -> None:

@@ -1,17 +1,17 @@
-"""From a configuration to a run directory: start the workers, write their metrics live, put the summary together.
+"""From a configuration to a run directory: start the workers, write their metrics live, and write the summary.
 
 RUN/config.toml        resolved          with the first line of metrics
-RUN/metrics.jsonl      one object a line live, by this process alone; the lines without a worker are about all of them
-RUN/timeline.jsonl     one span a line   the beginning of the run and its end, see `timeline`
+RUN/metrics.jsonl      one object per line  live, by this process only; lines without a worker are about all of them
+RUN/timeline.jsonl     a span per line   the beginning of the run and its end, see `timeline`
 RUN/checkpoints/       see `checkpoint`  shards by the workers, committed here
 RUN/model.safetensors  consolidated      by worker 0 at the end
 RUN/summary.json                         at the end: its presence means the run is complete
 RUN/logs/worker-N.log  prints, tracebacks and warnings of that worker's process, if there were any
-RUN/tensorboard/, RUN/wandb/             where `run.loggers` asks for them, see `loggers`
-RUN/run.lock                             while the run goes on, see `isles.training.records.rundir`
+RUN/tensorboard/, RUN/wandb/             if `run.loggers` names them, see `loggers`
+RUN/run.lock                             while the run is in progress, see `rundir`
 
-A run that ends before its first line of metrics leaves nothing behind but logs that say why, so that the same --out can
-be used again. With several machines this is what node 0 does; the others: `follow`.
+A run that ends before its first line of metrics leaves only logs, so that the same --out can be used again. With
+several machines this is node 0; the others run `follow`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from isles.comm.errors import WorkerFailed
 from isles.launch.nodes import SINGLE_NODE, NodeGroup, NodeSpec
 from isles.launch.workers import raise_first
 from isles.plan.run_plan import priced
-from isles.running.agree import met
+from isles.running.agree import meet_nodes
 from isles.training.config.conflicts import refuse_conflicts
 from isles.training.config.sections import Config
 from isles.training.config.trust import settled
@@ -48,30 +48,30 @@ STARTERS: dict[str, str] = {
 
 
 class Started(Protocol):
-    """Workers under way, such as `isles.launch.workers.Workers`."""
+    """Running workers, such as `isles.launch.workers.Workers`."""
 
     @property
     def failures(self) -> Sequence[int]:
         """Ranks in the order in which they failed."""
 
     def stop(self) -> None:
-        """Ask all to stop after a common inner step (`Mesh.stop_here`). May be called from a signal handler."""
+        """Ask all to stop after a common inner step (`Mesh.stop_here`). Safe in a signal handler."""
 
     def join(
         self,
         on_event: Callable[[Any], None] | None = None,
         on_failure: Callable[[int, Exception], None] | None = None,
     ) -> list[Any]:
-        """All results in rank order, a failed worker's being its exception. Arguments as of `Workers.join`."""
+        """All results in rank order; a failed worker's is its exception. Arguments as in `Workers.join`."""
 
 
 StartTraining = Callable[[Config, Path, int | None, NodeGroup], Started]
-"""(config, directory of the run, step to go on from, the machines)."""
+"""(config, run directory, step to resume from, the machines) -> running workers."""
 
 
 def starter(backend: str) -> Any:
-    """The module of a backend, which [world] has checked: `train`, a `StartTraining`, and `call(worker, workers,
-    config, args, out)`, which starts `worker(world, *args)` on that many workers, with their logs below `out`.
+    """The module of a backend. It has `train`, a `StartTraining`, and `call(worker, workers, config, args, out)`, which
+    starts `worker(world, *args)` on `workers` workers with logs below `out`.
     """
     return import_module(STARTERS[backend])
 
@@ -85,31 +85,37 @@ def launch(
     node_spec: NodeSpec = SINGLE_NODE,
     start_workers: StartTraining | None = None,
 ) -> SummaryTable:
-    """Run `config` into the directory `out`, which is made where it is missing.
+    """Run `config` into the directory `out`, which is created if it is missing.
 
-    on_metrics: called with each line of metrics.jsonl. on_notice: is told what a user should know about the settings.
-    resume: go on from the checkpoint of that step in `out`, as if the run had never stopped; with several machines from
-    the newest that all of them have. node_spec: this machine's among several; it is node 0.
-    start_workers: gets hold of the workers; by default those of the backend that [world] names.
+    Args:
+        on_metrics: called with each line of metrics.jsonl.
+        on_notice: called with notices for the user.
+        resume: resume exactly from the checkpoint of that step in `out`; with several machines, from the newest one
+            that all of them have.
+        node_spec: of this machine, which is node 0.
+        start_workers: starts the workers; None: those of the backend that [world] names.
 
-    ValueError: `out` holds a run already, is in use by one, or cannot be made; a logger's package is absent. OSError:
-    the disk filled up. A worker's failure is raised as it is; what was written until then stays, if the run had got as
-    far as its first metrics. Interrupted: Ctrl-C, SIGTERM or SIGHUP; the workers agreed on a step and left a
-    checkpoint, or could not within run.grace. A second one ends them at once.
+    Raises:
+        ValueError: `out` holds a run already, is in use by one, or cannot be created; a logger's package is missing.
+        OSError: the disk is full.
+        Interrupted: Ctrl-C, SIGTERM or SIGHUP; the workers agreed on a step and wrote a checkpoint, or could not within
+            run.grace. A second one ends them at once.
+
+    A worker's error is raised unchanged; files written until then stay, if there was a line of metrics.
     """
     refusals(config)
     refuse_stages(config)
     refuse_conflicts(config, "fixed workers")
     if config.memory.method != "none":
         for stage in range(config.pipeline.stages):
-            prepared(config, stage)  # refuses what cannot be before anything is made
+            prepared(config, stage)  # ValueError for an impossible plan, before any file is written
     price = priced(config, config.run.priced_as) if config.run.priced_as else {}
     require(config.run.loggers)
     started = time.perf_counter()
     start = start_workers or starter(config.world.backend).train
     with (
         run_directory(out, resume, node_spec) as lock,
-        met(config, node_spec, out, resume, on_notice) as node_group,
+        meet_nodes(config, node_spec, out, resume, on_notice) as node_group,
         settled(config, out) as config,
     ):
         resume = node_group.facts.get("resume", resume)
@@ -134,9 +140,9 @@ def launch(
 
 
 class Interrupted(KeyboardInterrupt):
-    """The run was stopped after inner step `step`, of the newest checkpoint in `out`; None where there is none.
+    """The run was stopped. step: of the newest checkpoint in `out`; None: there is none.
 
-    late: seconds in which the workers did not come to a common step; None where they did.
+    late: seconds within which the workers did not agree on a common step; None if they did.
     """
 
     def __init__(self, out: Path, node_spec: NodeSpec, late: float | None = None) -> None:
@@ -146,14 +152,14 @@ class Interrupted(KeyboardInterrupt):
             saved = f"the last checkpoint is of step {self.step}; {again}" if self.step else "there is no checkpoint"
             super().__init__(f"stopped; not all had saved within {late:g} s (run.grace); {saved}")
         elif self.step is None:
-            super().__init__("stopped; there is no checkpoint, for a worker was lost while the first was written")
+            super().__init__("stopped; there is no checkpoint, as a worker was lost while the first was written")
         else:
             super().__init__(f"stopped after step {self.step}, checkpoint saved; {again}")
 
 
 def _joined(pool: Started, config: Config, on_event: Callable[[Any], None]) -> list[dict[str, Any] | None]:
-    """What the workers return; None for those that stopped. Those that were lost are left out, where the method goes
-    on without them, and those that have left.
+    """The workers' results; None for those that stopped. Without workers that have left, or were lost if the method
+    goes on without them.
     """
     left_ranks = set[int]()
 
@@ -168,7 +174,7 @@ def _joined(pool: Started, config: Config, on_event: Callable[[Any], None]) -> l
 
     def stop() -> None:
         pool.stop()
-        notify_in_handler("stopping: all workers end the step under way and save; Ctrl-C again ends them at once")
+        notify_in_handler("stopping: all workers end the current step and save; Ctrl-C again ends them at once")
 
     with first_interrupt(stop, config.run.grace):
         results = pool.join(take, notify if config.survives else None)

@@ -1,4 +1,4 @@
-"""A run whose processes torchrun has started: each is a worker, and rank 0's also does what a launcher does.
+"""A run in processes that torchrun has started: each is a worker, and rank 0's is also the launcher.
 
 rank 0     main thread: worker 0    <--pipe-->    a thread: `launch`, with its metrics, checkpoints and summary
 rank k     main thread: worker k    <--link-->    the same thread of rank 0
@@ -31,7 +31,7 @@ from isles.launch.handles import PipeHandle, await_outcome, order
 from isles.launch.nodes import Link, NodeGroup, NodeSpec
 from isles.launch.worker import WorkerSpec, attend
 from isles.launch.workers import Workers, node_handles
-from isles.running.agree import met
+from isles.running.agree import meet_nodes
 from isles.running.backends import train_process
 from isles.running.run import launch
 from isles.training.config.sections import Config
@@ -39,7 +39,7 @@ from isles.training.records.events import Schema, begun, checks_host_messages
 from isles.training.records.summary import SummaryTable
 from isles.training.worker import deadlines
 
-_GLANCE = 0.2  # seconds between looks at whether a stop is wanted
+_GLANCE = 0.2  # seconds between two checks for a requested stop
 
 
 def take_part(
@@ -49,11 +49,11 @@ def take_part(
     on_notice: Callable[[str], None],
     resume: int | None,
 ) -> tuple[Path, SummaryTable, tuple[int, ...]] | None:
-    """Work as the worker that torchrun's environment says; on rank 0 in the end the run directory, the summary, and the
-    workers that were lost on the way.
+    """Work as the worker of torchrun's environment. Returns on rank 0 the run directory, the summary, and the lost
+    workers; None on others.
 
-    out: names the run directory; asked on rank 0 alone. on_metrics, on_notice: called on rank 0. Errors as in `launch`,
-    on every rank.
+    out: returns the run directory; called on rank 0 only. on_metrics, on_notice: called on rank 0. Errors as in
+    `launch`, on every rank.
     """
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = next(iter(dist.rendezvous("env://")))[0]
@@ -69,8 +69,8 @@ def take_part(
 
 
 def _node_spec(rank: int, size: int, store: dist.Store, folder: Path) -> NodeSpec:
-    """Which of torchrun's processes this is, and where they meet: all are told over its store. folder: for rank 0's
-    credentials.
+    """This process as a node; rank 0 sends the rendezvous address and the token to the others over torchrun's store.
+    folder: for rank 0's credentials.
     """
     if size == 1:
         return NodeSpec(shared_directory=True)
@@ -125,8 +125,8 @@ def _lead(
     if (start := begun.get()) is not None:
         pool, step, node_group = start
         lost = pool.failures  # filled while the run goes on
-        # Where a worker dies torchrun ends the others at once, by SIGTERM, and by force after half a minute: this
-        # process has yet to say what happened. So after an error both stay without effect until its end.
+        # If a worker dies, torchrun ends the others by SIGTERM, and by SIGKILL after half a minute. This process still
+        # has to report the error, so it ignores SIGTERM and SIGHUP until its end.
         before = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGTERM, signal.SIGHUP)}
         _attend(_PipeToLauncher(theirs, pool), config, out, step, node_group, store)
     thread.join()
@@ -140,7 +140,7 @@ def _lead(
 def _follow(
     config: Config, on_notice: Callable[[str], None], resume: int | None, node_spec: NodeSpec, store: dist.Store
 ) -> None:
-    with met(config, node_spec, Path(), resume, on_notice) as node_group:
+    with meet_nodes(config, node_spec, Path(), resume, on_notice) as node_group:
         launcher = _LinkToLauncher(node_group.links[0], node_spec.node)
         out = Path(store.get("isles/out").decode())
         with checks_host_messages():
@@ -157,7 +157,7 @@ def _attend(
     node_group: NodeGroup,
     store: dist.Store,
 ) -> None:
-    """Work in this thread. Ctrl-C, SIGTERM and a closed terminal ask all workers to stop after a common step."""
+    """Run the worker in this thread. Ctrl-C, SIGTERM and SIGHUP ask all workers to stop after a common step."""
     spec = WorkerSpec(
         rank=node_group.node,
         size=node_group.nodes,
@@ -178,7 +178,7 @@ def _attend(
     try:
         attend(spec, launcher, lambda: store, train_process, (config, out, resume))
     except _Closed:
-        pass  # whoever called hears why
+        pass  # the launcher's error says why
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -189,12 +189,12 @@ def _one_machine() -> bool:
 
 
 class _Closed(KeyboardInterrupt):
-    """The run was ended while this worker was at work."""
+    """The run was ended while this worker was training."""
 
 
 class _ToLauncher:
-    """The worker's connection to rank 0's launcher, as in `isles.launch.worker`. It wakes up a worker whose run is
-    over.
+    """The worker's connection to rank 0's launcher, as in `isles.launch.worker`. It interrupts the worker's thread when
+    the run is closed.
     """
 
     def __init__(self) -> None:
@@ -202,7 +202,7 @@ class _ToLauncher:
         self._finished = False
 
     def outgoing(self, message: tuple[str, Any]) -> tuple[str, Any]:
-        """Note what the worker says, and print what is too long for one line."""
+        """Note whether the worker has ended; print a report of several lines here, as only its last line is sent."""
         kind, value = message
         self._finished = self._finished or kind in ("done", "error")
         if isinstance(value, WorkerFailed) and "\n" in value.report:
@@ -218,7 +218,7 @@ class _ToLauncher:
 
 
 class _PipeToLauncher(_ToLauncher):
-    """On rank 0."""
+    """The connection on rank 0."""
 
     def __init__(self, pipe: Connection, pool: Workers) -> None:
         super().__init__()
@@ -232,7 +232,7 @@ class _PipeToLauncher(_ToLauncher):
 
 
 class _LinkToLauncher(_ToLauncher):
-    """On the other ranks."""
+    """The connection on other ranks."""
 
     def __init__(self, link: Link, rank: int) -> None:
         super().__init__()
@@ -240,7 +240,7 @@ class _LinkToLauncher(_ToLauncher):
         self._stop_wanted = False
 
     def stop(self) -> None:
-        """Ask rank 0 to stop the run. The thread that listens sends it: a signal may come in the midst of a send."""
+        """Ask rank 0 to stop the run. The receiving thread sends it, as a signal may arrive during a send."""
         self._stop_wanted = True
 
     def send(self, message: tuple[str, Any]) -> None:
@@ -253,7 +253,7 @@ class _LinkToLauncher(_ToLauncher):
     def recv(self) -> Any:
         try:
             while (command := order(self._next())) is None:
-                pass  # a word to launchers
+                pass  # a command for launchers only
         except LinkLost as error:
             raise EOFError(str(error)) from error
         return self.incoming(command)

@@ -1,4 +1,4 @@
-"""The backend `virtual`: all workers in this process, on the simulated network and clock that [world] describes."""
+"""The backend `virtual`: all workers in this process, on the simulated network and clock of [world]."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from isles.training.worker import deadlines, train_worker
 
 
 class VirtualWorkers:
-    """All workers of a call, as `isles.launch.workers.Workers`: they run while they are joined."""
+    """All workers of a call, as `isles.launch.workers.Workers`; they run during `join`."""
 
     def __init__(self, worker: Callable[..., Any], workers: int, config: Config, args: Sequence[Any]) -> None:
         world = config.world
-        self.failures: list[int] = []  # one that fails ends the call
+        self.failures: list[int] = []  # always empty: a failure ends the call
         self._stop_control = SharedStopControl(workers)
         self._run = partial(
             run_virtual,
@@ -53,14 +53,14 @@ class VirtualWorkers:
         on_event: Callable[[Any], None] | None = None,
         on_failure: Callable[[int, Exception], None] | None = None,
     ) -> list[Any]:
-        """Run them; a failure is raised as it is. Their warnings go to `on_event`."""
+        """Run the workers; an error is raised unchanged. Their warnings go to `on_event`."""
         with notify_warnings(on_event) if on_event else nullcontext():
             return self._run(on_event=on_event)
 
 
 def train(config: Config, out: Path, resume: int | None, node_group: NodeGroup) -> VirtualWorkers:
     """The workers of a run."""
-    corpus = load_corpus(config.data)  # once: looking at its files takes longer than a small step
+    corpus = load_corpus(config.data)  # once for all workers: to read its files takes longer than a small step
     return VirtualWorkers(train_worker, config.world.workers, config, (config, out, resume, corpus))
 
 

@@ -1,4 +1,4 @@
-"""What Ctrl-C, and a polite request to end, do to a run. Loads no torch."""
+"""Handling of Ctrl-C, SIGTERM and SIGHUP during a run. Loads no torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 
 class GraceOver(KeyboardInterrupt):
-    """Who was asked to end has not come to it within `seconds`."""
+    """A run that was asked to end has not ended within `seconds`."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__(f"not ended within {seconds:g} s")
@@ -21,8 +21,9 @@ class GraceOver(KeyboardInterrupt):
 
 @contextlib.contextmanager
 def first_interrupt(stop: Callable[[], None], grace: float | None = None) -> Iterator[None]:
-    """Ctrl-C, SIGTERM (a scheduler, a spot market) and SIGHUP (a closed terminal, unless it is ignored) call `stop`
-    once; a second is what it was before. Outside of the main thread nothing changes, and nothing stays behind.
+    """Context in which the first Ctrl-C, SIGTERM (a scheduler, a spot market) or SIGHUP (a closed terminal, unless it
+    is ignored) calls `stop`; a second one has its former effect. Restores the former handlers; outside of the main
+    thread it does nothing.
 
     grace: seconds after SIGTERM or SIGHUP until GraceOver; None: no limit.
     """
@@ -64,13 +65,13 @@ def first_interrupt(stop: Callable[[], None], grace: float | None = None) -> Ite
 
 
 def notify_in_handler(text: str) -> None:
-    """Print a line in a signal handler: whoever prints may be in the middle of it."""
+    """Print a line from a signal handler; by `os.write`, as the handler may have interrupted a print."""
     with contextlib.suppress(OSError, ValueError):
         os.write(sys.stderr.fileno(), f"isles: {text}\n".encode())
 
 
 def _leave_the_terminal() -> None:
-    """What is printed to one that was closed is an error, and would end the run before it has saved."""
+    """Redirect output from a closed terminal to the null device: writing there would end the run before it saves."""
     for stream in (1, 2):
         try:
             os.write(stream, b"")
@@ -81,10 +82,9 @@ def _leave_the_terminal() -> None:
 
 
 class Interrupts:
-    """Around several pieces of work, one after another: a Ctrl-C that came too late for the one under way, which was
-    done by then, stops those after it. So does one whose KeyboardInterrupt was lost: where C code calls back into
-    Python, as many a library does while it is imported, an exception is printed and goes no further. Elsewhere it is
-    KeyboardInterrupt as ever.
+    """Context around a sequence of tasks: a Ctrl-C that comes too late to stop the current task stops those after it.
+    So does one whose KeyboardInterrupt is lost: where C code calls back into Python, as many libraries do while they
+    are imported, an exception is only printed. Otherwise Ctrl-C raises KeyboardInterrupt as usual.
     """
 
     def __init__(self) -> None:
@@ -107,6 +107,6 @@ class Interrupts:
         raise KeyboardInterrupt
 
     def check(self) -> None:
-        """KeyboardInterrupt where Ctrl-C was pressed. Called before each piece."""
+        """KeyboardInterrupt if Ctrl-C was pressed. Call it before each task."""
         if self.asked:
             raise KeyboardInterrupt

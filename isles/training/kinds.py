@@ -1,5 +1,5 @@
-"""The kinds of worlds that a run can be in, chosen from its configuration, and what differs between them. Loads no
-torch by itself: what a kind names is imported where it is asked for.
+"""The kinds of worlds of a run, chosen by its configuration, and their differences. Loads no torch by itself: the
+functions and classes that a kind names are imported on first use.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from isles.training.config.sections import Config
 
 _KINDS = {"swarm": "isles.training.kinds:SwarmWorld", "ravnest": "isles.training.kinds:ClusterWorld"}
-"""By `pipeline.routing`, where the kind is that has workers of its own; all others are a `WorldKind`'s."""
+"""The kinds with workers of their own, by `pipeline.routing`; for others it is `WorldKind`."""
 
 
 class Lazy:
-    """An attribute that is the object at `target`, package.module:name."""
+    """An attribute that imports the object at `target`, package.module:name, on each access."""
 
     def __init__(self, target: str) -> None:
         self.target = target
@@ -30,18 +30,18 @@ class Lazy:
 
 
 class WorldKind:
-    """Replicas: a worker each, an island's or a stage's part of one, or the columns of a plan of paths. Other kinds
-    say what is otherwise.
+    """Replicas: a worker is a replica, an island's or a stage's part of one, or in a column of a plan of paths. Other
+    kinds override what differs.
 
-    refuse: of a configuration, what `plan` refuses, at less cost. train: as `train_worker`, in a world that is
-    arranged. Where workers come and go, simulated_run is the run on the virtual clock, lighthouse_server the
-    lighthouse, participant a worker that it has admitted.
+    refuse: refuses the configurations that `plan` does, at less cost. train: as `train_worker`, with the layout set.
+    For runs that workers join and leave, simulated_run is the run on the virtual clock, lighthouse_server the
+    lighthouse, and participant one peer as a member.
     """
 
     has_peers = False
     """Whether workers are peers that agree among themselves, and go on when others fail."""
     situations = ("peers that come and go",)
-    """Of `isles.training.config.conflicts.EXTERNAL_SITUATIONS`, those that hold where peers come and go."""
+    """Those of `isles.training.config.conflicts.EXTERNAL_SITUATIONS` that apply if peers join and leave."""
     check_plan, plan_of = (Lazy(f"isles.training.config.conflicts:{name}") for name in ("check", "plan_of"))
     refuse = Lazy("isles.plan.sketch:refuse_known")
     plan = Lazy("isles.plan.replicas:plan_replicas")
@@ -49,14 +49,14 @@ class WorldKind:
     trainer = Lazy("isles.training.worker:trainer_of")
     simulated_run = Lazy("isles.training.simulated_churn:SimulatedElasticRun")
     lighthouse_server = Lazy("isles.training.lighthouse.rounds:RoundsLighthouseServer")
-    participant: Any  # of peers
+    participant: Any  # kinds with peers only
 
     def check(self, config: Config) -> int:
-        """Workers that read text. ValueError, one line that names the key, where `config` cannot be."""
+        """Number of workers that read text. ValueError, one line that names the key, if `config` is impossible."""
         return self.check_plan(config) if config.pipeline.skippipe.plan else self.replicas(config)
 
     def replicas(self, config: Config) -> int:
-        """Copies of the model that the workers make up."""
+        """Number of replicas of the workers."""
         return config.world.workers // (config.pipeline.stages * config.world.inner)
 
     def layout(self, config: Config) -> Layout:
@@ -65,18 +65,18 @@ class WorldKind:
         return grid_of(config.world.workers, stage=config.pipeline.stages, inner=config.world.inner)
 
     def rank_to_load(self, checkpoints: Checkpoints, step: int, rank: int) -> int:
-        """The worker whose state of `step` worker `rank` goes on from."""
+        """The worker whose state of `step` worker `rank` loads."""
         return rank
 
     def lost(self, run: Path, step: int, config: Config, *, newest: bool) -> tuple[int, list[str]] | None:
-        """Where some workers have not saved after `step`: the step after which all go on, and what a user should know;
-        None where they cannot as they are. newest: no step was asked for. ValueError where there is none.
+        """If some workers have not saved after `step`: the step from which all resume, and notices for the user; None
+        if they cannot resume without resharding. newest: the user named no step. ValueError if there is no such step.
         """
         return None
 
 
 class SwarmWorld(WorldKind):
-    """Peers of stages, which make up one replica."""
+    """Peers of stages, which are one replica together."""
 
     has_peers = True
     refuse = Lazy("isles.training.stage_runner:planned_cut")
@@ -102,11 +102,11 @@ class SwarmWorld(WorldKind):
         if whole is None:
             raise ValueError(f"{run}: no checkpoint has the weights of every stage; start again")
         absent = _absent(run, whole, config)
-        return whole, [f"workers {absent} begin with what their stages' peers saved"] if absent else []
+        return whole, [f"workers {absent} start from the states of their stages' peers"] if absent else []
 
 
 class ClusterWorld(WorldKind):
-    """Nodes of clusters, a replica each, cut alike or each in its own way."""
+    """Nodes of clusters. Each cluster is a replica, with equal cuts or its own."""
 
     has_peers = True
     situations = ("peers that come and go", "clusters that come and go")
@@ -118,18 +118,18 @@ class ClusterWorld(WorldKind):
     participant = Lazy("isles.training.clusters.member:ClusterParticipant")
 
     def check(self, config: Config) -> int:
-        """Where there are several clusters, more workers may stand by."""
+        """As `WorldKind.check`. With several clusters, further workers are standby."""
         clusters, workers = list(map(list, config.pipeline.ravnest.clusters)), config.world.workers
         nodes = sum(len(cuts) + 1 for cuts in clusters)
         if workers < nodes:
             raise ValueError(
                 f"pipeline.ravnest.clusters = {clusters}: they are {nodes} workers, world.workers = {workers}; set it "
-                f"to {nodes}, or to more, which are on standby"
+                f"to {nodes}, or to more, which are standby"
             )
         if workers > nodes and len(clusters) == 1:
             raise ValueError(
-                f"world.workers = {workers}, pipeline.ravnest.clusters = {clusters}: a standby worker begins "
-                f"with the weights of another cluster, and there is one; set it to {nodes}"
+                f"world.workers = {workers}, pipeline.ravnest.clusters = {clusters}: a standby worker loads the "
+                f"weights of another cluster, but there is only one; set it to {nodes}"
             )
         return self.replicas(config)
 
@@ -143,7 +143,7 @@ class ClusterWorld(WorldKind):
     def lost(self, run: Path, step: int, config: Config, *, newest: bool) -> tuple[int, list[str]] | None:
         if not config.pipeline.ravnest.clusters:
             return None
-        text = "had been lost: they load the others' weights at the next average, or are on standby"
+        text = "had been lost: they load the others' weights at the next average, or are standby"
         return step, [f"note: workers {_absent(run, step, config)} {text}"]
 
 
@@ -153,11 +153,11 @@ def kind_of(pipeline: PipelineConfig) -> WorldKind:
 
 
 def layout_of(config: Config) -> Layout:
-    """The place of every worker: a grid, the unequal columns of a plan or a swarm, or clusters of unequal length."""
+    """The coordinates of all workers: a grid, the unequal columns of a plan or a swarm, or clusters of any length."""
     return kind_of(config.pipeline).layout(config)
 
 
 def _absent(run: Path, step: int, config: Config) -> str:
-    """Who has not saved after `step`."""
+    """The workers that have not saved after `step`, as text."""
     saved = Checkpoints(run).ranks(step)
     return ", ".join(str(worker) for worker in range(config.world.workers) if worker not in saved)

@@ -1,11 +1,11 @@
-"""What every worker of a run does, whatever it trains: steps until the last one, and its records.
+"""The training loop that all workers share: steps until the last one, and their records.
 
 a step, or several -> validate -> a line of metrics, and the first spans of time -> checkpoint -> stop, or go on
 at the end: the last spans, and its share of the summary
 
-How long its steps take: a GPU does later what the host queues. There a step lasts from an event on its stream to
-another one, and a wait for others begins when the GPU has run out of work. Events are read when a line of metrics is
-due, which waits for the GPU anyway; the simulated clock needs none.
+Timing of steps: a GPU runs asynchronously to the host, so a step lasts from one CUDA event to another, and a wait for
+other workers begins when the GPU has no work left. Events are read when a line of metrics is due, which waits for the
+GPU anyway. The simulated clock needs no events.
 """
 
 from __future__ import annotations
@@ -38,14 +38,16 @@ from isles.training.step import WAITS, Text, draws_state, restore_draws
 
 
 class StepClock:
-    """Of one worker. seconds: of its steps until now, on a GPU until the last `read`, waits for others included."""
+    """Measures one worker's steps. seconds: of all steps so far (on a GPU: until the last `read`), including waits for
+    other workers.
+    """
 
     def __init__(self, transport: Transport, device: torch.device, *, simulated: bool) -> None:
         self.seconds = 0.0
         self._transport, self._device = transport, device
         self._queues = device.type == "cuda" and not simulated
         self._began: Any = None
-        """Of the step under way: an event, or when it was and the seconds away until then."""
+        """Start of the current step: a CUDA event, or the time and the paused seconds (`away_seconds`) until then."""
         self._timeline: Timeline | None = None
         self._steps: list[tuple[torch.cuda.Event, torch.cuda.Event, Timeline | None]] = []
         self._last_read = 0.0, 0
@@ -54,8 +56,8 @@ class StepClock:
 
     @contextmanager
     def step(self, timeline: Timeline | None = None) -> Iterator[None]:
-        """Around an inner step, or several that are counted as one. It does not wait for the GPU. timeline: None for a
-        wait between steps, which is not shown as computing.
+        """Context for an inner step, or several that count as one. Does not wait for the GPU. timeline: None for a wait
+        between steps, which is not shown as computing.
         """
         self._timeline = timeline
         began: Any = self._mark() if self._queues else (self._transport.now(), self._transport.away_seconds)
@@ -70,21 +72,19 @@ class StepClock:
         self._began = None
 
     def so_far(self) -> float:
-        """`seconds`, with those of the step under way; on a GPU until the last `read`."""
+        """`seconds` with those of the current step; on a GPU until the last `read`."""
         if self._queues or self._began is None:
             return self.seconds
         began, away = self._began
         return self.seconds + (self._transport.now() - began - (self._transport.away_seconds - away))
 
     def reading(self) -> float:
-        """Seconds until now, from any start: those in which this worker was not away; on a GPU, for which this waits,
-        those of its steps.
-        """
+        """Seconds until now without pauses, for differences; on a GPU, for which this waits, seconds of its steps."""
         self.read()
         return self.seconds if self._queues else self._transport.now() - self._transport.away_seconds
 
     def read(self) -> None:
-        """Count the steps and waits since the last call. On a GPU: wait for it."""
+        """Count the steps and waits since the last call. Waits for the GPU, if there is one."""
         if not self._queues:
             return
         last = self._mark()
@@ -105,7 +105,9 @@ class StepClock:
         self._transport.traffic.settle(at)
 
     def usage(self, model: nn.Module | None, tokens: int) -> dict[str, Any]:
-        """Of the GPU since the last call, as keys of `Metrics`. model: None for a part of one. tokens: read so far."""
+        """The GPU's usage since the last call, as keys of `Metrics`. model: None if it is only a part of one. tokens:
+        read so far.
+        """
         if self._device.type != "cuda":
             return {}
         seconds, read = self.seconds - self._last_read[0], tokens - self._last_read[1]
@@ -131,10 +133,10 @@ class StepClock:
 
 
 class TrainingLoop(ABC):
-    """One worker. name: of the run's configuration. device: where it computes. model: the whole one, where this worker
-    runs it by itself.
+    """One worker's loop. name: of the run's configuration. device: that it computes on. model: the whole model, if this
+    worker runs all of it.
 
-    validates: whether text was set apart for validation. tokens: read so far. losses: since the last line of metrics.
+    validates: whether there is validation text. tokens: read so far. losses: since the last line of metrics.
     """
 
     validates, losses_a_step = False, 1
@@ -159,23 +161,23 @@ class TrainingLoop(ABC):
 
     @abstractmethod
     def validate(self) -> float | None:
-        """Validation loss of this worker's weights, nats per token; None where this worker does not learn it."""
+        """Validation loss of this worker's weights, nats per token; None if this worker does not get it."""
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """Everything that the next steps of this worker depend on, and `records`: live tensors, no copies."""
+        """All state that this worker's next steps depend on, and `records`: live tensors, no copies."""
 
     @abstractmethod
     def conclude(self, out: Path | None) -> dict[str, Any]:
-        """Evaluate, and write the one model; this worker's share of the summary."""
+        """Evaluate, and write the run's model; returns this worker's share of the summary."""
 
     @abstractmethod
     def played(self) -> Sequence[Span]:
-        """The tasks of the last inner step on this worker; none where it has no parts."""
+        """The tasks of the last inner step on this worker; empty if the model is not cut."""
 
     def run(self, out: Path | None) -> dict[str, Any] | None:
-        """Train the steps that are left; the first worker writes OUT/model.safetensors. Returns this worker's share of
-        the summary, or None where the run was stopped (its state is then in a checkpoint).
+        """Train the remaining steps; the first worker writes OUT/model.safetensors. Returns this worker's share of the
+        summary, or None if the run was stopped (its state is then in a checkpoint).
         """
         while self.steps_done() < self.config.run.steps:
             self.step()
@@ -185,7 +187,7 @@ class TrainingLoop(ABC):
         return self.conclude(out)
 
     def _stops_after(self, step: int, out: Path | None) -> bool:
-        """Validate, report and save, where that is due, and whether to stop."""
+        """Validate, report and save, as far as they are due; returns whether to stop."""
         run, ends = self.config.run, step == self.config.run.steps
         validating = self.validates and run.validate_every and step % run.validate_every == 0 and not ends
         if validating or step % run.log_every == 0 or ends:
@@ -202,13 +204,13 @@ class TrainingLoop(ABC):
         return bool(every) and step % every == 0
 
     def _save(self, out: Path, step: int) -> None:
-        """This worker's part of the checkpoint of `step`."""
+        """Save this worker's part of the checkpoint of `step`."""
         state = self.state_dict()
         self._refuse_broken(step, state)
         self.saves(out, step, state)
 
     def saves(self, out: Path, step: int, state: dict[str, Any]) -> None:
-        """Keep its state at a checkpoint."""
+        """Write this worker's state of a checkpoint."""
         Checkpoints(out).write_shard(step, self.world.rank, state, self.name)
         self.world.report({"checkpoint": step, "worker": self.world.rank})
 
@@ -216,21 +218,21 @@ class TrainingLoop(ABC):
         refuse_losses(self.config, self.world.rank, last, losses, each=self.losses_a_step)
 
     def _refuse_broken(self, step: int, state: Mapping[str, Any]) -> None:
-        """NotFinite where what is about to be kept is no numbers any more."""
+        """NotFinite if the state to be saved is not finite."""
         refuse_state(self.config, self.world.rank, step, state, self._finite())
 
     def _finite(self) -> Container[str]:
-        """Names of a state's weights that must not be infinite either."""
+        """Names of the weights that must be finite; others may hold infinities."""
         return ()
 
     # Records
 
     def clock(self) -> float:
-        """Seconds of the run, those before it was resumed included."""
+        """Seconds of the run, including those before it was resumed."""
         return self.clock_before + self.world.transport.now()
 
     def report(self, val_loss: float | None) -> None:
-        """Tell the launcher how far this worker is."""
+        """Report metrics and spans to the launcher."""
         self.world.report(asdict(self.metrics(val_loss)) | self._gauges())
         self._report_spans(
             self.timeline.take(self.steps_done(), self.world.world.traffic.take_spans(), self.clock_before)
@@ -238,7 +240,7 @@ class TrainingLoop(ABC):
 
     @abstractmethod
     def _gauges(self) -> dict[str, float]:
-        """What a line of metrics has beside."""
+        """Additional entries of a line of metrics."""
 
     def metrics(self, val_loss: float | None) -> Metrics:
         step = self.steps_done()
@@ -259,7 +261,7 @@ class TrainingLoop(ABC):
         )
 
     def _counted(self) -> dict[str, Any]:
-        """What `metrics` and `totals` have in common."""
+        """The entries that `metrics` and `totals` share."""
         traffic = self.world.world.traffic
         blocked = traffic.total("blocked_seconds", *WAITS)
         return {
@@ -282,7 +284,7 @@ class TrainingLoop(ABC):
         self._report_spans(tasks)
 
     def totals(self) -> dict[str, Any]:
-        """Its share of the summary, of what was counted and measured so far; all spans are reported."""
+        """This worker's counters and times for the summary; reports all remaining spans."""
         self.step_clock.read()
         traffic = self.world.world.traffic
         self.timeline.take(self.steps_done(), traffic.take_spans(), self.clock_before)
@@ -295,13 +297,13 @@ class TrainingLoop(ABC):
         }
 
     def compared(self, parameters: int, dtype: torch.dtype, workers: int, text: Text | None) -> dict[str, Any]:
-        """Its share of the summary, of what ddp would have sent for so many parameters, and the text it was."""
+        """The summary's entries on the bytes that ddp would have sent for `parameters`, and on the text."""
         ddp = [sent_bytes(parameters, dtype, codec("none"), workers, position) for position in range(workers)]
         sha256 = "" if text is None else text.corpus.sha256
         return {"ddp_bytes": self.config.run.steps * sum(ddp) / len(ddp), "corpus_sha256": sha256}
 
     def records(self) -> dict[str, Any]:
-        """The running totals, the clock, and what draws at random, for a checkpoint."""
+        """The running totals, the clock, and the random generators' states, for a checkpoint."""
         self.step_clock.read()
         return {
             "losses": torch.stack(self.losses) if self.losses else None,
@@ -319,6 +321,6 @@ class TrainingLoop(ABC):
         restore_draws(state, self.device)
 
     def go_on_at(self, seconds: float) -> None:
-        """Go on with a run that has taken so many seconds."""
+        """Set the clock of a resumed run, which has taken `seconds` so far."""
         self.clock_before = seconds - self.world.transport.now()
         self.timeline = Timeline(self.world.rank, resumed=True)

@@ -1,6 +1,5 @@
-"""The optimizer of a run: the method that the configuration names, around the inner one.
-
-The inner optimizer that `[inner]` asks for, the course of its learning rate, and what its state weighs.
+"""The optimizer of a run: the configured method around the inner optimizer of `[inner]`, the schedule of its learning
+rate, and the bytes of its state.
 """
 
 from __future__ import annotations
@@ -34,8 +33,8 @@ from isles.training.setup import has_own_gpu
 
 
 def inner_optimizer(model: nn.Module, config: InnerConfig, usual: Literal["adamw", "sgd"]) -> Optimizer:
-    """The configured optimizer over the trainable parameters; no weight decay on vectors (norm gains). usual: what
-    "auto" stands for. Full-size weights in a subspace stay there, see `isles.pipeline.rowwise`.
+    """The configured optimizer of the trainable parameters; no weight decay on vectors (norm gains). usual: the kind of
+    "auto". Full-size weights in a subspace stay in it, see `isles.pipeline.rowwise`.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
@@ -55,13 +54,13 @@ def inner_optimizer(model: nn.Module, config: InnerConfig, usual: Literal["adamw
 
 
 def _sketched(kind: type[Optimizer], groups: list[dict[str, Any]], lr: float) -> Optimizer:
-    """One that takes no step, of parameters without numbers. Torch's own constructor would load its compiler: a second
-    of computing.
+    """An optimizer of parameters without values, which cannot step. Torch's own constructor would load its compiler,
+    which takes a second.
     """
     made = kind.__new__(kind)
     usual = {key: one.default for key, one in signature(kind).parameters.items() if one.default is not one.empty}
     if kind is torch.optim.AdamW:
-        usual["decoupled_weight_decay"] = True  # as torch has it behind the signature
+        usual["decoupled_weight_decay"] = True  # set by torch's constructor, not in its signature
     if "fused" in usual:
         usual["fused"] = False
     made.defaults, made.state = usual | {"lr": lr}, defaultdict(dict)
@@ -70,7 +69,7 @@ def _sketched(kind: type[Optimizer], groups: list[dict[str, Any]], lr: float) ->
 
 
 def inner_bytes(parameters: Iterable[Tensor], optimizer: Literal["adamw", "sgd"]) -> int:
-    """Memory of its state in bytes. AdamW: two moments of each trainable parameter, and a float32 step count. SGD:
+    """Bytes of the optimizer's state. AdamW: two moments of each trainable parameter, and a float32 step count. SGD:
     none.
     """
     if optimizer == "sgd":
@@ -79,7 +78,7 @@ def inner_bytes(parameters: Iterable[Tensor], optimizer: Literal["adamw", "sgd"]
 
 
 def rate_schedule(optimizer: Optimizer, config: Config) -> LambdaLR:
-    """Stepped after each inner step. An update that is taken steps later has the rate of its own step."""
+    """The learning rate schedule, stepped after each inner step. A delayed update has the rate of its own step."""
     late = config.pipeline.swarm.delay_updates
     return LambdaLR(optimizer, lambda done: lr_factor(max(done + 1 - late, 1), config.run.steps, config.inner))
 
@@ -94,11 +93,10 @@ def wrapped(
     norm: Callable[[], float] | None = None,
     here: int | None = None,
 ) -> tuple[ReplicaSync, list[str]]:
-    """The optimizer, and what a user should know about these settings. group: the holders of what `model` is, across
-    islands where there are any. world: of this worker, with its island and its replica's stages; None: it is alone.
-    manage: what is put around the inner optimizer of a model. norm: of the whole gradient, where somebody knows it.
-    here: workers of a machine, where the run is only planned. ValueError, with the key, where the run cannot mean what
-    they say.
+    """The run's optimizer around `model`, and notices for the user. group: the replicas' workers that hold this part of
+    the model. world: this worker's mesh, with its island and its replica's stages; None: it has none. manage: wraps the
+    inner optimizer. norm: returns the norm of the whole gradient, if the runner knows it. here: workers of a machine,
+    in a run that is only planned. ValueError, with the key, for settings that cannot be obeyed.
     """
     island = None if world is None else world.inner
     kind, max_norm = method(config.method), config.inner.max_norm or None
@@ -128,7 +126,7 @@ def wrapped(
             inner = inside(part, _stepped(config, part, kind, world, manage), island, settings, max_norm=max_norm)
             inner.batches = config.inner.accumulation
             max_norm = None  # the island clips
-        weighs_samples(config)  # or refuses
+        weighs_samples(config)  # raises ValueError if they cannot be weighed
         vectors = disk_vectors(config.memory.disk) if config.memory.vectors == "disk" else None
         optimizer = kind(part, inner, group, config.replicas, max_norm=max_norm, vectors=vectors)
         if config.world.drop_outer:
@@ -143,25 +141,25 @@ def wrapped(
 
 
 def _native(config: Config, model: nn.Module, here: int | None) -> dict[str, str]:
-    """Settings of `ddp` inside an island whose workers have a GPU each: torch's own sums, over NCCL."""
+    """Settings of `ddp` inside an island: torch's own sums, over NCCL, if each worker has its own GPU."""
     own = has_own_gpu(config, next(model.parameters()).device, here) and config.memory.method in ("none", "checkpoint")
     return {"reduction": "native"} if own and config.world.inside == "ddp" else {}
 
 
 def _unseen(config: Config) -> list[str]:
-    """A notice where `world.trust_ratio` was set, and what workers send each other goes through torch's collectives."""
+    """A notice if `world.trust_ratio` is set, but cannot check payloads, as they go through torch's collectives."""
     ratio = config.world.trust_ratio
     if ratio == type(config.world).trust_ratio:
         return []
     if getattr(config.replicas, "reduction", "") == "native":
-        return [f'world.trust_ratio = {ratio:g}: torch sums with reduction = "native", so no payload can be looked at']
+        return [f'world.trust_ratio = {ratio:g}: torch sums with reduction = "native", so no payload can be checked']
     if (config.method == "fsdp" or config.world.inner > 1) and choose_device(config.model).type == "cuda":
-        return [f"world.trust_ratio = {ratio:g}: the sums of an island's GPUs are torch's and cannot be looked at"]
+        return [f"world.trust_ratio = {ratio:g}: the sums of an island's GPUs are torch's and cannot be checked"]
     return []
 
 
 def what_is_left_out(config: Config) -> list[str]:
-    """A notice where stages do not send each other all, or nothing is kept for validation."""
+    """Notices if boundaries are lossy, or there is no validation text."""
     lossy = config.pipeline.boundary.lossy
     notices = [f"lossy between stages: {', '.join(lossy)}"] if lossy else []
     if config.data.validation_fraction == 0:
@@ -170,8 +168,8 @@ def what_is_left_out(config: Config) -> list[str]:
 
 
 def _unplayed(config: Config) -> list[str]:
-    """A notice where the network or the steps of the virtual clock were described, and the workers are real, or a wait
-    of stages, and there are none; or where a model's own tokenizer is left aside.
+    """Notices on settings without effect: of the virtual clock in a real run, a deadline of stages without stages; and
+    if a model's own tokenizer is not used.
     """
     world = config.world
     keys = [f"world.virtual.{key}" for key, _ in non_defaults(world.virtual) if key in ("links", "step_seconds")]
@@ -181,8 +179,8 @@ def _unplayed(config: Config) -> list[str]:
         notices.append('data.tokenizer = "bytes": the folder of model.hf has a tokenizer; leave this key out to use it')
     if keys and not world.is_simulated:
         notices.append(
-            f"{' and '.join(keys)}: of the virtual clock; real lines and steps are as they "
-            'are, unless world.backend = "virtual"'
+            f"{' and '.join(keys)}: of the virtual clock, without effect on real links and "
+            'steps; set world.backend = "virtual" to use it'
         )
     if config.pipeline.stages == 1 and world.pipeline_deadline != type(world).pipeline_deadline:
         notices.append(f"world.pipeline_deadline = {world.pipeline_deadline:g}: there are no stages that wait")
@@ -190,9 +188,7 @@ def _unplayed(config: Config) -> list[str]:
 
 
 def weighs_samples(config: Config) -> bool:
-    """Whether workers count by their shares of the text. ValueError where several workers are one replica: the share is
-    that of one.
-    """
+    """Whether means are weighted by the workers' numbers of sequences. ValueError if a replica has several workers."""
     if getattr(config.replicas, "weights", "equal") == "equal":
         return False
     if config.world.inner > 1 or config.pipeline.stages > 1:
@@ -207,7 +203,7 @@ def _stepped(
     world: Mesh | None,
     manage: Callable[[nn.Module, Optimizer], Optimizer],
 ) -> Optimizer | Plain:
-    """What takes the inner steps of `part`: the inner optimizer, or a stage that one steps."""
+    """The inner optimizer of `part`; in a pipeline within `Plain`, which clips over the stages."""
     inner = manage(part, inner_optimizer(part, config.inner, kind.usual_inner))
     if world is None or not config.pipeline.is_grid or world.stage.size == 1:
         return inner

@@ -1,15 +1,15 @@
-"""Multiple choice over a local JSONL file: which ending does the model find likeliest?
+"""Multiple choice over a local JSONL file: which ending is the most likely one by the model?
 
     score(ending) = sum of log p(token | context, tokens before) over the ending's tokens
     accuracy            the ending with the highest score is right
-    accuracy_norm       the same with score / bytes of the ending, so that long endings are not at a loss
+    accuracy_norm       the same with score / bytes of the ending, so that long endings have no disadvantage
 
-Layouts, told by their keys: HellaSwag (ctx, endings, label), PIQA (goal, sol1, sol2, label), ARC (question, choices,
-answerKey).
+Layouts, recognised by their keys: HellaSwag (ctx, endings, label), PIQA (goal, sol1, sol2, label), ARC (question,
+choices, answerKey).
 
-What a trained model is worth with some of its stages: dropped, exchanged, or left after an early one.
+Also the loss of a trained model with some of its stages dropped, exchanged, or with an early exit.
 
-Stage 0 runs first in every order, for it makes the stream; norm and head come last, whatever ran before.
+Stage 0 runs first in every order, as it embeds the tokens; norm and head come last, after any stage.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ _MOST_ORDERS = 12
 
 
 def stages_of(config: Config, model: nn.Module) -> Sequence[Piece]:
-    """Those of the run; of one that was not cut every block. ValueError for a model that does not come in pieces."""
+    """The run's stages; if its model was not cut, its blocks. ValueError for a model without blocks."""
     if config.pipeline.stages > 1:
         return planned_cut(config).pieces
     layers = len(cuttable(sharing(model)).blocks)
@@ -137,8 +137,8 @@ def stages_of(config: Config, model: nn.Module) -> Sequence[Piece]:
 def asked_order(
     stages: int, *, drop: Sequence[int] = (), leave: int | None = None, order: Sequence[int] = ()
 ) -> StageOrder:
-    """The stages that run: all but `drop`; those up to `leave`; or `order`. ValueError, with the option, for what is no
-    order of `stages` stages, or for several wishes at once.
+    """The stages that run: all but `drop`; those up to `leave`; or `order`. ValueError, with the option, for an order
+    that is invalid for `stages` stages, or for several options at once.
     """
     if sum((bool(drop), leave is not None, bool(order))) > 1:
         raise ValueError("--drop-stages, --early-exit and --order each say which stages run: give one of them")
@@ -179,7 +179,7 @@ class CurvePoint:
 
 
 def curves(stages: int, loss: Callable[[StageOrder], float]) -> list[CurvePoint]:
-    """What dropping, exchanging and leaving early cost, by number of stages. loss: of an order of stages."""
+    """The loss by number of dropped, exchanged and left out stages. loss: of an order of stages."""
     orders = {
         "dropped": [dropped(stages, count) for count in range(stages)],
         "exchanged": [exchanged(stages, count) for count in range((stages - 1) // 2 + 1)],

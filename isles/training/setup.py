@@ -1,7 +1,7 @@
-"""The start of a worker: its cores, and what a round is expected to take.
+"""The start of a worker: its cores, and the expected duration of a round.
 
 `take_cores`: a worker with a GPU of its own gets cores near it, divided among the workers whose GPUs share them.
-`expectation`: printed at the start of a run on several machines: what a round takes, and when silence counts as a loss.
+`expectation`: printed at the start of a run on several machines: duration of a round, and the silence that is a loss.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def has_own_gpu(config: Config, device: torch.device, here: int | None = None) -
 
 
 def near_cores(gpu: Any) -> set[int]:
-    """The cores of the NUMA node of a GPU, from its properties; none where the system does not tell."""
+    """The cores of the NUMA node of a GPU, from its properties; empty if the system does not report them."""
     try:
         address = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
         text = (_SYS / "bus/pci/devices" / address / "local_cpulist").read_text(encoding="ascii").strip()
@@ -62,8 +62,8 @@ _ROUNDS, _STEPS = 20, 10_000
 
 
 def expectation(optimizer: ReplicaSync, config: Config, link: LinkEstimate) -> str:
-    """One line. A round is what the method plans to exchange at a time; seconds are those of its bytes alone, at the
-    rate that `link` has shown so far, or where it has shown none at world.slowest_link.
+    """One line of text. A round is one exchange of the method; its seconds are those of its bytes, at the measured rate
+    of `link`, or at world.slowest_link if there is none.
     """
     world, outline = config.world, optimizer.outline(_few(optimizer, config.run.steps))
     nbytes = (max(outline.sent) - outline.inside) / max(outline.rounds, 1)

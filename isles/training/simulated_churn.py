@@ -1,16 +1,15 @@
-"""Runs whose workers come and go on the virtual clock as a trace says (`isles.network.churn`): what all of them
-share, peers without a lighthouse, in a swarm and in clusters, and whole replicas by the lighthouse's own rules.
+"""Runs that workers join and leave on the virtual clock, by a trace (`isles.network.churn`): their common base class,
+peers of a swarm or of clusters without a lighthouse, and whole replicas with the lighthouse's own rules.
 
-RUN/config.toml          at once
-RUN/churn.jsonl          what happens to whom when, as `isles.network.churn` reads it
-RUN/metrics.jsonl        what the workers report
-RUN/members.jsonl        of replicas: the lighthouse's memory; RUN/exchanges.jsonl: what became of each worker's rounds
-RUN/checkpoints/         where `run.checkpoint_every` says so, of those who save together
+RUN/config.toml          at the start
+RUN/churn.jsonl          the trace of events, as `isles.network.churn` reads it
+RUN/metrics.jsonl        the workers' metrics
+RUN/members.jsonl        of replicas: the journal; RUN/exchanges.jsonl: the outcomes of each worker's rounds
+RUN/checkpoints/         of clusters, every `run.checkpoint_every` steps
 RUN/model.safetensors, RUN/summary.json   at the end
 
-A peer that is killed is lost with the messages that it had not sent, and the others hear of it at once; one that leaves
-does so when its method lets it. One that stands still is waited for, or lost after a while, and joins anew once it goes
-on.
+A killed peer is lost with its unsent messages, and the others know at once; a leaving one goes when its method allows
+it. A paused one is awaited, or lost after a while and joins again when it resumes.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ from isles.network.churn import POOLS, ChurnEvent, churn, founders, returns, wri
 from isles.network.clusters import NO_FIGURES
 from isles.network.engine import ARRIVED
 from isles.network.pauses import KnownPauses
-from isles.training.clusters.node import ClusterWorker, enter, found, growth_of
+from isles.training.clusters.node import ClusterWorker, enter, found_clusters, growth_of
 from isles.training.config.conflicts import refuse_conflicts
 from isles.training.config.sections import Config
 from isles.training.elastic.leader import Participant
@@ -63,23 +62,23 @@ from isles.training.swarm.trainer import SwarmTrainer
 from isles.training.worker import deadlines
 
 CHURN = "churn.jsonl"
-_LONGER = 2.0  # a trace by rate goes on for so many times the time of the steps: exchanges and pauses take time too
+_LONGER = 2.0  # a trace by rate lasts this many times the steps' seconds: exchanges and pauses take time too
 
 
 class SimulatedWorld(ABC):
-    """One run of `config` through the changes of `churn_name`, into `out`. on_metrics, on_notice: as in
-    `isles.running.run.launch`. ValueError as `trace_of`.
+    """One run of `config` with the churn `churn_name`, into `out`. on_metrics, on_notice: as in
+    `isles.running.run.launch`. ValueError as in `trace_of`.
 
-    founders: with how many it begins. trace: what happens. begins: by worker, when it comes (s). results: by worker,
-    what it came to.
+    founders: number of workers at the start. trace: the events. begins: by worker, the second at which it joins.
+    results: by worker, its share of the summary.
     """
 
     gives_up: ClassVar[bool] = False
-    """Whether one that stands still for `world.elastic.lease` seconds is gone for the others, and comes again as
-    somebody else; else it is waited for.
+    """Whether a worker that is paused for `world.elastic.lease` seconds is lost, and joins again as a new one;
+    otherwise the others wait for it.
     """
     saves: ClassVar[bool] = False
-    """Whether it keeps the checkpoints that `config` asks for; else it asks for none, and says so."""
+    """Whether it writes the checkpoints of `config`; otherwise it writes none, with a notice."""
 
     def __init__(
         self,
@@ -97,7 +96,7 @@ class SimulatedWorld(ABC):
         for event in self.trace:
             self.begins += [event.at] * (int(event.number) if event.kind == "join" else 0)
         self.events: Sequence[ChurnEvent] = self.trace
-        """What happens to whom then."""
+        """The events, with paused workers that join again as new ones if `gives_up`."""
         self._machines: Sequence[int] = range(len(self.begins))
         if self.gives_up:
             found = returns(self.trace, self.begins, config.world.elastic.lease)
@@ -107,19 +106,21 @@ class SimulatedWorld(ABC):
 
     @abstractmethod
     def train(self, corpus: Corpus) -> list[dict[str, Any]]:
-        """To the end; what those came to whose model it is."""
+        """Train to the end; returns the results of the workers that the model is made of."""
 
     @abstractmethod
     def summary_fields(self) -> dict[str, Any]:
-        """What the summary tells beside what all tell."""
+        """The summary's entries of this kind of run."""
 
     def run(self) -> SummaryTable:
-        """To its end. ValueError: `out` holds a run already, or cannot be made. A failure is raised as it is."""
+        """Run to the end; returns the summary. ValueError if `out` holds a run already, or cannot be created. Workers'
+        errors are raised unchanged.
+        """
         began = time.perf_counter()
         if self._dropped:
             self.on_notice(
-                f"run.checkpoint_every = {self._dropped}: such a run of --churn cannot be gone on with, so nothing is "
-                "saved"
+                f"run.checkpoint_every = {self._dropped}: such a run of --churn cannot be resumed, so no checkpoint is "
+                "written"
             )
         with lock_run(self.out):
             claim(self.out)
@@ -138,7 +139,7 @@ class SimulatedWorld(ABC):
         self.on_metrics(line)
 
     def let_work(self, work: Callable[[VirtualTransport], None], before: Callable[..., None]) -> None:
-        """Have each worker do `work`, from when it comes. before: see `VirtualCluster.run`."""
+        """Run `work` in each worker, from the second at which it joins. before: see `VirtualCluster.run`."""
         config, world, workers = self.config, self.config.world, len(self.begins)
         factors = replace(world, workers=workers).factors
         cluster = VirtualCluster(
@@ -156,8 +157,8 @@ class SimulatedWorld(ABC):
 
 
 def trace_of(config: Config, name: str) -> tuple[int, list[ChurnEvent]]:
-    """(with how many workers a run of `config` begins, what happens in it), for `churn` called `name`. ValueError as
-    `isles.network.churn.churn` and `refuse_conflicts`, and where workers would pause twice.
+    """The number of workers at the start of a run of `config`, and its events, for the churn `name`. ValueError as
+    `isles.network.churn.churn` and `refuse_conflicts`.
     """
     world = config.world
     refuse_conflicts(config, "--churn")
@@ -169,7 +170,7 @@ def trace_of(config: Config, name: str) -> tuple[int, list[ChurnEvent]]:
 
 
 def _pauses(trace: Iterable[ChurnEvent]) -> dict[int, list[tuple[float, float]]]:
-    """By worker, when it stands still; one that does not resume does so for good."""
+    """The pauses (start, end) of each worker, in seconds; without a resume event the end is infinity."""
     found: dict[int, list[tuple[float, float]]] = {}
     for event in trace:
         stretches = found.setdefault(int(event.number), []) if event.kind in ("pause", "resume") else []
@@ -191,25 +192,23 @@ class SimulatedPeers(SimulatedWorld):
                 "trace"
             )
         self.workers: dict[int, Any] = {}
-        """By rank, the `SwarmTrainer` or `ClusterWorker`, once it has begun."""
+        """By rank, the `SwarmTrainer` or `ClusterWorker`, once it has started."""
         self.asked: set[int] = set()
-        """Ranks of those who were to leave, whether they had begun or not."""
+        """Ranks that were asked to leave, whether they had started or not."""
         self.counts = {"joins": 0, "deaths": 0, "leaves": 0}
         self._dead: set[int] = set()
         self._awaited: dict[int, set[int]] = {}
-        """By step: who has still to write its shard, and who has."""
+        """By step: the ranks that are to write a shard, and those that have."""
         self._written: dict[int, set[int]] = {}
 
     @abstractmethod
     def work(self, world: Mesh, corpus: Corpus) -> dict[str, Any] | None:
-        """What each worker does: note itself in `workers`, run to its end, and return its share of the summary, or None
-        where it has left.
+        """A worker's main function: registers it in `workers`, trains to the end, and returns its share of the summary;
+        None if it has left.
         """
 
     def saving(self, rank: int) -> Collection[int]:
-        """Ranks whose states make up a checkpoint with that of `rank`, now that this one has written its own; none:
-        nothing is kept.
-        """
+        """The ranks whose shards complete a checkpoint, when `rank` has written its own; empty: no checkpoints."""
         return ()
 
     @override
@@ -274,7 +273,7 @@ class SimulatedPeers(SimulatedWorld):
             self._commit(step)
 
     def _commit(self, step: int) -> None:
-        """Make the checkpoint of `step` exist, once all who are left have written theirs."""
+        """Commit the checkpoint of `step`, once all remaining ranks have written their shards."""
         written = self._written[step]
         if self._awaited[step] - self._dead - written:
             return
@@ -284,12 +283,12 @@ class SimulatedPeers(SimulatedWorld):
 
 
 class SimulatedSwarm(SimulatedPeers):
-    """In a swarm. One that leaves does so after the step under way."""
+    """A swarm. A leaving peer goes after the current step."""
 
     @override
     def work(self, world: Mesh, corpus: Corpus) -> dict[str, Any] | None:
         stages = self.config.pipeline.peers_of(self.founders)
-        stages[0] += range(self.founders, len(self.begins))  # until they are told where they are wanted
+        stages[0] += range(self.founders, len(self.begins))  # a placeholder until the swarm assigns their stages
         placed = world.arranged(Layout.columns(stages))
         trainer = self.workers[world.rank] = SwarmTrainer(self.config, placed, corpus, range(self.founders))
         return trainer.run(self.out)
@@ -302,16 +301,16 @@ class SimulatedSwarm(SimulatedPeers):
 
 
 class SimulatedClusters(SimulatedPeers):
-    """In clusters. ValueError for a configuration whose clusters cannot change in number.
+    """Clusters. ValueError for a configuration whose number of clusters cannot change.
 
-    One that comes stands by from the next average on, takes the place of a lost or a leaving one, or makes a new
-    cluster with others who wait. One that leaves does so after the next average; where it holds what nobody else does,
-    it stays until somebody comes.
+    A joining node is standby from the next average on, replaces a lost or leaving one, or forms a new cluster with
+    other standby nodes. A leaving node goes after the next average; if no other node has its stage, it stays until a
+    node joins.
     """
 
     gives_up = saves = True
     machines: Mapping[int, int] = {}
-    """What workers tell of themselves when they come, by rank (`isles.network.clusters`)."""
+    """By rank, the descriptor that a joining worker sends (`isles.network.clusters`)."""
 
     def __init__(self, config: Config, *more: Any) -> None:
         refuse_conflicts(config, "clusters that come and go")
@@ -322,7 +321,7 @@ class SimulatedClusters(SimulatedPeers):
         rank = world.rank
         try:
             if rank < self.founders:
-                worker = found(self.config, world, corpus, range(self.founders), growth=growth_of(self.config))
+                worker = found_clusters(self.config, world, corpus, range(self.founders), growth=growth_of(self.config))
             else:
                 worker = enter(self.config, world, corpus, range(rank), self.machines.get(rank, NO_FIGURES))
             self.workers[rank] = worker
@@ -337,13 +336,13 @@ class SimulatedClusters(SimulatedPeers):
 
     @override
     def summary_fields(self) -> dict[str, Any]:
-        """Clusters are those that were whole at the end."""
+        """Replicas: the number of intact clusters at the end."""
         ended: ClusterWorker = next(self.workers[rank] for rank in self.results)
         return self.counts | {"replicas": len(ended.agreement.assignment.whole)}
 
 
 class SimulatedElasticRun(SimulatedWorld):
-    """One run of whole replicas; see `SimulatedWorld`. made: called with each worker before it begins."""
+    """One run of whole replicas; see `SimulatedWorld`. made: called with each worker before it starts."""
 
     def __init__(self, config: Config, *more: Any, made: Callable[[Participant], None] = lambda worker: None) -> None:
         super().__init__(config, *more)
@@ -396,7 +395,7 @@ class SimulatedElasticRun(SimulatedWorld):
                     self.simulation.ended(client.member)
             except Exception:
                 with client.changed:
-                    self.simulation.end()  # else the others wait for this one for ever
+                    self.simulation.end()  # otherwise the others would wait for this worker forever
                 raise
             finally:
                 worker.worker.close()
@@ -412,13 +411,13 @@ class SimulatedElasticRun(SimulatedWorld):
             self.write(event)
 
     def _notice(self, text: str) -> None:
-        """Once, whoever says it."""
+        """Pass each text on once, even if several workers report it."""
         if text not in self._notices:
             self._notices[text] = None
             self.on_notice(text)
 
     def _mean(self, folder: Path) -> list[int]:
-        """Write the one model; whose mean it is."""
+        """Write the run's model; returns the members that it is made of."""
         members = sorted(member for member in self.simulation.finished if member in self.results)
         models = {member: folder / str(member) / f"{MODEL}.safetensors" for member in members}
         alike, ratio = lands_together(self.config), self.config.world.trust_ratio
@@ -432,7 +431,7 @@ class SimulatedElasticRun(SimulatedWorld):
         records = [read_record(one) for one in self.records]
         computed = sum(transport.compute_seconds for transport in self.simulation.transports)
         membership = self.simulation.membership
-        assert membership is not None, "it was there at the end"
+        assert membership is not None, "no lighthouse at the end"
         last = last_round(self.config, membership.view)
         summary_fields = elastic_metrics(self.simulation.journal, records, membership, last, computed).record()
         return {"workers": len(self._members), "replica_std": self.spread, **summary_fields}

@@ -1,4 +1,4 @@
-"""A run whose model lies in stages: which piece this worker holds, and the `StepRunner` that runs it.
+"""A run whose model is cut into stages: this worker's piece, and the `StepRunner` that runs it.
 
 batch of a replica -> microbatches at its origin -> executor -> losses at every stage
 """
@@ -61,8 +61,8 @@ def refuse_stages(config: Config) -> None:
 
 
 def run_scheme(config: Config, cut: Cut) -> Scheme:
-    """What crosses between the stages of a run, for one worker. ValueError as `Cut.scheme`, or where what replicas
-    exchange would carry weights out of the subspace.
+    """The boundary scheme of a run, for one worker. ValueError as `Cut.scheme`, or if the replicas' exchanges would
+    move weights out of the subspace.
     """
     pipeline, codec_name = config.pipeline, str(getattr(config.replicas, "codec", "none"))
     if pipeline.boundary.form != "coordinates" and (codec_name != "none" or not method(config.method).is_linear):
@@ -77,8 +77,8 @@ def run_scheme(config: Config, cut: Cut) -> Scheme:
 def build_stage(
     config: Config, cut: Cut, scheme: Scheme, stage: int, rank: int, home: torch.device | None = None
 ) -> Stage:
-    """Stage `stage`, for worker `rank` of its machine, fitted to `scheme`; the decoder's is allocated and drawn alone.
-    home: where its weights lie; None for where the worker computes.
+    """Stage `stage`, for worker `rank` of its machine, fitted to `scheme`; of a decoder only this stage is allocated
+    and drawn. home: device of its weights; None: the one that the worker computes on.
     """
     device, piece = home or choose_device(config.model, rank), cut.pieces[stage]
     if config.model.own is None:
@@ -93,7 +93,7 @@ def build_stage(
 
 
 def recovery_of(config: Config, world: Mesh, cut: Cut, stage: Stage) -> Recovery | None:
-    """What mends stages that are lost; None where none is. ValueError where no stage can stand in for another."""
+    """The recovery of lost stages; None if none are lost. ValueError if no stage can replace another."""
     pipeline, seed = config.pipeline, config.run.seed
     if not pipeline.recovery.stage_loss:
         return None
@@ -180,13 +180,13 @@ class Staged:
     def whole(self, optimizer: ReplicaSync) -> nn.Module | None:
         optimizer.consolidate()
         if self._world.outer.rank or self._world.inner.rank:
-            return None  # the first replica's first workers put it together
+            return None  # the first worker of each stage of the first replica gathers the model
         model, seed = self._config.model, self._config.run.seed
         return self._pipeline.assembled(on_host(model, seed) if self.reads else sketch(model))
 
 
 def broadcast_from_first(stages: Group, answer: bool) -> bool:
-    """What the first stage answers, known to all of a replica's stages."""
+    """The answer of the first stage, at all of a replica's stages."""
     flag = torch.tensor([answer], dtype=torch.bool, device="cpu")
     if stages.size > 1:
         stages.broadcast(flag, channel="control")

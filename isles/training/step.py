@@ -1,12 +1,12 @@
-"""From batches to a loss with gradients in place: what a trainer does with a model between two steps of its optimizer.
+"""Forward and backward passes of an inner step: `StepRunner`, the interface between a trainer and a way to run a model.
 
-    Whole     this worker has a model that it runs by itself
+    Text      the batches that a worker reads
+    Whole     the runner of a worker that has the whole model
 
-`Text` is what a worker reads before that. The optimizer does the rest: reduce, clip, step, exchange. So a trainer
-drives any way to run a model.
+The optimizer does the rest: reduce, clip, step, exchange.
 
-`draws_state`: a worker's random generators, which dropout and the like draw from, the host's and that of its CUDA
-device. Both are in a checkpoint, so that a resumed run draws the same numbers as an unbroken one.
+`draws_state`: the states of a worker's random generators (for dropout and the like), of the host and of its CUDA
+device. Both are in a checkpoint, so that a resumed run draws the same numbers as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from isles.training.config.sections import Config
 
 
 class Text(Loader):
-    """This worker's. corpus: that of `config.data`, where it was loaded already. share: (which, of how many) of the
-    text; None: that of the worker's place. ValueError for text that the model or the batch does not fit.
+    """This worker's batches. corpus: that of `config.data`, if it is loaded already. share: (index, number of shares)
+    of the text; None: by the worker's coordinate. ValueError if the text does not fit the model or the batch.
 
-    positions: places in the data's order of the batches that it reads, (b,) int64 each, instead of its share of every
-    step, where workers come and go; None: its share.
+    positions: in elastic runs, the positions in the data's order of each batch to read, (b,) int64; None: its share of
+    every step.
     """
 
     positions: Iterator[np.ndarray] | None = None
@@ -53,11 +53,11 @@ class Text(Loader):
     ) -> None:
         corpus, (context, vocab) = corpus or load_corpus(config.data), limits(config.model)
         check_vocabulary(vocab, corpus.tokenizer)
-        if world.local_rank == 0:  # every machine has files of its own
+        if world.local_rank == 0:  # one per machine, each of which has its own files
             world.report({"corpus": corpus.sha256, "rank": world.rank})
         reader, readers = share or world.reader
         super().__init__(corpus, config.data, context=context, worker=reader, workers=readers, seed=config.run.seed)
-        together = readers if self.split == "iid" else 1  # who read the same sequences
+        together = readers if self.split == "iid" else 1  # number of workers that share the sequences
         if self.batch_size * together > self.sequences:
             raise ValueError(
                 f"data.batch_size = {self.batch_size}: a step would read {self.batch_size * together} sequences of "
@@ -66,11 +66,11 @@ class Text(Loader):
 
     @property
     def validates(self) -> bool:
-        """Whether text was kept for validation."""
+        """Whether there is validation text."""
         return len(self.corpus.validation) > 0
 
     def batch(self) -> Tensor:
-        """The next one (b, T+1)."""
+        """The next batch (b, T+1)."""
         return next(self) if self.positions is None else self.read(next(self.positions))
 
 
@@ -111,43 +111,41 @@ WAITS: tuple[Channel, ...] = ("outer", "inner", "pipeline")
 
 
 class Left(Exception):
-    """This worker has left the run, as it was asked to, or has come too late."""
+    """This worker has left the run, as it was asked to, or has joined too late."""
 
 
 class StepRunner(Protocol):
     """How one worker runs a model. Batches are (b, T + 1) int64 on the model's device."""
 
     reads: bool
-    """Whether `run` and `evaluate` want batches on this worker."""
+    """Whether `run` and `evaluate` need batches on this worker."""
 
     @property
     def played(self) -> Sequence[Span]:
-        """The tasks of the last inner step on this worker, in seconds of its clock; none where it has no parts."""
+        """The tasks of the last inner step on this worker, in seconds of its clock; empty if the model is not cut."""
 
     def run(self, batches: Iterable[Tensor]) -> Tensor | None:
-        """Forward and backward over the batches of one inner step. Their mean loss (), in nats, detached; the gradient
-        of that is in `.grad`, or will be when the optimizer asks for it. None where this worker had a share in none.
+        """Run forward and backward passes over the batches of one inner step. Returns their mean loss (), in nats,
+        detached; its gradient is in `.grad`, or will be when the optimizer reads it. None if this worker took no part.
         """
 
     def state_dict(self) -> dict[str, Any] | None:
-        """What the next steps depend on beside model and optimizer; None: nothing."""
+        """State that the next steps depend on, other than model and optimizer; None: nothing."""
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
-        """Go on from `state_dict`."""
+        """Restore `state_dict`."""
 
     def evaluate(self, batches: Iterable[Tensor]) -> float | None:
-        """Mean loss over the rows of `batches` with the weights of now, in nats; None on a worker that does not learn
-        it.
-        """
+        """Mean loss over the rows of `batches` with the current weights, in nats; None if another worker gets it."""
 
     def whole(self, optimizer: ReplicaSync) -> nn.Module | None:
-        """End the run and give the one model that came of it; None where another worker holds it."""
+        """Consolidate and return the run's model at its end; None if another worker has it."""
 
 
 class TrainerParts:
-    """What a trainer is made of. name: of the run's configuration. text: None where this worker reads none. validates:
-    whether text was kept for validation, known to all who validate. scaler: a torch.amp.GradScaler. autocast: a context
-    for forward passes. notices: what a user should know.
+    """The parts of a trainer. name: of the run's configuration. text: None if this worker reads none. validates:
+    whether there is validation text, equal at all that validate. scaler: a torch.amp.GradScaler. autocast: a context
+    for forward passes. notices: for the user.
     """
 
     name: str
@@ -163,10 +161,10 @@ class TrainerParts:
 
 
 class Whole:
-    """A model that is this worker's alone to run, or that calls others by itself, as a sharded one does.
+    """Runs a whole model, or a sharded one, which communicates by itself.
 
-    optimizer: its `no_sync` is around all backward passes but the last. autocast: a context for each forward pass.
-    scaler: a torch.amp.GradScaler, or None. batches: how many `run` gets.
+    optimizer: all backward passes but the last run under its `no_sync`. autocast: a context for each forward pass.
+    scaler: a torch.amp.GradScaler, or None. batches: number of batches per `run`.
     """
 
     reads = True
@@ -210,24 +208,24 @@ class Whole:
 
 
 def draws_seed(seed: int, rank: int) -> int:
-    """Of a worker's draws: every worker has its own, the same on every backend."""
+    """The seed of a worker's draws, different for each worker and equal on all backends."""
     return int.from_bytes(hashlib.sha256(f"{seed} worker {rank}".encode()).digest()[:4], "little")
 
 
 def seed_draws(seed: int, rank: int) -> None:
-    """Begin a worker's draws, on the host and on every device."""
+    """Seed a worker's random generators, on the host and on every device."""
     torch.manual_seed(draws_seed(seed, rank))
 
 
 def draws_state(device: torch.device) -> dict[str, Any]:
-    """Where the draws of a worker that computes on `device` stand."""
+    """The states of the random generators of a worker that computes on `device`."""
     on_cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
     return {"random": torch.get_rng_state(), "random_cuda": on_cuda}
 
 
 def restore_draws(state: Mapping[str, Any], device: torch.device) -> None:
-    """Go on drawing from `draws_state`. One that holds nothing of a CUDA device, for it was taken on another kind of
-    device or by an earlier version, leaves that device's draws where they are: at their beginning.
+    """Restore `draws_state`. If it lacks a CUDA generator's state (from another kind of device, or an earlier version),
+    that generator is not changed.
     """
     torch.set_rng_state(state["random"])
     on_cuda = state.get("random_cuda")
@@ -241,5 +239,5 @@ def new_draws(seed: int, rank: int) -> dict[str, Any]:
 
 
 def carried_draws(state: Mapping[str, Any]) -> dict[str, Any]:
-    """What of a worker's state are its draws."""
+    """The random generators' states in a worker's state."""
     return {"random": state["random"], "random_cuda": state.get("random_cuda")}

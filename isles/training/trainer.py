@@ -27,7 +27,7 @@ from isles.training.step import WAITS, TrainerParts, validation_loss
 
 
 class Trainer(TrainingLoop):
-    """One worker of a run. parts: what it trains and validates with; see `isles.training.worker`."""
+    """One worker of a run. parts: model, optimizer, text and more; see `isles.training.worker`."""
 
     def __init__(self, config: Config, world: Mesh, parts: TrainerParts) -> None:
         self.text, self.validates, self.optimizer, self.workers = (
@@ -45,10 +45,10 @@ class Trainer(TrainingLoop):
                 world.report({"notice": notice})
         whole = None if config.pipeline.stages > 1 else self.model
         super().__init__(config, world, parts.name, self.memory.device(self.model), whole)
-        is_first = world.inner.rank == 0  # for those that hold the same
+        is_first = world.inner.rank == 0  # one worker of each island samples, as all have the same weights
         compared = world.outer.size > 1 and is_first and self.optimizer.shares
         self.sample = Sample(self.optimizer.shares) if compared else None
-        for channel in WAITS:  # the clock of steps begins now, and what the start has waited for is in none of them
+        for channel in WAITS:  # waits before the first step do not count
             world.world.traffic[channel].blocked_seconds = 0.0
 
     @override
@@ -62,7 +62,7 @@ class Trainer(TrainingLoop):
     @override
     def state_dict(self) -> dict[str, Any]:
         with self.step_clock.step():
-            optimizer = self.optimizer.live_state()  # first: it waits for what is under way
+            optimizer = self.optimizer.live_state()  # first, as it waits for exchanges in flight, which change the rest
         return {
             "optimizer": optimizer,
             "model": self.optimizer.weights(),
@@ -78,7 +78,7 @@ class Trainer(TrainingLoop):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         try:
             self.optimizer.load_weights(state["model"])
-        except RuntimeError as error:  # torch tells every tensor that does not fit, a line each
+        except RuntimeError as error:  # torch's message has a line for every tensor that does not fit
             raise ValueError(
                 "the checkpoint is of another model: set [model] in the run's config.toml back to what it was"
             ) from error
@@ -105,15 +105,15 @@ class Trainer(TrainingLoop):
         with self.memory.metered():
             loss = self.model_step.run(self._batches() if self.model_step.reads else ())
         losses = [] if loss is None else [loss]
-        if self.device.type == "cpu":  # elsewhere a look would wait for the device: `metrics` looks there
-            self._refuse_not_finite(self.optimizer.steps + 1, losses)  # before anyone is sent what came of it
+        if self.device.type == "cpu":  # on a GPU the check would wait for the device: there `metrics` does it
+            self._refuse_not_finite(self.optimizer.steps + 1, losses)  # before the gradients are sent to others
         self.optimizer.step(scaler=self.scaler)
-        self._mend()
+        self._recover()
         self.optimizer.zero_grad()
         self.schedule.step()
         self.losses += losses
 
-    def _mend(self) -> None:
+    def _recover(self) -> None:
         recovery = self.recovery
         if recovery is None:
             return
@@ -122,7 +122,7 @@ class Trainer(TrainingLoop):
         self.schedule.base_lrs = [rate * factor for rate in self.schedule.base_lrs]
         if self.world.rank == 0:
             for stage in lost:
-                how = f'mended by "{recovery.settings.kind}"'
+                how = f'restored by "{recovery.settings.kind}"'
                 text = f"stage {stage} was lost after inner step {self.optimizer.steps}, {how}"
                 self.world.report({"notice": text})
 
@@ -131,7 +131,7 @@ class Trainer(TrainingLoop):
         return {name for name, _ in self.model.named_parameters()}
 
     def _batches(self) -> Iterator[Tensor]:
-        """Those of one inner step, each read when it is asked for; none where this worker does not read."""
+        """The batches of one inner step, each read on demand; none if this worker does not read."""
         if self.text is None:
             return
         for _ in range(self.config.inner.accumulation):
@@ -160,7 +160,7 @@ class Trainer(TrainingLoop):
     def conclude(self, out: Path | None) -> dict[str, Any]:
         self.step_clock.read()
         computing = self.step_clock.seconds - self.world.world.traffic.total("blocked_seconds", *WAITS)
-        self.optimizer.land_all()  # all do as many steps; `whole` proves that they end as one
+        self.optimizer.land_all()  # complete all exchanges; `whole` then checks that the replicas agree
         self._refuse_broken(self.optimizer.steps, {"model": self.optimizer.weights()})
         totals = self.totals()
         replica_loss, spread = self._evaluate(), self.optimizer.replica_std()
@@ -183,7 +183,7 @@ class Trainer(TrainingLoop):
         }
 
     def _save_first(self, group: Group, model: nn.Module | None, out: Path | None) -> bool:
-        """Write the model, as the first of those who are left; whether this worker is that one."""
+        """Write the model if this worker is the first remaining one; returns whether it is."""
         if group.rank != 0 or self.world.inner.rank != 0:
             return False
         if model is not None:

@@ -1,9 +1,7 @@
-"""What each worker of a run does, whatever the run is.
-
-What a `Trainer` is handed: text, optimizer, memory and a way to run the model, as the configuration says.
+"""The main function of a run's workers, and the parts of a `Trainer` by its configuration.
 
 whole model     text, model, optimizer -> `Whole`
-in stages       text at the first stage, cut, boundaries, one stage, optimizer -> `Staged`, and what mends lost stages
+in stages       text at the first stage, cut, boundaries, one stage, optimizer -> `Staged`, and recovery of lost stages
 """
 
 from __future__ import annotations
@@ -49,12 +47,12 @@ from isles.training.stage_runner import (
 from isles.training.step import StepRunner, Text, TrainerParts, Whole, seed_draws
 from isles.training.trainer import Trainer
 
-_PAUSES = 1000.0  # mean lengths of a pause: chance e^-1000, and room for many pauses in a round
+_PAUSES = 1000.0  # patience in mean pauses: a longer pause has probability e^-1000, and many fit into a round
 
 
 def deadlines(config: Config) -> Deadlines:
-    """The waits that [world] asks for. A deadline tells a lost worker from a slow one; one that pauses comes back, so
-    who cannot go on alone waits for it however long it stays away.
+    """The deadlines of [world]. A deadline tells a lost worker from a slow one; a paused worker comes back, so channels
+    on which a worker cannot go on without it wait for the longest pause.
     """
     world = config.world
     own = Deadlines(
@@ -81,8 +79,8 @@ def deadlines(config: Config) -> Deadlines:
 def train_worker(
     world: Mesh, config: Config, out: Path | None = None, resume: int | None = None, corpus: Corpus | None = None
 ) -> dict[str, Any] | None:
-    """What each worker of a run does; the function that launchers start. resume: the step of the checkpoint to go on
-    from. corpus: see `trainer_of`.
+    """The main function of a worker, which launchers start. resume: the step of the checkpoint to resume from. corpus:
+    see `trainer_of`.
     """
     seed_draws(config.run.seed, world.rank)
     kind = kind_of(config.pipeline)
@@ -92,7 +90,7 @@ def train_worker(
 def train_replica(
     world: Mesh, config: Config, out: Path | None, resume: int | None, corpus: Corpus | None
 ) -> dict[str, Any] | None:
-    """One whose trainer is a `Trainer`."""
+    """The main function of a worker with a `Trainer`."""
     kind = kind_of(config.pipeline)
     trainer = kind.trainer(config, world, corpus)
     with trainer.memory:
@@ -104,23 +102,23 @@ def train_replica(
 
 
 def trainer_of(config: Config, world: Mesh, corpus: Corpus | None = None, roster: Roster | None = None) -> Trainer:
-    """One worker of a run whose workers are those of `world`. corpus: that of `config.data`, where it was loaded
-    already. roster: of the replicas, where they come and go.
+    """The trainer of one worker of `world`. corpus: that of `config.data`, if it is loaded already. roster: of the
+    replicas, in an elastic run.
     """
     return Trainer(config, world, PartsMaker(config, world, corpus, roster).made())
 
 
 class PartsMaker(TrainerParts):
-    """Makes those of one worker; see `trainer_of`."""
+    """Builds the parts of one worker's trainer; see `trainer_of`."""
 
     def __init__(self, config: Config, world: Mesh, corpus: Corpus | None = None, roster: Roster | None = None) -> None:
         self.config, self.world, self.corpus, self.roster = config, world, corpus, roster
         self.memory = PlannedMemory(config, take_device(config.model, world.local_rank), world.coordinate.stage)
 
     def made(self) -> TrainerParts:
-        """Itself, with all of them. ValueError, with the key, where the run cannot mean what the configuration says."""
+        """Build all parts; returns self. ValueError, with the key, for settings that cannot be obeyed."""
         config, world, memory = self.config, self.world, self.memory
-        by_plan = bool(config.pipeline.skippipe.plan)  # some nodes learn more than others, as more comes by them
+        by_plan = bool(config.pipeline.skippipe.plan)  # then nodes train on different numbers of microbatches
         uneven = not config.pipeline.is_grid and (by_plan or config.method != "none")
         world.world.ledger.trust.ratio = config.world.trust_ratio * (JUMPS if uneven else 1.0)
         self.name = run_name(config)
@@ -147,11 +145,11 @@ class PartsMaker(TrainerParts):
         return self
 
     def read(self) -> Text:
-        """What a worker of the first stage reads."""
+        """The text of a worker of the first stage."""
         return Text(self.config, self.world, self.corpus)
 
     def wrapped(self, model: nn.Module) -> tuple[ReplicaSync, list[str]]:
-        """The optimizer of the run, or a refusal; and what is to be said of it."""
+        """The run's optimizer, and notices for the user. ValueError as `isles.training.optimizer.wrapped`."""
         return wrapped(self.config, model, self.roster or self.world.outer, self.world, self.memory.manage)
 
     def _validates(self) -> bool:
@@ -172,14 +170,14 @@ class PartsMaker(TrainerParts):
         return model
 
     def _stage(self, cut: Cut, scheme: Scheme) -> Stage:
-        """This worker's piece of it. The first worker holds all pieces against the whole before anybody trains."""
+        """This worker's stage. The first worker compares the stages with the whole model first."""
         world = self.world
         if world.rank == 0 and (notice := hold_against_whole(self.config, cut)) is not None:
             world.report({"notice": notice})
         return build_stage(self.config, cut, scheme, world.coordinate.stage, world.local_rank, self.memory.home)
 
     def _weigh(self) -> list[str]:
-        """Tell the others how much text this worker has."""
+        """Exchange the workers' numbers of sequences, for the weights of the mean. Returns notices."""
         assert isinstance(self.optimizer, OuterSync) and self.text is not None
         self.optimizer.weigh(self.text.sequences)
         text = 'weights = "samples": all workers have equal shares of the text with data.split = "iid"'

@@ -20,7 +20,7 @@ from isles.comm.tcp import parse_address
 from isles.membership.messages import Refusal
 from isles.training.config.reading import to_toml
 from isles.training.elastic import connect
-from isles.training.lighthouse.server import read_stand
+from isles.training.lighthouse.server import read_address
 from tests.membership.sessions import free_port
 from tests.training.elastic.runs import Run
 from tests.training.elastic.test_runs import small
@@ -140,9 +140,9 @@ def test_where_a_lighthouse_listens(answer: Answer, monkeypatch: pytest.MonkeyPa
     given = words if words and words[0] == "--host" else ()
     wanted = 0 if words == ("any port",) else port
     code, told = answer("lighthouse", "--port", str(wanted), "--out", "run", *given, *settings("run.steps=20"), *METHOD)
-    port = wanted or read_stand(Path("run")).port
+    port = wanted or read_address(Path("run")).port
     assert code == 130 and f"listens at {where}:{port}; {said}" in told, told
-    assert f"isles join {where}:{port} --token " in told and read_stand(Path("run")).host == where
+    assert f"isles join {where}:{port} --token " in told and read_address(Path("run")).host == where
 
 
 @pytest.mark.parametrize("journal", ["folder", '{"event":"lost","member":4}\n'])

@@ -44,7 +44,7 @@ def block(rng: random.Random, name: str) -> UnitProfile:
         moved=2 * params,
         boundary=boundary,
         resident=passes,
-        brought=passes,
+        device_copy=passes,
         flops=1.0,
         forward=forward,
         backward=2 * forward,

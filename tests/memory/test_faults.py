@@ -16,7 +16,7 @@ from isles.memory.activations import Swapped
 from isles.memory.costs import Placement
 from isles.memory.engines.base import Engine, Inline, LaneFailed, ThreadEngine
 from isles.memory.optimizer import Managed
-from isles.memory.parameters import Brought
+from isles.memory.parameters import DeviceCopy
 from isles.memory.plan import PlanMismatch
 from isles.models.decoder import Decoder
 from isles.network.machines import MACHINES
@@ -32,8 +32,8 @@ def _threads() -> list[threading.Thread]:
 
 
 _BREAKS = {
-    "up": (Brought, "fill", HOST),
-    "up, after an update": (Brought, "refresh", OPTIMIZER),
+    "up": (DeviceCopy, "fill", HOST),
+    "up, after an update": (DeviceCopy, "refresh", OPTIMIZER),
     "up, activations": (Swapped, "to_device", HOST),
     "down": (Swapped, "to_host", HOST),
     "host": (torch.optim.AdamW, "step", HOST),

@@ -18,7 +18,7 @@ from isles.memory.costs import Placement, least_peak
 from isles.memory.engines.base import Inline, ThreadEngine
 from isles.memory.flow import Slots
 from isles.memory.optimizer import Managed
-from isles.memory.parameters import Brought
+from isles.memory.parameters import DeviceCopy
 from tests.memory.loops import DECODER, UNITS, train
 from tests.memory.managing import HOST, OPTIMIZER, managed_decoder, one_step
 
@@ -33,13 +33,13 @@ def test_updates_need_gradients_that_zero_grad_does_not_reach(monkeypatch: pytes
     assert _keeps_bits(OPTIMIZER, engine=_Held())
 
     def reachable(self: Managed, index: int, settings: Any) -> None:
-        part, brought = self._parts[index], self.runner.brought[index]
+        part, device_copy = self._parts[index], self.runner.device_copy[index]
         updated, refreshed = self.engine.event(), self.engine.event()
         self.runner.flow.updated[index], self.runner.flow.refreshed[index] = updated, refreshed
 
         def done() -> None:
             updated.fire()
-            brought.refresh()
+            device_copy.refresh()
             refreshed.fire()
 
         self.runner.submit("host", (index,), 0.0, partial(part.step, settings), done)  # by whatever .grad is then
@@ -97,13 +97,13 @@ def test_readers_need_to_catch_up(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_slots_are_filled_and_emptied_in_turn(engine: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
     turns: dict[int, list[str]] = {}
     for name in ("fill", "empty"):
-        real = getattr(Brought, name)
+        real = getattr(DeviceCopy, name)
 
-        def noted(self: Brought, name: str = name, real: Any = real) -> None:
+        def noted(self: DeviceCopy, name: str = name, real: Any = real) -> None:
             turns.setdefault(id(self), []).append(name)
             real(self)
 
-        monkeypatch.setattr(Brought, name, noted)
+        monkeypatch.setattr(DeviceCopy, name, noted)
     for accumulation in (1, 2):
         assert _keeps_bits(HOST, accumulation, engine=engine())
     assert len(turns) >= UNITS
@@ -114,12 +114,12 @@ def test_slots_are_filled_and_emptied_in_turn(engine: Callable[[], Any], monkeyp
 def test_slots_are_filled_again_when_the_last_use_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """A slot that is given back holds nothing but NaN here, where a device's would be another block's."""
 
-    def given_back(self: Brought) -> None:
+    def given_back(self: DeviceCopy) -> None:
         with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(self.device)):
             for parameter in self.device:
                 parameter.fill_(float("nan"))
 
-    monkeypatch.setattr(Brought, "empty", given_back)
+    monkeypatch.setattr(DeviceCopy, "empty", given_back)
     room = lambda *asked: 2 * least_peak(*asked)  # noqa: E731  # so much that slots are granted long before their use
     monkeypatch.setattr("tests.memory.loops.least_peak", room)
     assert _keeps_bits(HOST, engine=Inline())

@@ -95,8 +95,8 @@ def test_under_autocast_matrices_travel_as_bfloat16() -> None:
     assert plain.moved == plain.weights
     assert unit.moved == (unit.weights - vectors) // 2 + vectors
     assert unit.resident.casts == unit.moved - vectors
-    assert unit.brought.casts == plain.resident.casts == 0
-    assert unit.resident.saved == unit.brought.saved < plain.resident.saved
+    assert unit.device_copy.casts == plain.resident.casts == 0
+    assert unit.resident.saved == unit.device_copy.saved < plain.resident.saved
 
 
 @pytest.mark.long

@@ -46,7 +46,7 @@ def _trained(
     chosen, cpu = plan_of(made, plan, accumulation=accumulation), torch.device("cpu")
     with Managed(chosen, model, inner, profile=made, machine=MACHINES["H100"], device=cpu, engine=engine) as managed:
         if watch is not None:
-            watch.on_device(*(one for brought in managed.runner.brought.values() for one in brought.device))
+            watch.on_device(*(one for device_copy in managed.runner.device_copy.values() for one in device_copy.device))
         for step, index in itertools.product(range(steps), range(accumulation)):
             with host_work():
                 batch = DECODER.batch(step * accumulation + index)

@@ -48,7 +48,7 @@ def test_one_goes_back_to_a_good_checkpoint(text: Path, tmp_path: Path) -> None:
     for name in ("model.safetensors", "summary.json"):
         (out / name).unlink()
     checkpoints = Checkpoints(out)
-    with pytest.raises(ValueError, match="--step 3: there is no complete checkpoint of it; there are 2, 4, 6, 8"):
+    with pytest.raises(ValueError, match="--step 3: no complete checkpoint of it; there are 2, 4, 6, 8"):
         prepare(out, None, step=3)
     assert prepare(out, None, step=4).step == 4
     told = Told()

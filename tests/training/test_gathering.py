@@ -13,7 +13,7 @@ import pytest
 from isles.comm import credentials
 from isles.comm.tcp import listen
 from isles.launch.nodes import NodeGroup, NodeSpec
-from isles.running.agree import met
+from isles.running.agree import meet_nodes
 from isles.training.config.sections import Config
 from isles.training.records.checkpoint import Checkpoints
 from tests.training.runs import tiny, write_text
@@ -41,7 +41,7 @@ def both(here: tuple[Config, Path, int | None], there: tuple[Config, Path, int |
         try:
             own = folder if number == 0 else None
             spec = NodeSpec(nodes=2, node=number, rendezvous=rendezvous, token=token, credentials=own)
-            with met(config, spec, out, resume, lambda text: None) as node_group:
+            with meet_nodes(config, spec, out, resume, lambda text: None) as node_group:
                 if number == 0:
                     node_group.go()
                 parted.wait(20.0)
@@ -100,7 +100,7 @@ def test_what_one_machine_cannot_be_split_into(config: Config, tmp_path: Path) -
         (config, "more machines than world.workers = 2"),
         (virtual, 'world.backend = "virtual" runs on one'),
     ):
-        with pytest.raises(ValueError, match=words), met(one, node_spec, tmp_path, None, print):
+        with pytest.raises(ValueError, match=words), meet_nodes(one, node_spec, tmp_path, None, print):
             pass
-    with met(config, NodeSpec(), tmp_path, None, print) as node_group:
+    with meet_nodes(config, NodeSpec(), tmp_path, None, print) as node_group:
         assert isinstance(node_group, NodeGroup) and not node_group.links and node_group.nodes == 1

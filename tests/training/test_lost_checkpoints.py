@@ -69,7 +69,7 @@ def test_states_on_other_machines_are_asked_for(lost: Path, tmp_path: Path) -> N
         file.unlink()
         del manifest["files"][file.name]
     (step / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(ValueError, match="after step 15 the states of workers 2 lie on other machines"):
+    with pytest.raises(ValueError, match="after step 15 the states of workers 2 are on other machines"):
         prepare(out, None)
 
 

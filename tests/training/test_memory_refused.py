@@ -56,7 +56,7 @@ LINE = r"^[^\n]*$"
             "memory.machine = 'H100' has a device beside its host, and this worker computes on a CPU: set "
             "memory.emulate = true",
         ),
-        ([*GPU, "memory.disk=."], "memory.disk = '.': nothing is known of the disk of RTX 3060; give disk_read"),
+        ([*GPU, "memory.disk=."], "memory.disk = '.': the disk of RTX 3060 is not known; give disk_read"),
         (
             [*GPU, "memory.method=checkpoint", "inner.max_norm=0", "memory.update=early"],
             'memory.update = "early": memory.method = "checkpoint" keeps all weights and states on the device: leave',
@@ -215,7 +215,7 @@ def test_a_plan_leaves_room_on_a_gpu(tmp_path: Path) -> None:
         planned(_config(*GPU, "memory.device_budget=1GiB"), made, here, free=2**29)
     path = tmp_path / "plan.json"
     path.write_text(whole.to_json(), encoding="utf-8")
-    with pytest.raises(ValueError, match="of this GPU are to be had: end what else uses it, or plan again"):
+    with pytest.raises(ValueError, match="of this GPU are free: end what else uses it, or plan again"):
         planned(_config(*GPU, f"memory.plan={path}"), made, here, free=whole.peak / 2)
 
 

@@ -280,6 +280,6 @@ def test_a_lost_stage_of_unequal_columns_is_made_anew_alike_at_all_its_nodes(fol
         told.lines.append,
         told.notices.append,
     )
-    assert any('stage 2 was lost after inner step 4, mended by "checkfree"' in notice for notice in told.notices)
+    assert any('stage 2 was lost after inner step 4, restored by "checkfree"' in notice for notice in told.notices)
     spread = json.loads((folder / "run" / "summary.json").read_text())["replica_std"]
     assert spread == 0 if method == "ddp" else spread > 0

@@ -167,7 +167,7 @@ def test_what_is_under_way_lands_with_the_new_workers(stopped: Any, name: str) -
         assert torch.equal(payload["buffer"], before[0]["buffer"]) and payload["participants"] == 2
         if name == "eager":
             torch.testing.assert_close(payload["own"], (before[0]["own"] + before[1]["own"]) / 2)
-    assert ("what is under way" in "\n".join(notes[2:])) == (name == "eager")
+    assert ("exchanges in flight" in "\n".join(notes[2:])) == (name == "eager")
 
 
 @pytest.mark.parametrize("name", ["ddp", "diloco"])

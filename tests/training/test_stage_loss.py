@@ -50,7 +50,7 @@ def test_a_run_goes_on_after_a_loss_and_from_its_checkpoint_with_the_same_bits(k
     whole, copy = tmp_path / "whole", tmp_path / "copy"
     told = Told()
     launch(config, whole, told.lines.append, told.notices.append)
-    assert any(f'stage 1 was lost after inner step 4, mended by "{kind}"' in notice for notice in told.notices)
+    assert any(f'stage 1 was lost after inner step 4, restored by "{kind}"' in notice for notice in told.notices)
     shutil.copytree(whole, copy)
     (copy / "summary.json").unlink()
     again = Told()

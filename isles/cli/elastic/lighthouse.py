@@ -19,7 +19,7 @@ from isles.training.interrupts import first_interrupt
 
 if TYPE_CHECKING:
     from isles.training.config.sections import Config
-    from isles.training.lighthouse.server import Stand
+    from isles.training.lighthouse.server import LighthouseAddress
 
 _ALONE = "127.0.0.1"
 
@@ -48,7 +48,8 @@ def lighthouse(
     """
     from isles.cli.train import new_directory, refuse_too_many
     from isles.comm.tcp import outward_address, refuse_unknown
-    from isles.training.lighthouse.server import Stand
+    from isles.launch.workers import refuse_too_many
+    from isles.training.lighthouse.server import LighthouseAddress
 
     end_in_order()
     if not 0 <= port < 65536:
@@ -62,19 +63,19 @@ def lighthouse(
     refuse_unknown(host, "--host ")
     ours = {"world.workers": founders, "world.elastic.max_members": max_members}
     drawn_up, there = _drawn_up(config, ours, set_ or [], out)
-    _keep(drawn_up, there or new_directory(drawn_up.method), Stand(host=host, port=port, workers=workers))
+    _keep(drawn_up, there or new_directory(drawn_up.method), LighthouseAddress(host=host, port=port, workers=workers))
 
 
 def restart_lighthouse(run: Path, workers: int | None) -> None:
     """Go on with the run of a lighthouse where it stood, with `workers` on this machine; None: as many as it had."""
-    from isles.training.lighthouse.server import read_stand
+    from isles.training.lighthouse.server import read_address
 
-    stand = read_stand(run)
+    stand = read_address(run)
     config, _ = _drawn_up(str(run), {}, [], None)
     _keep(config, run, stand if workers is None else replace(stand, workers=workers))
 
 
-def _keep(config: Config, run: Path, stand: Stand) -> None:
+def _keep(config: Config, run: Path, stand: LighthouseAddress) -> None:
     """Keep the run until it ends, or is stopped."""
     from isles.cli.train import print_summary
     from isles.comm.tcp import written

@@ -1,5 +1,5 @@
-"""Engines: what the executor asks of one (work on serial lanes, events between them, moves, an end), a thread a lane,
-and none at all.
+"""Engines: the interface (work on serial lanes, events between them, moves, an end), one with a thread per lane, and
+one without threads.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ DEADLINE = 600.0  # seconds without what is waited for: far beyond any update of
 
 
 class LaneFailed(RuntimeError):
-    """Work beside the computation failed; its error is the cause."""
+    """Work on a lane failed; its error is the cause."""
 
 
 class DiskFailed(LaneFailed, OSError):
@@ -30,14 +30,14 @@ class DiskFailed(LaneFailed, OSError):
 
 
 class Moves:
-    """How bytes go between host and device. Here both are the RAM: copies. A call returns when its bytes are there."""
+    """Copies between host and device; here both are the RAM. A call returns when the bytes are there."""
 
     def room(self) -> AbstractContextManager[object]:
-        """Around making, or filling again, storages of the device."""
+        """Context to allocate, or fill again, storages of the device."""
         return nullcontext()
 
     def fill(self, into: Sequence[Tensor], source: Sequence[Tensor]) -> None:
-        """Copy tensors of the host into those of the device, in the formats of these."""
+        """Copy tensors of the host into those of the device, in the device tensors' formats."""
         for target, own in zip(into, source, strict=True):
             target.copy_(own)
 
@@ -50,14 +50,14 @@ class Moves:
         return [tensor.to(device, copy=True) for tensor in tensors]
 
     def offload(self, hosted: Container[int], model: nn.Module) -> None:
-        """The model's parameters with these ids are the host's; the rest, and its buffers, are the device's."""
+        """Put the model's parameters with these ids on the host; the others, and its buffers, on the device."""
 
 
 class Engine(ABC):
-    """Serial lanes. Whatever fails on one of them is raised where the computation next waits or submits.
+    """Serial lanes. The error of a failed lane is raised at the next wait or submit of the computation.
 
-    first_come: gradients and updates are served as they arise, not as they are needed; for comparison. moves: how bytes
-    go from the host to the device and back; None: both are the RAM.
+    first_come: serve gradients and updates in the order of submission instead of need; for comparison. moves: copies
+    between host and device; None: both are the RAM.
     """
 
     first_come = False
@@ -73,24 +73,22 @@ class Engine(ABC):
 
     @abstractmethod
     def submit(self, lane: EngineLane, urgency: Urgency, seconds: float, work: LaneAction, done: LaneAction) -> None:
-        """Do `work` on the lane, the most urgent (least) first, then `done`. seconds: what it takes on the machine of
-        the plan.
-        """
+        """Do `work` on the lane, the smallest urgency first, then `done`. seconds: duration on the plan's machine."""
 
     def computed(self, began: float, seconds: float) -> None:  # noqa: B027
-        """The device has computed since `began` (host seconds), for what takes `seconds` on the machine of the plan."""
+        """Note that the device has computed since `began` (host seconds), for `seconds` on the plan's machine."""
 
     def close(self) -> None:  # noqa: B027
-        """Stop; what has not begun is dropped. No thread is left."""
+        """Stop; work that has not begun is dropped. All threads end."""
 
     def fail(self, lane: str, error: BaseException) -> None:
-        """Wake whoever waits."""
+        """Record a failure, and wake all waiting threads."""
         with self.changed:
             self.failed = self.failed or (lane, error)
             self.changed.notify_all()
 
     def check(self) -> None:
-        """LaneFailed where a lane has failed."""
+        """LaneFailed if a lane has failed."""
         if self.failed is not None:
             lane, error = self.failed
             if isinstance(error, OSError):
@@ -108,7 +106,7 @@ class Engine(ABC):
 
 
 class Inline(Engine):
-    """No lanes: work is done at once by whoever submits it. For workers that share a thread, as on the virtual
+    """An engine without threads: `submit` does the work at once. For workers that share a thread, as on the virtual
     backend.
     """
 
@@ -135,9 +133,9 @@ class _Job(NamedTuple):
 
 
 class ThreadEngine(Engine):
-    """A thread a lane. first_come: lanes down and host serve in the order of submission, for comparison. pace: a copy
-    takes at least the seconds that it takes on the plan's machine, so a CPU shows the order and the waits of a device
-    with a link.
+    """An engine with a thread per lane. first_come: the lanes down and host serve in the order of submission, for
+    comparison. pace: a copy takes at least its seconds on the plan's machine, so a CPU shows the order and the waits of
+    a device with a link.
     """
 
     def __init__(self, *, pace: bool = False, first_come: bool = False) -> None:
@@ -148,7 +146,7 @@ class ThreadEngine(Engine):
         self._threads: dict[EngineLane, threading.Thread] = {}
 
     def submit(self, lane: EngineLane, urgency: Urgency, seconds: float, work: LaneAction, done: LaneAction) -> None:
-        """Queue it. LaneFailed where a lane has failed."""
+        """Queue the work. LaneFailed if a lane has failed."""
         with self.changed:
             if threading.current_thread() not in self._threads.values():
                 self.check()
@@ -164,11 +162,11 @@ class ThreadEngine(Engine):
             self.changed.notify_all()
 
     def threads(self, lane: EngineLane) -> int:
-        """Of torch on the lane: more would change the last bits of no update, but take the computation's cores."""
+        """Torch threads of the lane: more would not change an update's bits, but take the computation's cores."""
         return 1
 
     def computed(self, began: float, seconds: float) -> None:
-        """Wait for the rest of them, with `pace`."""
+        """With `pace`: sleep for the rest of these seconds."""
         self._end(began, seconds)
 
     def _end(self, began: float, seconds: float) -> None:
@@ -177,7 +175,7 @@ class ThreadEngine(Engine):
             time.sleep(left)
 
     def close(self) -> None:
-        """Drop what has not begun, wait for what has. TimeoutError where that does not end."""
+        """Drop work that has not begun, and wait for the rest. TimeoutError if that does not end."""
         with self.changed:
             self._closing = True
             self.changed.notify_all()

@@ -16,15 +16,15 @@ from torch import Tensor
 
 
 class Boundary(ABC):
-    """What of the stream crosses between two stages. Shapes: B sequences of T tokens, the stream's width D; `tokens`
-    (B, T+1) int64, known on both sides.
+    """The part of the stream that crosses between two stages. Shapes: B sequences of T tokens, the stream's width D;
+    `tokens` (B, T+1) int64, known on both sides.
 
     A boundary of your own, `pipeline.boundary.kind = "package.module:Class"`, derives from this class, has no
-    parameters, and is called with D and what [pipeline.options.boundary] says. It is part of the model from then on;
-    where that runs in one process, `tokens` is empty.
+    parameters, and is called with D and the options of [pipeline.options.boundary]. It becomes part of the model; when
+    that runs in one process, `tokens` is empty.
 
     Args:
-        width: D, numbers a token.
+        width: D, numbers per token.
     """
 
     def __init__(self, width: int) -> None:
@@ -32,21 +32,21 @@ class Boundary(ABC):
 
     @abstractmethod
     def encode(self, x_BTD: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
-        """What travels: a payload in the stream's number format, with a gradient; and integers, uint8, without one."""
+        """The payload, in the stream's number format, with a gradient; and side data (uint8) without one."""
 
     @abstractmethod
     def decode(self, payload: Tensor, side: Tensor | None, tokens: Tensor) -> Tensor:
-        """The stream (B, T, D) of what has come."""
+        """The stream (B, T, D) of a received payload."""
 
     @abstractmethod
     def sizes(self, sequences: int, length: int) -> tuple[tuple[int, ...], int]:
-        """Shape of the payload and bytes of the side for so many sequences of `length` tokens: every length is known
-        beforehand, so no message needs a header.
+        """Shape of the payload and bytes of the side data for `sequences` sequences of `length` tokens: every length is
+        known in advance, so no message needs a header.
         """
 
 
 class FullStream(Boundary):
-    """The stream (B, T, D) itself: what leaves a stage is what the next one reads."""
+    """The stream (B, T, D) itself, unchanged."""
 
     def encode(self, x_BTD: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
         return x_BTD, None

@@ -1,9 +1,9 @@
-"""Learned boundaries (SWARM, arXiv 2301.11913): a layer at the sender makes few numbers of the stream, a layer at the
-receiver makes a stream of them.
+"""Learned boundaries (SWARM, arXiv 2301.11913): a layer at the sender narrows the stream, a layer at the receiver
+widens it again.
 
     bottleneck    W2 norm(W1 norm(x))                          W1 (R, D), W2 (D, R)
     maxout        W2 norm(largest of each D/R neighbours of norm(x))
-                          ^ what travels, R numbers a token
+                          ^ the payload, R numbers per token
 
 norm: layer norm with gain and bias. They are part of the model: `leaving` of the block before the boundary, `entering`
 of the block after it. Nothing else of the stream crosses.
@@ -52,7 +52,7 @@ class Wide(nn.Module):
 
 
 class Learned(Boundary):
-    """R numbers a token, between the first and the last block of a stage and its neighbours."""
+    """Sends R numbers per token, between the first and the last block of a stage and its neighbours."""
 
     def __init__(self, rank: int, entering: nn.Module | None, leaving: nn.Module | None) -> None:
         self.rank, self.entering, self.leaving = rank, entering, leaving
@@ -70,7 +70,7 @@ class Learned(Boundary):
 
 
 def attach(model: Any, cuts: Sequence[int], kind: LearnedKind, width: int, rank: int, seed: int) -> None:
-    """Give the blocks of `model`, a whole one or a stage, the layers of the boundaries before blocks `cuts`."""
+    """Add the layers of the boundaries before blocks `cuts` to `model`, a whole one or a stage."""
     for name, block in cast(nn.Module, model.blocks).named_children():
         number, like = int(name), next(block.parameters()).detach()
         if number + 1 in cuts:

@@ -1,4 +1,4 @@
-"""The values of `pipeline.boundary.kind`, read. Loads no torch."""
+"""Parses the values of `pipeline.boundary.kind`. Loads no torch."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ EXAMPLES = {"subspace": "subspace:16", "dct": "dct:0.75", "bottleneck": "bottlen
 
 @dataclass(frozen=True, slots=True)
 class BoundaryName:
-    """rank: numbers a token, of all but "dct", whose sparsity is the share of entries that stay behind. kind "own": a
-    class of somebody's own, whose numbers its code knows.
+    """rank: numbers per token, for all but "dct", which has sparsity, the fraction of entries that are not sent. kind
+    "own": a user's class, which has its own numbers.
     """
 
     kind: BoundaryKind
@@ -26,16 +26,18 @@ class BoundaryName:
 
     @property
     def has_layers(self) -> bool:
-        """It comes with parameters, at the cuts."""
+        """Whether it has parameters, at the cuts."""
         return self.kind in ("bottleneck", "maxout")
 
     @property
     def is_one_way(self) -> bool:
-        """The last stage has nothing that would fit through, so that no stream can come home from it."""
+        """Whether the output of the last stage cannot be sent through it, so that the stream cannot return to the
+        origin.
+        """
         return self.kind in ("subspace", "bottleneck", "maxout")
 
     def check_width(self, width: int) -> None:
-        """ValueError where a stream of `width` has no such boundary."""
+        """ValueError if a stream of `width` is too narrow for it."""
         if self.rank > width:
             raise ValueError(
                 f'pipeline.boundary.kind = "{self.kind}:{self.rank}": the stream is only {width} wide (model.d_model); '
@@ -59,7 +61,7 @@ def index_bytes(width: int) -> int:
 
 
 def boundary_name(text: str) -> BoundaryName:
-    """ValueError, in a line without the section, for anything else than the five, or the name of code."""
+    """Parse the name. ValueError, in a line without the section, if it is none of the five, and no name of code."""
     if names_code("boundary", text):
         return BoundaryName("own")
     kind, colon, number = text.partition(":")

@@ -1,36 +1,36 @@
-"""What `pipeline.boundary.kind` makes of a model, at every place where one is held.
+"""The changes that each `pipeline.boundary.kind` makes to a model and to the messages between its stages.
 
     a stage, before it trains            fit(stage), then boundary(stage) for its messages
-    the whole model of a finished run    fit(whole), filled with the stages' weights, then unsplit(whole)
+    the whole model of a finished run    fit(whole), load the stages' weights, then unsplit(whole)
 
-`unsplit` gives the function that was trained to one process: a subspace is folded away, masks and learned layers stand
-behind the blocks where the boundaries were.
+`unsplit` gives the trained function in one process: a subspace is folded into the weights; masks and learned layers run
+after the blocks where the boundaries were.
 
-DCT-MP (arXiv 2010.08899): of each token's stream the entries of largest size, the same ones both ways.
+DCT-MP (arXiv 2010.08899): of each token's stream only the largest entries are sent, the same ones in both directions.
 
     K = max(1, ceil((1 - sparsity) D))
-    forward     the K entries of largest |x|, and which they are (1 byte each where D <= 256, else 2)
-    backward    the gradient of those K alone, in the same order: both sides know which
+    forward     the K entries of largest |x|, and their indices (1 byte each if D <= 256, else 2)
+    backward    the gradient of those K only, in the same order, without indices
 
-The receiver goes on with x * mask, and the sender with gradient * mask: the derivative of masking with the mask held
-fixed. The mask is part of the function that is trained, so judging and generating keep it.
+The receiver uses x * mask, and the sender gradient * mask: the derivative of masking with a constant mask. The mask is
+part of the trained function, so evaluation and generation keep it.
 
-Deviation: K entries exactly, ties by torch's `topk`, so that every length is known beforehand.
+Deviation: exactly K entries, ties by torch's `topk`, so that every message has a fixed length.
 
-The coordinates of a stream that lies in a subspace: see `isles.models.subspace`.
+Coordinates of a stream in a subspace: see `isles.models.subspace`.
 
     forward     c = (x - table[token]) U      backward    dL/dc = (dL/dx) U
 
-Both ways nothing is lost that a parameter could feel, where everything before the boundary writes into the subspace.
+If everything before the boundary writes into the subspace, this is lossless for all parameters, in both directions.
 
-Turning the subspace of a boundary towards what the loss asks for (Protocol Models; off unless asked for).
+Rotating a boundary's subspace towards the loss's gradients (Protocol Models; off by default):
 
-    M = sum over tokens of g g^T       g (D,): gradient of the stream behind the last boundary, before it is projected
-    loss(U) = tr M - tr(U^T M U)       what of those gradients lies outside S
+    M = sum over tokens of g g^T       g (D,): gradient of the stream after the last boundary, before its projection
+    loss(U) = tr M - tr(U^T M U)       the part of those gradients outside the subspace
     U <- qr(U + 2 rate / |M|_2 (1 - U U^T) M U)
 
-The minimum is the sum of the D - K smallest eigenvalues of M. What is held in coordinates (weights, moments, anchors,
-messages under way) stays as it is and so turns with U, by one and the same rotation.
+The minimum is the sum of the D - K smallest eigenvalues of M. Values in coordinates (weights, moments, anchors,
+messages in flight) are not changed, so they rotate with U.
 """
 
 from __future__ import annotations
@@ -63,13 +63,13 @@ from isles.pipeline.boundaries.names import BoundaryName, entries_sent, index_by
 
 
 class Drift:
-    """M (D, D) of the gradients since it was last taken, in float64 on the host."""
+    """Accumulates M (D, D) of the gradients since the last rotation, in float64 on the host."""
 
     def __init__(self, width: int) -> None:
         self.total = torch.zeros(width, width, dtype=torch.float64, device="cpu")
 
     def add(self, gradient_BTD: Tensor) -> None:
-        """Those of a microbatch."""
+        """Add the gradients of a microbatch."""
         rows = gradient_BTD.detach().flatten(0, -2).to(torch.promote_types(gradient_BTD.dtype, torch.float32))
         self.total += (rows.T @ rows).to(device="cpu", dtype=torch.float64)
 
@@ -84,7 +84,7 @@ def turned(basis: Tensor, total: Tensor, rate: float) -> Tensor:
 
 
 class Coordinates(Boundary):
-    """K numbers a token. drift: told of each gradient of the stream that comes out, before it is cut to K numbers."""
+    """Sends K numbers per token. drift: accumulates the gradients of the decoded stream, before their projection."""
 
     def __init__(self, subspace: Subspace, drift: Drift | None = None) -> None:
         self.subspace, self.drift = subspace, drift
@@ -127,14 +127,14 @@ class LargestEntries(Boundary):
 
 
 def largest(x_BTD: Tensor, entries: int) -> Tensor:
-    """Places (B, T, K) of the entries of largest size, rising."""
+    """Indices (B, T, K) of the entries of largest size, ascending."""
     return x_BTD.detach().abs().topk(entries, dim=-1).indices.sort(dim=-1).values
 
 
 @dataclass(frozen=True, kw_only=True)
 class Crossings:
-    """Where boundaries are. cuts: the first block of each stage after the first; home: the stream also crosses from the
-    last block back to the first stage; width: of the stream; vocab: token ids.
+    """The positions of the boundaries. cuts: the first block of each stage after the first; home: whether the stream
+    also crosses from the last block back to the first stage; width: of the stream; vocab: number of token ids.
     """
 
     cuts: tuple[int, ...]
@@ -144,34 +144,34 @@ class Crossings:
 
 
 class Scheme:
-    """The stream as it is: nothing to fit, nothing to leave."""
+    """The base class, which sends the stream unchanged: nothing to fit or to unsplit."""
 
     compares = False
-    """Whether there are `settings`."""
+    """Whether workers must compare `settings`."""
 
     def __init__(self, crossings: Crossings) -> None:
         self.crossings = crossings
 
     def settings(self, stage: Any) -> str | None:
-        """What must be the same at all workers that hold a fitted stage; None: nothing but their configurations."""
+        """What must be equal at all workers with a fitted stage, as text; None: only their configurations."""
         return None
 
     def fit(self, model: nn.Module) -> None:
-        """Give `model`, whole or a stage, what the boundaries want, in place."""
+        """Add the boundaries' parameters and constraints to `model`, whole or a stage, in place."""
 
     def check(self, model: nn.Module, tokens_BT: Tensor) -> None:
-        """ValueError, naming the module, where the fitted whole `model` does what the boundaries cannot carry."""
+        """ValueError, naming the module, if the fitted whole `model` computes what the boundaries cannot transmit."""
 
     def boundary(self, stage: Any) -> Boundary:
-        """Of the messages of a fitted stage."""
+        """The boundary for the messages of a fitted stage."""
         return FullStream(self.crossings.width)
 
     def unsplit(self, model: nn.Module) -> nn.Module:
-        """The fitted whole `model` for one process, in place."""
+        """Turn the fitted whole `model` into the trained function in one process, in place."""
         return model
 
     def restored(self, model: nn.Module) -> nn.Module:
-        """A plain whole `model` made, in place, one that the weights of a finished run fit into and that runs as it."""
+        """Change a plain whole `model`, in place, so that it can load and run the weights of a finished run."""
         self.fit(model)
         return self.unsplit(model)
 
@@ -182,7 +182,7 @@ class Scheme:
 
 
 class Between(Scheme):
-    """A boundary without parameters, which is part of the function that is trained: masks, or one of somebody's own."""
+    """A boundary without parameters that is part of the trained function: masks, or a user's own."""
 
     def __init__(self, crossings: Crossings, boundary: Boundary) -> None:
         super().__init__(crossings)
@@ -197,8 +197,8 @@ class Between(Scheme):
 
 
 class Inside(Scheme):
-    """Weights in a subspace: `Coordinates`. blocks: how many write into it; 0: all before the last stage. turns: it is
-    to be turned.
+    """Weights in a subspace: `Coordinates`. blocks: number of blocks that write into it; 0: all before the last stage.
+    turns: whether the subspace is rotated during training.
     """
 
     compares = True
@@ -209,7 +209,7 @@ class Inside(Scheme):
         super().__init__(crossings)
         self.form, self.seed, self.inside = form, seed, range(blocks or crossings.cuts[-1])
         self.basis = drawn_basis(crossings.width, rank, seed)
-        """Of now (D, K), float64, on the host."""
+        """The current basis (D, K), float64, on the host."""
         self.drift = Drift(crossings.width) if turns else None
 
     def settings(self, stage: Any) -> str:
@@ -228,7 +228,7 @@ class Inside(Scheme):
         stage.subspace.basis.copy_(basis)
 
     def check(self, model: Any, tokens_BT: Tensor) -> None:
-        if not tokens_BT.is_meta:
+        if not tokens_BT.is_meta:  # the check compares the streams of a real forward pass
             check_inside(cuttable(sharing(model)), model.subspace, self.inside, tokens_BT)
 
     def boundary(self, stage: Any) -> Boundary:
@@ -237,14 +237,14 @@ class Inside(Scheme):
         return Coordinates(stage.subspace, self.drift if is_last else None)
 
     def restored(self, model: nn.Module) -> nn.Module:
-        return model  # it was folded before it was saved
+        return model  # the subspace was folded into the weights before they were saved
 
     def unsplit(self, model: nn.Module) -> nn.Module:
         return fold(model)
 
 
 class Layers(Scheme):
-    """Layers around the wire: `Learned`."""
+    """Learned layers before and after each boundary: `Learned`."""
 
     def __init__(self, crossings: Crossings, kind: LearnedKind, rank: int, seed: int) -> None:
         super().__init__(crossings)
@@ -274,8 +274,8 @@ def scheme_of(
     blocks: int = 0,
     turns: bool = False,
 ) -> Scheme:
-    """The scheme called `name`. form, blocks, turns: of a subspace. ValueError where the stream is too narrow for
-    it.
+    """Create the scheme of `name`. form, blocks, turns: of a subspace. own: the user's boundary, if `name` names one.
+    ValueError if the stream is too narrow for it.
     """
     name.check_width(crossings.width)
     if name.kind == "subspace":
@@ -289,8 +289,8 @@ def scheme_of(
 
 
 def crossing(model: nn.Module, blocks: Iterable[int], boundary: Boundary) -> nn.Module:
-    """`model` with what leaves each of `blocks` taken across `boundary`, in place; for boundaries that do without the
-    tokens.
+    """Pass the output of each of `blocks` through `boundary`, in place; for boundaries that need no tokens. Returns
+    `model`.
     """
 
     def across(module: nn.Module, inputs: object, x: Tensor) -> Tensor:

@@ -1,20 +1,20 @@
-"""Agreement of all who are left on who that is, and on what each of them votes.
+"""Agreement of the remaining members on who they are and on each member's vote.
 
 Votes are flooded in rounds. In each, every member sends every other all votes that it knows, and waits for those of
 every member that it does not know to be lost:
 
-    votes of the same members in two rounds     all known votes are known to everybody: decided, and all are told
-    a decision arrives                          it is adopted and passed on
+    votes of the same members in two rounds     every member knows all known votes: decide, and send the decision
+    a decision arrives                          adopt it and pass it on
     otherwise                                   another round
 
-Guarantee. However many members are lost, at any moment, all who are left reach the same answer, and it holds the vote
-of each of them. This relies on a closed connection: a member that counts as lost sends nothing any more. A member lost
-to one other alone, because it sent what cannot be, leaves as well; of two that lost each other, the higher one.
-Without a loss it is one round, of one message to each other member, and one message with the decision.
-A vote begins with the set of members that its sender has lost.
+Guarantee. However many members are lost, at any moment, all that remain reach the same decision, and it holds the vote
+of each of them. This relies on closed connections: a member that counts as lost cannot send any more. A member that
+only one other has lost, because it sent an invalid message, is removed as well; of two that lost each other, the one of
+higher position. Without a loss it takes one round, of one message to each other member, and one message with the
+decision. A vote begins with the set of members that its sender has lost.
 
 Why: a member that saw votes of the same members in two rounds knows what any of them knew when the second began, and
-nobody else can still send. Early-deciding flooding, as in Raynal, Fault-tolerant Agreement in Synchronous
+no other member can still send. Early-deciding flooding, as in Raynal, Fault-tolerant Agreement in Synchronous
 Message-passing Systems (2010).
 """
 
@@ -39,15 +39,15 @@ _DECIDED = 1
 
 
 def agreed_bytes(members: int, values: int) -> int:
-    """That each of them sends in an agreement without a loss, in which everybody says so many numbers."""
+    """Bytes that each of `members` sends in an agreement without a loss, with votes of `values` numbers."""
     row = 8 * (1 + words_for(members) + values)
     return (members - 1) * (2 * HEAD + (1 + members) * row)
 
 
 class Agreement:
-    """The members of a swarm, as all who are left know them. patience: seconds without a word of somebody who is not
-    known to be lost, after which DeadlinePassed names it: a fixed world has nobody who could say what became of it.
-    channel: whose deadline that is.
+    """The members of a swarm, equal at all that remain. patience: seconds of silence of a member that is not known to
+    be lost, after which DeadlinePassed names it: a fixed world has no lighthouse that could decide whether it is lost.
+    channel: the channel of that deadline.
     """
 
     def __init__(
@@ -56,26 +56,26 @@ class Agreement:
         self.inbox, self.patience, self._channel = inbox, patience, channel
         self.me = inbox.queue.group.rank
         self.members = tuple(members)
-        """Positions of those who are left, as of the last agreement: the same at all of them."""
+        """Positions of the remaining members, as of the last agreement: the same at all of them."""
         self._undecided: set[int] = set()
-        """Members whose word of the last decision is still to come."""
+        """Members whose copy of the last decision has not arrived yet."""
         self.missed: list[int] = []
-        """Those who were lost, until somebody has been told."""
+        """Positions of lost members that have not been reported yet."""
 
     @cached_property
     def transport(self) -> MessageTransport:
-        """For exchanges of its members."""
+        """Transport for exchanges among the members."""
         return MessageTransport(self.inbox, lambda: self.past)
 
     @property
     def lost(self) -> set[int]:
-        """Members that this one has lost since."""
+        """Members that this one has lost since the last agreement."""
         return set(self.members) & self.inbox.queue.lost.keys()
 
     @property
     def is_due(self) -> bool:
-        """Whether all are to agree now, whatever they do: this peer has refused what a member sent, which nobody else
-        can know, or somebody who has lost a member has begun the next agreement.
+        """Whether this member must stop its work and agree now: it has refused another member's message, which no other
+        can know, or a member that has lost one has begun the next agreement.
         """
         lost, count = self.inbox.queue.lost, words_for(len(self.members))
         if not all(isinstance(lost[position], PeerLost) for position in self.lost):
@@ -84,32 +84,32 @@ class Agreement:
 
     @property
     def past(self) -> dict[int, CommError]:
-        """Members from whom nothing more comes before the next agreement, and why: who has begun it, and whom one of
-        those has lost and does not wait for either.
+        """Members that send nothing more before the next agreement, with the reason: those that have begun it, and
+        those that one of these has lost.
         """
         ranks, past = self.inbox.queue.group.ranks, dict[int, CommError]()
         for sender, body in self.inbox.calls():
             past[sender] = RoundClosed(ranks[sender])
             for position in self._lost_by(body.view(torch.int64)[1:].tolist()):
-                past.setdefault(position, PeerLost(ranks[position], f"as worker {ranks[sender]} says"))
+                past.setdefault(position, PeerLost(ranks[position], f"as worker {ranks[sender]} reports"))
         return past
 
-    def let_in(self, positions: Collection[int]) -> None:
-        """These are members as well, as all know."""
+    def add_members(self, positions: Collection[int]) -> None:
+        """Add members. All members call it with the same `positions`."""
         for position in positions:
             self.inbox.queue.meet(position)
         self.members = tuple(sorted({*self.members, *positions}))
 
-    def let_go(self, positions: Collection[int]) -> None:
-        """These leave, as all know."""
+    def remove_members(self, positions: Collection[int]) -> None:
+        """Remove members. All members call it with the same `positions`."""
         self.members = tuple(position for position in self.members if position not in positions)
         for position in positions:
             if position != self.me:
                 self.inbox.queue.give_up(position, PeerLost(self.inbox.queue.group.ranks[position], "it has left"))
 
     def agree(self, own: Sequence[int]) -> dict[int, tuple[int, ...]]:
-        """What every member says, by position: numbers of 8 bytes, of all as many. Only of those who are left, but for
-        who is lost right now. PeerLost where the others do not count this one any more.
+        """The votes of the remaining members, by position. own: this one's vote, 8-byte integers, as many at each
+        member. A member may be lost while the agreement ends. PeerLost if the others have removed this member.
         """
         self.inbox.epoch += 1
         self._undecided = {*self.members} - {self.me}
@@ -120,7 +120,7 @@ class Agreement:
         return {position: known[position][len(lost) :] for position in self.members}
 
     def drain(self) -> None:
-        """Take in what is still to come of the last agreement: nothing of it is under way then."""
+        """Receive all messages of the last agreement, so that none is in flight."""
         with suppress(DeadlinePassed):
             self.inbox.wait_for(self._is_drained, self.patience)
 
@@ -157,7 +157,7 @@ class Agreement:
     def _collect_votes(
         self, number: int, width: int, barred: Collection[int]
     ) -> tuple[dict[int, dict[int, tuple[int, ...]]], dict[int, tuple[int, ...]] | None]:
-        """The words of this round by who said them; or a decision. barred: who is not listened to any more."""
+        """The votes of round `number` by sender, or a decision. barred: members whose messages are ignored."""
         votes: dict[int, dict[int, tuple[int, ...]]] = {}
         decision: dict[int, tuple[int, ...]] | None = None
         now = self.inbox.queue.group.transport.now
@@ -178,7 +178,7 @@ class Agreement:
             if decision is not None:
                 return votes, decision
             missing = set(self.members) - {self.me} - votes.keys() - self.lost - set(barred)
-            for vote in votes.values():  # who is lost to somebody may be silent here for that
+            for vote in votes.values():  # a member that another one has lost may send nothing here either
                 missing -= {each for values in vote.values() for each in self._lost_by(values)}
             if not missing:
                 return votes, None
@@ -188,7 +188,7 @@ class Agreement:
             self.inbox.queue.wait(until - now())
 
     def _read(self, sender: int, body: Tensor, width: int) -> dict[int, tuple[int, ...]] | None:
-        """A word, or None where it is none: then its sender is not read any more."""
+        """Decode a message of votes; None if it is invalid, and its sender is refused."""
         numbers = body.view(torch.int64).tolist() if body.numel() % 8 == 0 else []
         rows = [numbers[begin : begin + width + 1] for begin in range(0, len(numbers), width + 1)]
         vote = {row[0]: tuple(row[1:]) for row in rows}
@@ -196,11 +196,11 @@ class Agreement:
         if fits and vote.keys() <= set(self.members) and all(map(self._names_members, vote.values())):
             return vote
         rank = self.inbox.queue.group.ranks[sender]
-        self.inbox.queue.refuse(sender, Malformed(rank, "an invalid message of this agreement"))
+        self.inbox.queue.refuse(sender, Malformed(rank, "an invalid vote"))
         return None
 
     def _accused(self, known: Mapping[int, Sequence[int]]) -> set[int]:
-        """Who is to leave, as somebody has lost it. Of two who have lost each other it is the higher one."""
+        """Members to remove because another one has lost them; of two that lost each other, the higher position."""
         lost = {position: self._lost_by(values) for position, values in known.items()}
         return {
             position
@@ -210,7 +210,7 @@ class Agreement:
         }
 
     def _lost_by(self, values: Sequence[int]) -> set[int]:
-        """Whom it has lost who says that: it begins with a set of members, by their place among them."""
+        """Decode the set of lost members at the start of a vote (bits are indices into `members`)."""
         count = len(self.members)
         return {self.members[index] for index in from_words(values[: words_for(count)], count)}
 
@@ -224,6 +224,6 @@ class Agreement:
         for position in sorted(set(before) - set(self.members) - {self.me}):
             self.missed.append(position)
             rank = self.inbox.queue.group.ranks[position]
-            self.inbox.queue.give_up(position, PeerLost(rank, "as the others say"))
+            self.inbox.queue.give_up(position, PeerLost(rank, "as the others report"))
         if self.me not in self.members:
-            raise PeerLost(self.inbox.queue.group.ranks[self.me], "the others do not count on it any more")
+            raise PeerLost(self.inbox.queue.group.ranks[self.me], "the others have removed it")

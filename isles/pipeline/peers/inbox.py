@@ -1,12 +1,12 @@
 """A peer's messages, sorted by the epoch that they belong to.
 
-An epoch is what lies between two agreements. All peers take part in the same agreements, so a message of an earlier
-epoch is too late, and one of a later epoch waits until this peer gets there.
+An epoch is the time between two agreements. All peers take part in the same agreements, so a message of an earlier
+epoch is dropped, and one of a later epoch waits until this peer reaches that epoch.
 
-How a peer joins others that are at work (`ask`):
+How a peer joins others whose run has begun (`ask`):
 
-ASK        to all, once it is here; they name it when they agree
-WELCOME    from all who were there before, from the epoch on in which it is a member; one is enough
+ASK        to all of them; they name the new peer in their next agreement
+WELCOME    from all earlier members, in the first epoch in which the new peer is a member; one is enough
 
 What a welcome holds depends on the system. A malformed message closes the queue from its sender, and nothing else.
 """
@@ -44,31 +44,32 @@ from isles.pipeline.wire import StageForm
     WELCOME,
     OUTER,
 ) = range(1, 16)
-"""Kinds: a microbatch; that its forward pass is done; its gradient; an origin has all of its gradients; of an
-agreement; a share of the stage's sum to add up; the sum; a batch to judge; its loss; a stage's weights; a wish for
-a stage's state; that state; a wish to come; where to begin; a message of an exchange of the outer method.
+"""Kinds of messages, in order: a microbatch; its forward pass is done; its gradient; an origin has all of its
+gradients; votes of an agreement; a share of the stage's sum to add up; the sum; a batch to evaluate; its loss; a
+stage's weights; a request for a stage's state; that state; a request to join; the welcome of a joining peer; a message
+of an exchange of the outer method.
 """
 LARGE: Mapping[int, Channel] = dict.fromkeys((SHARD, MEAN, STATE_TRANSFER), "inner")
-"""Large messages among the peers of a stage, which microbatches are not to wait for: the channels of their bodies."""
+"""Channels of the bodies of large messages within a stage, so that microbatches do not queue behind them."""
 _COPIES, _SPARE = 8, 1 << 20
-"""How many times a stage's weights its state may be, and bytes beside."""
+"""A stage's state may have this many times the bytes of its weights, plus `_SPARE` bytes."""
 _FORMS = 2
-"""How many times a gradient's bytes a codec may make of it."""
+"""A codec may make this many times a gradient's bytes."""
 _MAX_VALUES = 32
-"""Numbers of a word at the most, beside sets of peers and of microbatches."""
-COMERS = 8
-"""Of whom one peer tells at once that they ask to come; the others are told of later."""
+"""The most numbers in a vote, without the sets of peers and of microbatches."""
+MAX_JOINERS = 8
+"""The most requests to join in one vote; further ones wait for the next vote."""
 _REST = 0
-"""The box of messages that are neither words nor messages of exchanges."""
+"""The box of messages that are neither votes nor messages of exchanges."""
 ROW = 5
-"""Numbers of a peer in a welcome."""
+"""Numbers per peer in a welcome."""
 
 
 def message_lengths(
     form: StageForm, *, gradient: int, state: int, peers: int, microbatches: int, ever: int | None = None
 ) -> dict[int, range]:
-    """The bytes that messages of each kind may have. gradient, state: bytes of the largest stage's. peers: that may be
-    there at once; ever: in the whole run, by default as many.
+    """The valid lengths of messages in bytes, by kind. gradient, state: bytes of the largest stage's. peers: the most
+    at one time; ever: the most in the whole run, by default `peers`.
     """
     forward, back = form.nbytes(Task("F", 0, 1)), form.nbytes(Task("B", 0, 0))
     votes = 8 * peers * (_MAX_VALUES + words_for(peers) + words_for(microbatches))
@@ -92,8 +93,8 @@ def message_lengths(
 
 
 class PeerInbox:
-    """Over `queue`. epoch: number of the agreements that began. answers: what is done with messages of some kinds as
-    soon as this peer looks, whatever it waits for and whichever epoch they are of.
+    """Sorts the messages of `queue`. epoch: number of agreements begun. answers: handlers by message kind, called as
+    soon as `sort` sees such a message, in any epoch.
     """
 
     def __init__(self, queue: MessageQueue) -> None:
@@ -109,7 +110,7 @@ class PeerInbox:
                 self._boxes.get(message.header.kind, self._boxes[_REST]).append(message)
 
     def wait_for(self, ready: Callable[[], bool], patience: float, late: int = -1, look: float = math.inf) -> None:
-        """Take in what comes until all is `ready`, asked again after each message, and every `look` seconds.
+        """Receive messages until `ready()`, which is called after each message and every `look` seconds.
         DeadlinePassed, naming position `late`, after `patience` seconds.
         """
         now = self.queue.group.transport.now
@@ -124,8 +125,8 @@ class PeerInbox:
             self.queue.wait(min(look, until - now()))
 
     def wait_for_news(self, seconds: float, patience: float, late: int = -1) -> None:
-        """For `seconds`, until a message comes or somebody is lost. DeadlinePassed, naming position `late`, where
-        nothing came in `patience` seconds.
+        """Wait up to `seconds` for a message or a loss. DeadlinePassed, naming position `late`, if no message arrived
+        in `patience` seconds.
         """
         now = self.queue.group.transport.now
         began = now()
@@ -134,13 +135,13 @@ class PeerInbox:
             raise DeadlinePassed(self.queue.group.ranks[late] if late >= 0 else -1, "pipeline", patience)
 
     def calls(self) -> list[tuple[int, Tensor]]:
-        """The words with which others have begun the next agreement, beside whose they are."""
+        """Votes of peers that have begun the next agreement: (sender, body)."""
         votes = self._boxes[VOTE]
         return [(message.sender, message.body) for message in votes if message.header.attempt == self.epoch + 1]
 
     def of_epoch(self, kind: int = _REST) -> list[QueuedMessage]:
-        """Those of this epoch, in the order in which they came: the words, the messages of exchanges (OUTER), or by
-        default all others. Those of later epochs stay.
+        """Take this epoch's messages in order of arrival: votes (VOTE), messages of exchanges (OUTER), or by default
+        all others. Those of later epochs stay.
         """
         box = self._boxes[kind]
         self._boxes[kind] = [message for message in box if message.header.attempt > self.epoch]
@@ -151,7 +152,7 @@ class PeerInbox:
 
 
 W = TypeVar("W")
-_PATIENCE = 100  # times the deadline of what the others do meanwhile
+_PATIENCE = 100  # deadlines: the others answer only at their next agreement
 _LOOK = 1.0  # seconds
 
 
@@ -165,10 +166,10 @@ def ask(
     body: Tensor | None = None,
     gives_up: Callable[[], bool] = lambda: False,
 ) -> W | None:
-    """Ask `others`, some of whom are there, to be let in, and wait for a welcome: what `read` makes of it, which raises
-    ValueError for what is none. number, body: what is asked. None once this peer `gives_up`.
+    """Ask `others`, of which some may be lost, to join their run, and wait for a welcome. Returns what `read` decodes
+    from it (ValueError: invalid), or None once `gives_up()`. number, body: of the request.
 
-    PeerLost where all of them are lost first; DeadlinePassed where nobody answers in 100 times `patience`.
+    PeerLost if all of them are lost first; DeadlinePassed if none answers within 100 times `patience`.
     """
     queue, came = inbox.queue, list[W]()
 
@@ -191,7 +192,7 @@ def ask(
 
 
 def as_bits(value: float) -> int:
-    """A double as a number of 8 bytes."""
+    """The bits of a double as a signed 64-bit integer."""
     return struct.unpack("<q", struct.pack("<d", value))[0]
 
 

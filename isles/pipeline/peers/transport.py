@@ -1,13 +1,12 @@
-"""Collectives by messages: a transport whose messages are a swarm's queue, for protocols that know nothing of it.
+"""Collectives over a swarm's message queue: a transport for protocols that know nothing of swarms.
 
-    send      a message of kind OUTER, which says the channel, round, fragment and phase of its message
-    recv      the message of this epoch that says the same, whenever it comes
-    run       steps the protocol as its messages come, wherever this peer waits for one of its transfers
+    send      a message of kind OUTER, with the channel, round, fragment and phase of its tag
+    recv      the message of this epoch with the same tag, whenever it arrives
+    run       steps the protocol as its messages arrive, while this peer waits for any of its transfers
 
-An exchange belongs to the epoch in which it began (`isles.pipeline.peers.inbox`): what is left of one that failed is of
-an earlier epoch, and meets nobody. Who has begun the next agreement has sent all that it sends of this epoch, so
-whatever has not come from it then ends as lost: nobody waits for who gave the exchange up, for it has refused another's
-message. Beside the exchange everything goes on that messages are answered for.
+An exchange belongs to the epoch in which it began (`isles.pipeline.peers.inbox`), so messages of a failed one are of an
+earlier epoch and are dropped. A peer that has begun the next agreement sends nothing more in this epoch: receives from
+it fail as lost, so none waits for a peer that gave the exchange up. Requests of other kinds are answered meanwhile.
 """
 
 from __future__ import annotations
@@ -50,9 +49,9 @@ class _Message:
 
 
 class MessageTransport:
-    """This worker's end of `inbox`, whose one it is (`Agreement.transport`): two would take each other's messages. See
-    `isles.comm.transport.Transport`. It has the clock and counts of the queue's own transport. past: see `Agreement`.
-    Messages and waits count on the channel of their exchange; on that of the queue only the heads of messages do.
+    """The only transport over `inbox` (`Agreement.transport`): two would take each other's messages. See
+    `isles.comm.transport.Transport`. Uses the clock and traffic counts of the queue's transport. past: see `Agreement`.
+    Bodies and waits count on the channel of their exchange, headers on that of the queue.
     """
 
     native = False
@@ -76,7 +75,7 @@ class MessageTransport:
         return self.below.away_seconds
 
     def send(self, peer: int, data: Tensor, tag: Tag) -> Work:
-        """Copied, so that it is gone at once."""
+        """Send a copy of `data`: the returned work is done at once."""
         channel, place = CHANNELS.index(tag.channel), tag.fragment * MAX_PHASES + tag.phase
         note = MessageHeader(OUTER, tag.round, self.inbox.epoch, place, queue=channel)
         self.inbox.queue.send(self._positions[peer], note, data.clone())
@@ -93,7 +92,7 @@ class MessageTransport:
         if address in self._early:
             self._arrive(address, self._early.pop(address))
         else:
-            self._read()  # its sender may be gone by now, and no news will come
+            self._read()  # the sender may be lost already, and no later message would report it
         return message
 
     def run(self, protocol: Steps[T], channel: Channel, deadline: float) -> MessageTransfer[T]:
@@ -103,20 +102,20 @@ class MessageTransport:
         return transfer
 
     def go_on(self) -> None:
-        """Read what has come, and step what waited for it."""
+        """Read the messages that arrived, and step the transfers that waited for them."""
         self.inbox.sort()
         self._read()
         for transfer in list(self._running):
             transfer.go_on()
         self._running = [transfer for transfer in self._running if not transfer.is_over]
-        if not self._running:  # what is awaited still is of exchanges that failed
+        if not self._running:  # what is still awaited belongs to failed exchanges
             self._awaited.clear()
             self._early = {
                 address: message for address, message in self._early.items() if address.epoch == self.inbox.epoch
             }
 
     def _read(self) -> None:
-        """What was sorted, then what will not come."""
+        """Complete the receives whose messages are here, then fail those whose sender is lost."""
         for message in self.inbox.of_epoch(OUTER):
             note, epoch = message.header, self.inbox.epoch
             address = _Address(epoch, message.sender, note.queue, note.step, note.number)
@@ -158,18 +157,18 @@ class MessageTransport:
         self.below.compute(seconds)
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing: between two exchanges nothing is under way."""
+        """Nothing: no exchange is in flight between two steps."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Nothing to restore."""
 
     def close(self) -> None:
-        """Nothing of its own."""
+        """Nothing to close: the queue's transport is closed by its owner."""
 
 
 class MessageTransfer(Generic[T]):
-    """A protocol that goes on as messages come. See `isles.comm.transport.Transfer`."""
+    """A protocol that advances as messages arrive. See `isles.comm.transport.Transfer`."""
 
     def __init__(self, transport: MessageTransport, protocol: Steps[T], channel: Channel, seconds: float) -> None:
         self._transport, self._protocol = transport, protocol
@@ -205,7 +204,7 @@ class MessageTransfer(Generic[T]):
         return self.is_over
 
     def go_on(self) -> None:
-        """Step the protocol as far as it gets."""
+        """Step the protocol as far as its messages allow."""
         while not self.is_over:
             failed = next((work.error for work in self._works if work.error is not None), None)
             if failed is None and sum(work.done() for work in self._works) < self._needed:
@@ -214,7 +213,7 @@ class MessageTransfer(Generic[T]):
                 waited = self._protocol.send(None) if failed is None else self._protocol.throw(failed)
             except StopIteration as end:
                 self._result, self.is_over = end.value, True
-            except Exception as error:  # whoever waits is told
+            except Exception as error:  # `wait` raises it
                 self._end(error)
             else:
                 works, self._needed = works_of(waited)

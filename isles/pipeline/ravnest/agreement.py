@@ -1,22 +1,22 @@
-"""Which clusters are whole, agreed on by all who are left, and whether what they did together counts.
+"""Agreement of the remaining nodes on which clusters are intact, and on whether a joint operation took effect.
 
-All take part, nodes of broken clusters and on standby as well, as often as it takes:
+All nodes take part, also those of broken clusters and on standby. Repeat until it succeeds:
 
-    agree      who is left, who leaves, who has come: all know the same clusters
-    attempt    the whole clusters do the work, by messages of this epoch; a node that learns of a loss, or of the next
-               agreement, has failed
-    agree      done | failed      all done: it counts. Otherwise from the top
+    agree      on the remaining, leaving and joining nodes: all have the same assignment
+    attempt    intact clusters do the operation, with messages of this epoch; it fails at a node that learns of a loss
+               or of the next agreement
+    agree      done | failed      if all are done, it takes effect. Otherwise start again
 
-Guarantee, that of `isles.pipeline.peers.agreement`: however many nodes are lost, at any moment, all who are left reach
-the same clusters, and either all of them count what was done or none does. A worker that is late and not lost
-(DeadlinePassed) ends the run by name: it may come back, so nobody goes on without it. The assignment changes by what
-all have agreed on alone. A node that has come is a member from the next time on (`admit`).
+Guarantee, that of `isles.pipeline.peers.agreement`: however many nodes are lost, at any moment, all that remain have
+the same assignment, and the operation takes effect at all of them or at none. A worker that is late but not lost
+(DeadlinePassed) ends the run with an error that names it: it may come back, so the others cannot go on without it. The
+assignment changes only by agreement. A joining node is a member from the next agreement on (`admit`).
 
-    vote     in a world of fixed size: nothing but who is lost. Where nodes come and leave: leaves | `COMERS` x (who
-             came, its descriptor, see `isles.network.clusters`)
+    vote     in a world of fixed size: only the lost members. If nodes join and leave: leaves | `MAX_JOINERS` x
+             (position of a joining node, its descriptor, see `isles.network.clusters`)
 
 A node joins as in `isles.pipeline.peers.inbox`: it asks with its descriptor, and gets a `ClusterWelcome` right after
-the average at which all agreed that it has come.
+the average at which all agreed to admit it.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ from isles.comm.group import Group, numbers
 from isles.comm.transport import Steps, Transfer
 from isles.network.clusters import ClusterGrowth, is_encoded_node
 from isles.pipeline.peers.agreement import Agreement
-from isles.pipeline.peers.inbox import ASK, COMERS, OUTER, VOTE, WELCOME, PeerInbox, ask
+from isles.pipeline.peers.inbox import ASK, MAX_JOINERS, OUTER, VOTE, WELCOME, PeerInbox, ask
 from isles.pipeline.ravnest.assignment import ClusterAssignment
 from isles.pipeline.swarm.ledger import words_for
 
-_IDLE = 100.0  # times as long as others wait for each other those wait who train nothing meanwhile
-_LONGEST = 1 << 20  # bytes of a welcome
-_MAX_VALUES = 1 + 2 * COMERS
+_IDLE = 100.0  # nodes that do not train wait this many times the outer deadline: they vote long before the others
+_LONGEST = 1 << 20  # most bytes of a welcome
+_MAX_VALUES = 1 + 2 * MAX_JOINERS
 T = TypeVar("T")
 
 
 def cluster_inbox(world: Group, run: int, largest: int, met: Sequence[int] | None = None) -> PeerInbox:
-    """The messages between all positions of `world`, also of nodes that are not here yet.
+    """The inbox for messages between all positions of `world`, including those of nodes that join later.
 
-    run: a number that all nodes of this run share and others do not. largest: bytes of a message of what is done
-    together. met: positions that this node listens to from the start; None: all others.
+    run: a number that all nodes of this run share and others do not. largest: most bytes of a message of a joint
+    operation. met: positions that this node receives from at the start; None: all others.
     """
     fields = 8 * world.size * (1 + words_for(world.size) + _MAX_VALUES)
     lengths = {
@@ -60,14 +60,14 @@ def cluster_inbox(world: Group, run: int, largest: int, met: Sequence[int] | Non
         ASK: range(8, 9),
         WELCOME: range(2, _LONGEST),
     }
-    group = world.among(range(world.size), "inner")  # which nodes of clusters use for nothing else
+    group = world.among(range(world.size), "inner")  # a channel that nodes of clusters use for nothing else
     return PeerInbox(MessageQueue(group, run=run, lengths=lengths, met=met))
 
 
 @dataclass(frozen=True)
 class Attempt(Generic[T]):
-    """What is tried: protocols that run side by side, after which `result` is what it should be. nbytes: that this
-    worker sends.
+    """One try of a joint operation: concurrent protocols, after which `result` is valid. nbytes: bytes that this worker
+    sends.
     """
 
     result: T
@@ -76,21 +76,21 @@ class Attempt(Generic[T]):
 
 
 class ClusterAgreement:
-    """Over `world`, in whose positions `assignment` are told, by `inbox` of all of these. growth: how new clusters are
-    made of those who come; None: nobody comes or leaves.
+    """Agreement among the nodes of `world`. inbox: messages between its positions. assignment: in positions of `world`.
+    growth: how joining nodes form new clusters; None: no node joins or leaves.
     """
 
     def __init__(
         self, inbox: PeerInbox, world: Group, assignment: ClusterAssignment, growth: ClusterGrowth | None = None
     ) -> None:
         self.inbox, self.world, self.assignment, self.growth = inbox, world, assignment, growth
-        """`assignment`: as all have agreed on."""
+        """`assignment`: the agreed one, equal at all nodes."""
         self._own = Agreement(inbox, world.deadlines.outer, (), "outer")
-        self._own.let_in(assignment.living)
+        self._own.add_members(assignment.living)
         self.messages = replace(world, transport=self._own.transport, channel="outer")
-        """`world`, for what is done together."""
+        """`world` with a transport for joint operations."""
         self.most = 1 << 30
-        """Clusters at most."""
+        """The most clusters to form."""
         self._leaves = self._stands = False
         self._met: dict[int, int] = {}
         self._leaving: Collection[int] = ()
@@ -107,8 +107,8 @@ class ClusterAgreement:
         return self.world.rank in self.assignment.lost
 
     def repair(self) -> bool:
-        """Who stands by takes places of the lost and of those who leave, and makes new clusters; whether there is
-        something to load or to arrange now. All ask together.
+        """Replace lost and leaving nodes by standby ones, and form new clusters; returns whether there is a state to
+        load or a changed cluster. All call it together.
         """
         before = self.assignment
         self._take(before.repaired(None if self.growth is None else replace(self.growth, most=self.most)))
@@ -117,31 +117,31 @@ class ClusterAgreement:
         )
 
     def join(self, clusters: Collection[int]) -> None:
-        """Those have the others' weights, and who had to give its state has done so. All say so together."""
-        self._take(self.assignment.joined(clusters))
+        """`clusters` have loaded the others' weights, and all handovers are complete. All call it together."""
+        self._take(self.assignment.with_loaded(clusters))
 
     def leave(self) -> None:
         self._leaves = True
 
     def admit(self) -> list[int]:
-        """All who came, as was agreed on when they were last together, stand by from now on: who they are. Who wants
-        to leave may. All ask together.
+        """Admit the agreed joining nodes to standby, and record the leaving ones; returns the admitted positions. All
+        call it together.
         """
-        self._count_out()  # who was lost since all agreed on who is left: who comes is told of the same ones
+        self._count_out()  # remove nodes lost since the agreement first: the welcome must hold the same assignment
         before = self.assignment
-        self.assignment = before.met(self._descriptors, self._leaving)
+        self.assignment = before.with_joiners(self._descriptors, self._leaving)
         comers = [position for position in self.assignment.standby if position not in before.standby]
-        self._own.let_in(comers)
+        self._own.add_members(comers)
         return comers
 
     def miss(self, rank: int) -> None:
-        """The worker of that rank (-1: of somebody of this one's cluster) is lost, as this one has heard."""
+        """Record a reported loss. rank: of the lost worker; -1: an unknown one of this node's cluster."""
         if rank in self.world.ranks:
             self.inbox.queue.give_up(self.world.ranks.index(rank), PeerLost(rank, "it was missed"))
         self._stands = self._stands or rank < 0
 
     def settle(self) -> None:
-        """Agree on who is left; all ask together. PeerLost where no cluster is whole."""
+        """Agree on the remaining nodes; all call it together. PeerLost if no cluster is intact."""
         own = [] if self.growth is None else [int(self._leaves), *self._comers()]
         while not self._fit(votes := self._agree(own), self._is_vote):
             pass
@@ -152,21 +152,21 @@ class ClusterAgreement:
             self._descriptors = dict(sorted(row for vote in votes.values() for row in _rows(vote)))
 
     def together(self, attempt: Callable[[], Attempt[T]]) -> T:
-        """The result of `attempt` once all who are left have made it. It may be called again where a node is lost
-        meanwhile: it must leave nothing behind, go by `assignment`, on which all have agreed then, and send by
-        `messages`. DeadlinePassed where somebody is late, PeerLost where no cluster is whole.
+        """Run a joint operation until all remaining nodes have completed it; returns its result. `attempt` is called
+        again after a loss: it must have no other effects, use the current `assignment`, and send by `messages`.
+        DeadlinePassed if a node is late, PeerLost if no cluster is intact.
         """
         while True:
             self.settle()
             made = attempt()
             runs = [self.messages.start(protocol, "outer", nbytes=made.nbytes) for protocol in made.protocols]
-            done = [_succeeds(transfer) for transfer in runs]  # each is waited for: others may still need it
+            done = [_succeeds(transfer) for transfer in runs]  # wait for each, also after a failure: others may need it
             votes = self._agree([int(all(done))])
             if self._fit(votes, lambda vote: vote in ((0,), (1,))) and all(vote[0] for vote in votes.values()):
                 return made.result
 
     def drain(self) -> None:
-        """Take in what is still to come of the last agreement, so that a checkpoint finds nothing under way."""
+        """Receive all messages of the last agreement, so that a checkpoint finds none in flight."""
         self._own.drain()
 
     def _agree(self, own: Sequence[int]) -> dict[int, tuple[int, ...]]:
@@ -181,10 +181,10 @@ class ClusterAgreement:
         return self._own.agree(own)
 
     def _fit(self, votes: Mapping[int, tuple[int, ...]], can_be: Callable[[tuple[int, ...]], bool]) -> bool:
-        """Whether all said what can be. Who did not is not read any more: all know of the same."""
+        """Whether all votes are valid. Refuses the senders of the others: all nodes see the same votes and do so."""
         odd = [position for position, vote in votes.items() if not can_be(vote)]
         for position in odd:
-            self.inbox.queue.refuse(position, Malformed(self.world.ranks[position], "a word that cannot be"))
+            self.inbox.queue.refuse(position, Malformed(self.world.ranks[position], "an invalid vote"))
         return not odd
 
     def _is_vote(self, vote: tuple[int, ...]) -> bool:
@@ -194,38 +194,38 @@ class ClusterAgreement:
         return all(can_be) and all(leaves in (0, 1) for leaves in vote[:1])
 
     def _comers(self) -> list[int]:
-        """Who has come by now, as this one has heard, and is none of them yet."""
+        """Nodes that have asked this one to join and are not in the assignment yet, as fields of a vote."""
         self.inbox.queue.wait(0.0)
         self.inbox.sort()
         known = {*self.assignment.living, *self.assignment.lost}
-        rows = [number for one in sorted(self._met.keys() - known)[:COMERS] for number in (one, self._met[one])]
-        return rows + [0] * (2 * COMERS - len(rows))
+        rows = [number for one in sorted(self._met.keys() - known)[:MAX_JOINERS] for number in (one, self._met[one])]
+        return rows + [0] * (2 * MAX_JOINERS - len(rows))
 
     def _on_ask(self, message: QueuedMessage) -> None:
         descriptors = int(message.body.view(torch.int64))
         if is_encoded_node(descriptors):
             self._met[message.sender] = descriptors
         else:
-            why = Malformed(self.world.ranks[message.sender], "numbers that no node tells of itself")
+            why = Malformed(self.world.ranks[message.sender], "an invalid descriptor")
             self.inbox.queue.refuse(message.sender, why)
 
     def _count_out(self) -> None:
         self.assignment = self.assignment.without({*self.assignment.living} - {*self._own.members})
         if not self.assignment.whole:
-            raise PeerLost(-1, "a node of the last complete cluster")
+            raise PeerLost(-1, "a node of the last intact cluster")
 
     def _take(self, assignment: ClusterAssignment) -> None:
         self.assignment = assignment
-        self._own.let_go({*self._own.members} - {*assignment.living})
+        self._own.remove_members({*self._own.members} - {*assignment.living})
 
 
 def _rows(vote: Sequence[int]) -> list[tuple[int, int]]:
-    """Who came, beside what it tells of itself."""
+    """The (position, descriptor) pairs of joining nodes in a vote."""
     return [row for row in zip(vote[1::2], vote[2::2], strict=True) if row != (0, 0)]
 
 
 def _succeeds(transfer: Transfer[Any]) -> bool:
-    """Waits for it; False where somebody who has part in it is lost, or sent what is no message."""
+    """Wait for `transfer`; False if a node of it is lost or has sent an invalid message."""
     try:
         transfer.wait()
     except (PeerLost, Malformed):
@@ -238,26 +238,26 @@ _Facts = tuple[Annotated[Int, Field(ge=0)], Any, dict[Str, Int]]
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterWelcome:
-    """What a node needs to take part in clusters at work. epoch: of agreements so far. facts: of the run, by name."""
+    """What a joining node needs. epoch: number of agreements so far. facts: integers about the run, by name."""
 
     epoch: int
     assignment: ClusterAssignment
     facts: Mapping[str, int]
 
     def packed(self) -> Tensor:
-        """As bytes (n,) uint8."""
+        """Encode as (n,) uint8."""
         descriptors = [self.epoch, self.assignment.to_plain(), dict(self.facts)]
         return torch.frombuffer(bytearray(json.dumps(descriptors).encode("ascii")), dtype=torch.uint8)
 
     @classmethod
     def unpacked(cls, body: Tensor, size: int) -> ClusterWelcome:
-        """From `packed`. size: positions of the world. ValueError for what is no welcome there."""
+        """Decode `packed`. size: positions of the world. ValueError if it is no welcome for such a world."""
         epoch, assignment, facts = read_json(_Facts, body.numpy().tobytes())
         return cls(epoch=epoch, assignment=ClusterAssignment.of_plain(assignment, size), facts=facts)
 
 
-def let_in(agreement: ClusterAgreement, facts: Mapping[str, int]) -> list[int]:
-    """Right after an agreement: welcome those who have come, as all have agreed; their positions."""
+def admit_joiners(agreement: ClusterAgreement, facts: Mapping[str, int]) -> list[int]:
+    """Right after an agreement: admit and welcome the agreed joining nodes; returns their positions."""
     comers, inbox = agreement.admit(), agreement.inbox
     body = ClusterWelcome(epoch=inbox.epoch, assignment=agreement.assignment, facts=facts).packed()
     for position in comers:
@@ -265,10 +265,10 @@ def let_in(agreement: ClusterAgreement, facts: Mapping[str, int]) -> list[int]:
     return comers
 
 
-def ask_in(
+def request_admission(
     inbox: PeerInbox, others: Sequence[int], descriptors: int, gives_up: Callable[[], bool] = lambda: False
 ) -> ClusterWelcome | None:
-    """Tell `others` what this node offers, and wait to be let in; see `isles.pipeline.peers.inbox.ask`."""
+    """Send `others` this node's descriptor, and wait to be admitted; see `isles.pipeline.peers.inbox.ask`."""
     group = inbox.queue.group
     welcome = ask(
         inbox,

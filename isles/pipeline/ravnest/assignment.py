@@ -1,5 +1,5 @@
-"""Who serves which stage of which cluster, where nodes are lost, come and leave, and others stand by. Pure: who knows
-of the same comes to the same.
+"""Which node serves which stage of which cluster, as nodes are lost, join, leave and wait on standby. Pure functions:
+equal inputs give equal assignments on all nodes.
 """
 
 from __future__ import annotations
@@ -18,14 +18,13 @@ _Plain = tuple[_Rows, _Rows, Ints, _Set, _Set, Annotated[tuple[tuple[Int, Int], 
 
 @dataclass(frozen=True, slots=True)
 class ClusterAssignment:
-    """clusters: of each, by stage, the position in the world that serves it, or did. cuts: of each, the first block of
-    every stage but the first. standby: positions that stand by, first come first. lost: who is gone. out:
-    clusters that are no part of the averaging: somebody of theirs is lost, or their nodes have not loaded the others'
-    weights since.
+    """clusters: for each cluster, by stage, the position in the world that serves it, or served it before its loss.
+    cuts: for each cluster, the first block of every stage but the first. standby: positions on standby, oldest first.
+    lost: positions that are lost. out: indices of the clusters that do not average: a node of theirs is lost, or they
+    have not loaded the others' weights since it was replaced.
 
-    Where nodes come and leave. descriptors: by position, of those who came. leaving: who wants to
-    go, and is still here. handovers: pairs of one that gives its stage up, and one that takes it and does not have its
-    state yet.
+    In worlds that nodes join and leave. descriptors: by position, of the nodes that joined. leaving: positions that
+    asked to leave and are still here. handovers: pairs (source, taker) of nodes that hand a stage's state over.
     """
 
     clusters: tuple[tuple[int, ...], ...]
@@ -39,8 +38,8 @@ class ClusterAssignment:
 
     @classmethod
     def of(cls, cuts: Sequence[Sequence[int]], positions: Sequence[int]) -> ClusterAssignment:
-        """At the start, when `positions` fill the clusters in their order: who is in none stands by, and a cluster for
-        which too few are left is not. ValueError where there is none.
+        """The assignment at the start: `positions` fill the clusters in order. A cluster that the remaining positions
+        cannot fill is omitted; positions left over are standby. ValueError if no cluster is filled.
         """
         free, made = list(positions), ClusterAssignment((), ())
         for own in cuts:
@@ -54,7 +53,7 @@ class ClusterAssignment:
 
     @classmethod
     def of_plain(cls, plain: Any, size: int) -> ClusterAssignment:
-        """From `to_plain`. ValueError for what is no assignment in a world of so many."""
+        """Decode `to_plain`. ValueError if it is no assignment in a world of `size` positions."""
         try:
             clusters, cuts, standby, lost, out, descriptors, leaving = read(_Plain, plain, "assignment")
         except Unfit:
@@ -74,7 +73,7 @@ class ClusterAssignment:
         return made
 
     def to_plain(self) -> list[Any]:
-        """For a checkpoint, or a message; between two averages, when nobody is handing over."""
+        """Encode for a checkpoint or a message. Call it between two averages: handovers are not encoded."""
         clusters, cuts = list(map(list, self.clusters)), list(map(list, self.cuts))
         descriptors = [[position, number] for position, number in sorted(self.descriptors.items())]
         rest = [sorted(self.lost), sorted(self.out), descriptors, sorted(self.leaving)]
@@ -82,12 +81,12 @@ class ClusterAssignment:
 
     @property
     def whole(self) -> list[int]:
-        """The clusters that train and average, by number."""
+        """Indices of the clusters that train and average."""
         return [number for number in range(len(self.clusters)) if number not in self.out]
 
     @property
     def complete(self) -> list[int]:
-        """The clusters that want the others' weights and nobody else."""
+        """Clusters that have all their nodes and still have to load the others' weights."""
         return [number for number in sorted(self.out) if self.lost.isdisjoint(self.clusters[number])]
 
     @property
@@ -97,14 +96,14 @@ class ClusterAssignment:
         return sorted((assigned | sources | set(self.standby)) - self.lost)
 
     def coordinates_of(self, position: int) -> tuple[int, int] | None:
-        """(cluster, stage) that it serves; None for one that stands by."""
+        """(cluster, stage) that `position` serves; None on standby."""
         for number, cluster in enumerate(self.clusters):
             if position in cluster:
                 return number, cluster.index(position)
         return None
 
     def describe_cluster(self, cluster: int) -> str:
-        """Who serves it, and its cuts, for a person."""
+        """The cluster's workers and cuts, as text for users."""
         workers, cuts = (
             f"{what}{'s' * (len(row[cluster]) > 1)} {', '.join(map(str, row[cluster]))}"
             for what, row in (("worker", self.clusters), ("block", self.cuts))
@@ -112,7 +111,7 @@ class ClusterAssignment:
         return workers + (f", cut before {cuts}" if self.cuts[cluster] else "")
 
     def holder(self, cluster: int, stage: int) -> int:
-        """Who has the state of a stage: who serves it, or still who gives it."""
+        """The position that has the state of a stage: the one that serves it, or the source of an open handover."""
         position = self.clusters[cluster][stage]
         return next((source for source, taker in self.handovers if taker == position), position)
 
@@ -121,7 +120,9 @@ class ClusterAssignment:
         return coordinates is not None and coordinates[0] not in self.out
 
     def without(self, lost: Collection[int]) -> ClusterAssignment:
-        """Those are gone, and their clusters out. Who had to give its state to one of them is in its place again."""
+        """Remove `lost`; their clusters no longer average. The source of a handover to one of them serves its stage
+        again.
+        """
         back = {taker: source for source, taker in self.handovers if taker in lost and source not in lost}
         orphans = {taker for source, taker in self.handovers if source in lost}
         clusters = tuple(tuple(back.get(position, position) for position in own) for own in self.clusters)
@@ -137,21 +138,23 @@ class ClusterAssignment:
             handovers=tuple(pair for pair in self.handovers if not {*pair} & set(lost)),
         )
 
-    def met(self, descriptors: Mapping[int, int], leaving: Collection[int]) -> ClusterAssignment:
-        """Those who came stand by, and tell of themselves; others want to go."""
+    def with_joiners(self, descriptors: Mapping[int, int], leaving: Collection[int]) -> ClusterAssignment:
+        """Add the new nodes of `descriptors` to the standby ones, and record which nodes want to leave."""
         known = {*self.living, *self.lost}
         came = {position: descriptors[position] for position in sorted(descriptors) if position not in known}
         left = self.leaving | {*leaving}.intersection((*self.living, *came))
         return replace(self, standby=(*self.standby, *came), descriptors={**self.descriptors, **came}, leaving=left)
 
-    def returned(self) -> ClusterAssignment:
-        """All who were lost are here again, without what they held: in their old places, or standing by."""
+    def with_returned(self) -> ClusterAssignment:
+        """All lost nodes are back, without their state: in their former stages, or else on standby."""
         assigned = {position for cluster in self.clusters for position in cluster}
         return replace(self, standby=(*self.standby, *sorted(self.lost - assigned)), lost=frozenset())
 
     def renumbered(self, retained: Sequence[int]) -> ClusterAssignment:
-        """In a world of those alone, in their order: the clusters that are whole, and who is left of others waits."""
-        new, whole = {position: number for number, position in enumerate(retained)}, self._only(self.whole)
+        """The assignment in a world of the positions `retained` only, renumbered in that order. Clusters that average
+        stay; remaining nodes of the others become standby.
+        """
+        new, whole = {position: number for number, position in enumerate(retained)}, self._select(self.whole)
         assigned = {position for own in whole.clusters for position in own}
         idle = [position for own in self.clusters for position in own if position not in assigned and position in new]
         return replace(
@@ -164,19 +167,19 @@ class ClusterAssignment:
         )
 
     def repaired(self, growth: ClusterGrowth | None = None) -> ClusterAssignment:
-        """Who stands by takes the places of those who leave, and of the lost, first where the fewest are; a cluster
-        that stays without somebody takes nobody. With `growth` those who still wait make new clusters.
+        """Standby nodes replace leaving nodes, then lost ones: clusters that lack the fewest nodes come first, and one
+        that cannot be completed takes none. With `growth` the remaining standby nodes form new clusters.
         """
-        assignment = self._handing(growth)._filled(growth)
-        return assignment if growth is None else assignment._grown(growth)
+        assignment = self._with_handovers(growth)._with_replacements(growth)
+        return assignment if growth is None else assignment._with_new_clusters(growth)
 
-    def joined(self, clusters: Collection[int]) -> ClusterAssignment:
-        """Those have the others' weights, and who had to give its state has done so."""
+    def with_loaded(self, clusters: Collection[int]) -> ClusterAssignment:
+        """`clusters` have loaded the others' weights and average again; all handovers are complete."""
         sources = {source for source, _ in self.handovers}
         return replace(self, out=self.out - set(clusters), handovers=()).without(sources)
 
-    def _handing(self, growth: ClusterGrowth | None) -> ClusterAssignment:
-        """Who leaves is gone, but for one who has a successor to give its state to, and the last whole cluster's."""
+    def _with_handovers(self, growth: ClusterGrowth | None) -> ClusterAssignment:
+        """Remove leaving nodes, except those that hand over to a successor and those of the last whole cluster."""
         assignment = self.without([position for position in self.leaving if not self.trains(position)])
         for number in [
             number for number in assignment.whole if not assignment.leaving.isdisjoint(assignment.clusters[number])
@@ -193,7 +196,7 @@ class ClusterAssignment:
                 assignment = assignment.without(assignment.leaving.intersection(assignment.clusters[number]))
         return assignment
 
-    def _filled(self, growth: ClusterGrowth | None) -> ClusterAssignment:
+    def _with_replacements(self, growth: ClusterGrowth | None) -> ClusterAssignment:
         assignment = self
         for number in sorted(self.out, key=lambda number: (len(self._missing(number)), number)):
             stages = self._missing(number)
@@ -202,18 +205,18 @@ class ClusterAssignment:
                 assignment = assignment._assigned(number, stages, takers)
         return assignment
 
-    def _grown(self, growth: ClusterGrowth) -> ClusterAssignment:
-        """New clusters, of those who wait and of those with descriptors in clusters that nobody can repair."""
+    def _with_new_clusters(self, growth: ClusterGrowth) -> ClusterAssignment:
+        """Form new clusters of the standby nodes and of the nodes with descriptors in clusters that lack a node."""
         stuck = [number for number in sorted(self.out) if self._missing(number)]
         left = [p for number in stuck for p in self.clusters[number] if p not in self.lost and self._node(p)]
         free = [*left, *self.standby[: max(0, len(self.standby) - growth.spares)]]
         made = growth.form([self._node(position) for position in free], [self.cuts[number] for number in self.whole])
         if not made:
-            return self._only([n for n in range(len(self.clusters)) if not self.lost.issuperset(self.clusters[n])])
+            return self._select([n for n in range(len(self.clusters)) if not self.lost.issuperset(self.clusters[n])])
         chosen = [tuple(free[number] for number in cluster.nodes) for cluster in made]
         taken = {position for cluster in chosen for position in cluster}
         idle = [p for number in stuck for p in self.clusters[number] if p not in self.lost and p not in taken]
-        retained = self._only([number for number in range(len(self.clusters)) if number not in stuck])
+        retained = self._select([number for number in range(len(self.clusters)) if number not in stuck])
         first = len(retained.clusters)
         return replace(
             retained,
@@ -223,8 +226,8 @@ class ClusterAssignment:
             out=retained.out | set(range(first, first + len(made))),
         )
 
-    def _only(self, clusters: Sequence[int]) -> ClusterAssignment:
-        """Without the others, which are no more; numbered anew."""
+    def _select(self, clusters: Sequence[int]) -> ClusterAssignment:
+        """Keep `clusters` only, and renumber them."""
         return replace(
             self,
             clusters=tuple(self.clusters[number] for number in clusters),
@@ -239,7 +242,7 @@ class ClusterAssignment:
         return [stage for stage, position in enumerate(self.clusters[number]) if position in self.lost]
 
     def _takers(self, number: int, stages: Sequence[int], growth: ClusterGrowth | None) -> list[int] | None:
-        """Who of those who wait takes these stages, the first that holds each; None where one has nobody."""
+        """The standby node that takes each of `stages`: the first that can hold it. None if a stage has none."""
         takers: list[int] = []
         for stage in stages:
             found = next(self._able(number, stage, takers, growth), None)

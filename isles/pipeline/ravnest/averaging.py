@@ -1,7 +1,7 @@
-"""Averages over clusters that are cut at different blocks, segment by segment at once (Ravnest's parallel rings).
+"""Averages over clusters that are cut at different blocks, all segments in parallel (Ravnest's parallel rings).
 
-Segments are the common refinement of the clusters' cuts. Parameters that the same nodes hold are one segment, of which
-each cluster has exactly one holder:
+Segments are the common refinement of the clusters' cuts. Parameters that the same nodes hold are one segment, with
+exactly one holder in each cluster:
 
     cluster 0     | a b c | d e f |           holders of a, b: (0, 2, 5)       of d: (1, 3, 5)
     cluster 1     | a b | c d e | f |                       c: (0, 3, 5)         e: (1, 3, 5)     f: (1, 4, 5)
@@ -9,11 +9,11 @@ each cluster has exactly one holder:
 
     w <- mean_c w_c            equal, or by the samples of each: mean_c (n_c w_c) / mean_c n_c
 
-Bytes sent by a node and average: 2 (C - 1) / C times what it holds, for C clusters, and a header for each segment and
-cluster: a ring's volume, by the two-shot mean (`isles.comm.collectives.mean`), which gives the same bits everywhere.
+Bytes sent per node and average: 2 (C - 1) / C times those that it holds, for C clusters, and a header for each segment
+and cluster: a ring's volume, by the two-shot mean (`isles.comm.collectives.mean`), which gives all the same bits.
 
-A cluster that is complete again loads the others' weights and optimizer state, each node its segments from those who
-hold them in a whole cluster.
+A cluster that is complete again loads the others' weights and optimizer state: each node gets its segments from their
+holders in an intact cluster.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class SharedSegment:
 
 
 def refinement(clusters: Sequence[Mapping[int, Sequence[str]]]) -> list[SharedSegment]:
-    """The segments, in the order of their holders. clusters: of each, by node, the names of the parameters that it
-    holds. ValueError where a cluster holds a parameter twice, or not what the first one does.
+    """The segments, ordered by their holders. clusters: for each, the parameter names of every node. ValueError if a
+    cluster holds a parameter twice, or other parameters than the first one.
     """
     order = [name for names in clusters[0].values() for name in names]
     homes = [_homes(number, cluster) for number, cluster in enumerate(clusters)]
@@ -63,14 +63,14 @@ def _homes(number: int, cluster: Mapping[int, Sequence[str]]) -> dict[str, int]:
     for node, names in cluster.items():
         for name in names:
             if name in homes:
-                raise ValueError(f"cluster {number} holds {name!r} at nodes {homes[name]} and {node}: it lies at one")
+                raise ValueError(f"cluster {number} holds {name!r} at nodes {homes[name]} and {node}: name one holder")
             homes[name] = node
     return homes
 
 
 @dataclass(frozen=True, slots=True)
 class _Share:
-    """This node's part in one segment. number: of the segment in the model."""
+    """This node's parameters of one segment. number: index of the segment in the model."""
 
     number: int
     segment: SharedSegment
@@ -78,8 +78,8 @@ class _Share:
 
 
 class ClusterAverage:
-    """One node's. segments: of the whole model, whose holders are stages, one of each cluster. by_samples: clusters
-    count by what they trained on. with_state: the optimizer's state is averaged too.
+    """One node's part in the averages. segments: of the whole model; holders are stages, one of each cluster.
+    by_samples: weight clusters by the samples they trained on. with_state: average the optimizer state too.
     """
 
     def __init__(
@@ -96,15 +96,15 @@ class ClusterAverage:
         self._optimizer: Optimizer | None = None
 
     def recut(self, segments: Sequence[SharedSegment]) -> None:
-        """The segments of the clusters that are now. Who holds something says so again (`serve`)."""
+        """Set the segments of the current clusters. Nodes that hold a stage call `serve` again."""
         if len(segments) > MAX_FRAGMENTS:
             raise ValueError(f"{len(segments)} segments: {MAX_FRAGMENTS} at most; cut fewer clusters differently")
         self._segments = list(enumerate(segments))
         self._shares = []
 
     def serve(self, stage: nn.Module, optimizer: Optimizer) -> None:
-        """This node holds `stage`, its parameters by their names in the whole model, in the place that it has now, or
-        gives away.
+        """Set the `stage` that this node holds, by its current assignment or an open handover. Its parameters have
+        their names in the whole model.
         """
         assignment, rank = self.agreement.assignment, self.agreement.world.rank
         coordinates = assignment.coordinates_of(
@@ -121,7 +121,7 @@ class ClusterAverage:
         ]
 
     def begin(self) -> None:
-        """All clusters take the first one's weights. Who stands by has no part in it."""
+        """Copy the first cluster's weights to all clusters. Standby nodes do nothing."""
         for share in self._shares:
             group = self._among(self.agreement.world, share, range(len(self.agreement.assignment.clusters)))
             flat = _flat(share.parameters)
@@ -130,12 +130,12 @@ class ClusterAverage:
             _put(flat, share.parameters)
 
     def average(self, step: int, samples: int) -> list[int]:
-        """Replace the weights by their mean over the clusters that are whole, whose numbers are returned. All nodes
-        ask together, nothing is in flight. step: updates so far, the same everywhere; samples: that this node's cluster
-        has trained on since the last time.
+        """Replace the weights by their mean over the intact clusters; returns these clusters' indices. All nodes call
+        it together, with nothing in flight. step: updates so far, the same at all; samples: that this node's cluster
+        has trained on since the last average.
 
-        DeadlinePassed, Diverged or Refused, naming the worker, where another one is late, elsewhere or sends what
-        cannot be.
+        DeadlinePassed, Diverged or Refused, naming the worker, if another one is late, at another step, or sends
+        invalid values.
         """
         tensors = [self._tensors(share, self._with_state) for share in self._shares]
         buffers = self.agreement.together(lambda: self._mean(tensors, step, samples))
@@ -144,9 +144,9 @@ class ClusterAverage:
         return self.agreement.assignment.whole
 
     def load(self, step: int) -> None:
-        """Clusters that are complete again have the others' weights, optimizer state and `step` afterwards, and who
-        takes a place from one that leaves has what that one had. All nodes ask together, those who take ready for it
-        (`serve`). Refused, naming who gives, where what comes are no weights.
+        """Load the others' weights, optimizer state and `step` at the nodes of completed clusters, and those of leaving
+        nodes at their successors. All nodes call it together, the receivers after `serve`. Refused, naming the source,
+        for weights that are not finite.
         """
         tensors = {share.number: self._tensors(share, True) for share in self._shares}
         found, joined = self.agreement.together(lambda: self._transfer_state(tensors))
@@ -177,7 +177,7 @@ class ClusterAverage:
     def _transfer_state(
         self, tensors: dict[int, list[Tensor]]
     ) -> Attempt[tuple[dict[int, tuple[int, Tensor]], list[int]]]:
-        """What this node is given, by segment, beside who gives it."""
+        """The state transfers of this node: (source, received tensor) by segment, and the clusters that rejoin."""
         messages, joined = self.agreement.messages, self.agreement.assignment.complete
         found: dict[int, tuple[int, Tensor]] = {}
         protocols, nbytes = [], 0
@@ -192,7 +192,7 @@ class ClusterAverage:
         return Attempt((found, joined), protocols, nbytes)
 
     def _planned_transfers(self, joined: Sequence[int]) -> Iterator[tuple[int, int, list[int]]]:
-        """Of each segment who gives it to whom: the first whole cluster to `joined`, who leaves to its successor."""
+        """(segment, source, receivers): from the first intact cluster to `joined`, from leaving nodes to successors."""
         assignment = self.agreement.assignment
         first, successors = assignment.whole[0], dict(assignment.handovers)
         for fragment, segment in self._segments:
@@ -215,7 +215,7 @@ class ClusterAverage:
         return world.among([assignment[one][share.segment.holders[one]] for one in clusters], "outer")
 
     def _tensors(self, share: _Share, with_state: bool) -> list[Tensor]:
-        """Parameters, and what the optimizer keeps of them in their shape."""
+        """Parameters, and their optimizer state tensors of the same shape."""
         retained = self._optimizer.state if with_state and self._optimizer is not None else {}
         states = [
             value

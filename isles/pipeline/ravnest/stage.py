@@ -1,31 +1,30 @@
-"""One node of a cluster: a loop over microbatches whose updates do not wait for each other.
+"""One node of a cluster: a loop over microbatches with asynchronous updates.
 
     root, stem    forward      at the newest weights, which are retained
-                  backward     the gradient that came goes back through that pass, at the weights that it used
-    leaf          both at once, and the loss
-    all           every `every` backward passes one update, of the newest weights
+                  backward     at the weights of the forward pass, with the gradient from the next stage
+    leaf          forward, loss and backward at once
+    all           one update of the newest weights after every `microbatches` backward passes
 
-    w_s(k + 1) = w_s(k) - lr g_s(k),   g_s(k) at the weights that each stage had when microbatch k came by
+    w_s(k + 1) = w_s(k) - lr g_s(k),   g_s(k) at the weights that each stage had in the forward pass of microbatch k
 
 With S stages and S microbatches in flight the gradient of stage s is S - 1 - s updates old in steady state.
 
-    recompute     the first pass has no gradients, its input and random state are kept; the backward pass runs it again:
+    recompute     the forward pass saves only its input and random state, and the backward pass runs it again:
                   activations take the memory of one microbatch, and a third more is computed (Ravnest)
-    else          what the backward pass needs is kept, of every microbatch in flight; the same bits
+    else          the activations of every microbatch in flight stay in memory; the same bits
 
-    order = "plan"      warm up with in_flight - s forwards, then a backward and a forward in turn: the same bits on any
-                        network, for what every node does is known beforehand
-    order = "arrival"   backward if a gradient is here, else forward if there is room: never more in flight, but how old
-                        a gradient is depends on the network
+    order = "plan"      warm up with in_flight - s forwards, then alternate backward and forward: the order of tasks is
+                        fixed, so the bits are the same on any network
+    order = "arrival"   backward if a gradient has arrived, else forward if there is room: never more in flight, but the
+                        age of a gradient depends on the network
 
-From each neighbour one message, `[number, flag | body]`, is awaited at most, and never more than `in_flight` can be on
-their way. The flag `LAST` says that nothing comes after this microbatch until the cluster has drained: Ravnest's FLUSH,
-which rides with the last message here, down and back up. `BROKEN` says that nothing comes at all, for a node of the
-cluster is lost.
+A node awaits at most one message, `[number, flag | body]`, from each neighbour, and never more than `in_flight` are in
+transit. The flag `LAST` marks the last microbatch before the cluster drains (Ravnest's FLUSH; here it travels with the
+last message, down and back up). `BROKEN` means that no message follows, as a node of the cluster is lost.
 
-Weights that forward passes under way began with are versions, retained until the backward pass is over. Copy on write:
-a version costs memory only where an update comes while it is still needed. The newest one is what the parameters hold;
-the optimizer sees no other, and its state has no versions.
+Weights that pending forward passes used are versions, retained until their backward pass is over. Copy on write: a
+version costs memory only if an update happens while it is still needed. The parameters hold the newest version; the
+optimizer sees no other, and its state has no versions.
 """
 
 from __future__ import annotations
@@ -58,20 +57,20 @@ class WeightVersions:
         self._users: Counter[int] = Counter()
         self._retained: dict[int, list[Tensor]] = {}
         self.newest = 0
-        """Number of updates so far."""
+        """The newest version: the number of updates so far."""
 
     @property
     def live(self) -> int:
-        """How many versions take memory now, the newest among them."""
+        """Number of versions in memory now, including the newest."""
         return 1 + len(self._retained)
 
     def hold(self) -> int:
-        """Keep the newest for whoever asks, until it is released. Returns its number."""
+        """Retain the newest version until `release`. Returns its number."""
         self._users[self.newest] += 1
         return self.newest
 
     def release(self, version: int) -> None:
-        """One user less; the last one's memory is given back."""
+        """Release one `hold` of `version`; the last one frees its memory."""
         self._users[version] -= 1
         if not self._users[version]:
             del self._users[version]
@@ -79,7 +78,7 @@ class WeightVersions:
 
     @contextmanager
     def at(self, version: int) -> Iterator[None]:
-        """The parameters hold the weights of a version that somebody keeps. Nobody may write to them meanwhile."""
+        """Context: the parameters hold the weights of a retained `version`. Do not write to them inside."""
         if version == self.newest:
             yield
             return
@@ -91,13 +90,13 @@ class WeightVersions:
             self._put(newest)
 
     def saving(self) -> saved_tensors_hooks:
-        """A forward pass in it may be gone back through after updates, as long as its version is held: its graph keeps
-        the tensors as they are now, not the parameters, which hold other ones then.
+        """Context for a forward pass whose backward pass may run after updates, while its version is held: the graph
+        saves the current tensors instead of the parameters, whose data is replaced later.
         """
         return saved_tensors_hooks(Tensor.detach, lambda retained: retained)
 
     def update(self) -> None:
-        """Call before the parameters are written to: what is still needed of them stays as it is."""
+        """Call before the parameters are written to: a newest version that is still held stays unchanged."""
         if self.newest in self._users:
             self._retained[self.newest] = [parameter.data for parameter in self._parameters]
             self._put([data.clone() for data in self._retained[self.newest]])
@@ -121,8 +120,8 @@ def pack_message(number: int, flag: int, body: Tensor) -> Tensor:
 
 
 class NeighbourReceiver:
-    """Messages from position `source` of a cluster, one awaited at a time. task: of the kind and hop that begins with
-    such a message. nbytes: of a body.
+    """Receives messages from position `source` of a cluster, one at a time. task: kind and hop of the tasks that start
+    with such a message. nbytes: of a message's body.
     """
 
     def __init__(self, group: Group, source: int, task: Task, nbytes: int) -> None:
@@ -132,7 +131,7 @@ class NeighbourReceiver:
 
     @property
     def work(self) -> Work | None:
-        """The receive that is posted; None where there is none."""
+        """The posted receive, or None."""
         return None if self._posted is None else self._posted[1]
 
     @property
@@ -140,7 +139,7 @@ class NeighbourReceiver:
         return self._length
 
     def expect(self, number: int) -> None:
-        """Take the message about microbatch `number` of the run when it comes, unless it is awaited."""
+        """Post the receive for microbatch `number` of the run, unless one is posted."""
         if self._posted is None:
             buffer = torch.empty(self._length, dtype=torch.uint8, device="cpu")
             call = self._group.call("pipeline", round=number)
@@ -150,9 +149,9 @@ class NeighbourReceiver:
         return self._posted is not None and self._posted[1].done()
 
     def take(self) -> tuple[Tensor, bool]:
-        """The body of the message that is here, as `StageForm.pack` and `pack_back` make it, and whether nothing
-        follows until the cluster has drained. What it failed with is raised; PeerLost where the neighbour says that
-        somebody is; Malformed, naming the neighbour, where it is about something else.
+        """The body of the received message, as `StageForm.pack` and `pack_back` make it, and whether it is the last
+        until the cluster has drained. Raises the receive's own error, PeerLost if the neighbour reports a lost node,
+        and Malformed, naming the neighbour, for another microbatch or an unknown flag.
         """
         assert self._posted is not None
         expected, work, wire = self._posted
@@ -164,17 +163,18 @@ class NeighbourReceiver:
         if number != expected or flag not in (MORE, LAST, BROKEN):
             raise Malformed(rank, f"microbatch {number}, flag {flag}, where microbatch {expected} was due")
         if flag == BROKEN:
-            raise PeerLost(-1, f"of this cluster, as worker {rank} says")
+            raise PeerLost(-1, f"of this cluster, as worker {rank} reports")
         return wire[HEADER:], flag == LAST
 
 
 StaleUpdate = Callable[[int], None]
-"""Steps the newest weights by the gradients in place and clears them; told how many updates old these are at most."""
+"""Steps the newest weights by the gradients in place and clears these; its argument is their greatest age in updates.
+"""
 
 
 def room_of(config: PipelineConfig, stage: int, stages: int) -> int:
-    """Forwards that a stage of a cluster of so many holds at most: in_flight, a number or as many as stages, is of the
-    whole cluster.
+    """The most forward passes that `stage` holds at once. `config.in_flight` counts those of the whole cluster; unless
+    it is a number, it is `stages`.
     """
     in_flight = config.in_flight if isinstance(config.in_flight, int) else stages
     if stage == stages - 1:
@@ -183,18 +183,18 @@ def room_of(config: PipelineConfig, stage: int, stages: int) -> int:
 
 
 def most_versions(config: PipelineConfig, stage: int, stages: int) -> int:
-    """Versions of its weights that a stage holds at most, the newest among them."""
+    """The most versions of its weights that a stage holds, including the newest."""
     return 1 + -(-max(room_of(config, stage, stages) - 1, 0) // config.microbatches)
 
 
 class AsyncStage:
-    """One node's stage. group: its cluster, whose positions are the stages. update: see `StaleUpdate`. config: says
-    how the cluster runs; an update is the mean of `microbatches` backward passes (Ravnest's update_frequency). shares:
-    of an inner step's computation that this stage's tasks are; None: nothing is charged.
+    """One node's stage. group: its cluster; its positions are the stages. update: see `StaleUpdate`. config: how the
+    cluster runs; an update is the mean of `microbatches` backward passes (Ravnest's update_frequency). shares: the
+    fractions of an inner step's compute time that this stage's tasks take; None: no time is charged.
 
-    A neighbour that is lost or late raises PeerLost or DeadlinePassed with its name out of `run`; one that sends what
-    cannot be Malformed or Refused. What was under way is then worthless, and so are this cluster's weights since. Of a
-    loss the other nodes of the cluster are told: PeerLost of rank -1 there.
+    If a neighbour is lost or late, `run` raises PeerLost or DeadlinePassed with its rank; if it sends an invalid
+    message, Malformed or Refused. Discard the work in flight and the cluster's weights then. The other nodes of the
+    cluster are notified of a loss: their `run` raises PeerLost with rank -1.
     """
 
     def __init__(
@@ -214,18 +214,18 @@ class AsyncStage:
         self.compute = StageCompute(stage, group, form, config.microbatches, autocast=autocast, recompute=again)
         self.versions = WeightVersions(parameter for parameter in stage.parameters() if parameter.requires_grad)
         self.most_versions, self.most_held = 1, 0
-        """Versions of the weights, and inputs, that were in memory at once."""
+        """The most versions of the weights, and the most forward passes, that were held at once."""
         self.passed: list[tuple[int, int]] = []
-        """The last run's backward passes: the version of the weights that each was computed at, and the newest then."""
+        """The last run's backward passes: the version of the weights that each used, and the newest one then."""
         self.played: list[Span] = []
-        """The last run's tasks at this node, in seconds of its clock."""
+        """The last run's tasks at this node, with start and end in seconds of its clock."""
         self.losses: list[Tensor] = []
-        """Of the run under way, or the last one: of every microbatch whose backward pass is over, nats."""
+        """Losses, in nats, of the current or last run, of every microbatch whose backward pass is over."""
         self.done = 0
-        """Microbatches of the run so far, until its last drained state."""
+        """Microbatches done up to the last drained state."""
         self._update = update
         self._held: dict[int, tuple[OpenPass, int, bool]] = {}
-        """The version of the weights that each was computed at, and whether it is the last."""
+        """By microbatch: its forward pass, the version of the weights that it used, and whether it is the last."""
         self._is_leaf, self._room = here == last, max(room_of(config, here, group.size), 1)
         sizes = form.nbytes(Task("F", 0, 0)), form.nbytes(Task("B", 0, 0))
         self._down = NeighbourReceiver(group, here - 1, Task("F", 0, here), sizes[0]) if here else None
@@ -236,13 +236,13 @@ class AsyncStage:
         self.done, self.versions.newest = microbatches, updates
 
     def refuse(self) -> None:
-        """In place of `run`, where this node knows that its cluster is broken: whoever runs hears of it."""
+        """Call it instead of `run` at a node that knows its cluster is broken: it notifies the running neighbours."""
         self._begin(iter(()))
         self._report_broken()
 
     def run(self, batches: Iterable[Tensor] = ()) -> list[Tensor]:
-        """Train on `batches` (B, T+1) int64, which the root alone has, one or more; then drain: nothing is in flight
-        afterwards. Their losses in order, nats.
+        """Train on `batches` (B, T+1) int64 (one or more; at the root only), then drain: nothing is in flight
+        afterwards. Returns their losses in order, in nats.
         """
         self._begin(batches)
         try:
@@ -252,10 +252,9 @@ class AsyncStage:
             raise
 
     def _begin(self, batches: Iterable[Tensor]) -> None:
-        """In a drained state."""
         self._texts, self._has_ended = _with_last(batches), False
         self._forwards = self._backwards = self.done
-        """Microbatches of the run that have gone each way here."""
+        """Forward and backward passes of the run done here."""
         self._in_update = self._oldest = 0
         self.losses = []
 
@@ -278,7 +277,7 @@ class AsyncStage:
         return self.losses
 
     def _report_broken(self, lost: int = -1) -> None:
-        """Whoever still waits for this node waits for nothing. lost: the rank that need not be told."""
+        """Notify both neighbours that this cluster is broken. lost: the rank of a lost one, which is skipped."""
         here, ranks = self.here, self.group.ranks
         if not self._is_leaf and not self._has_ended and ranks[here + 1] != lost:
             self._send_broken(here + 1, Task("F", self._forwards, here + 1))
@@ -289,11 +288,11 @@ class AsyncStage:
     def _send_broken(self, position: int, task: Task) -> None:
         body = torch.zeros(self.form.nbytes(task), dtype=torch.uint8, device="cpu")
         call = self.group.call("pipeline", round=task.microbatch)
-        with suppress(CommError):  # it may be gone as well
+        with suppress(CommError):  # the neighbour may be lost as well
             call.send(position, pack_message(task.microbatch, BROKEN, body), phase(task))
 
     def _goes_forward(self) -> bool:
-        """Whether the next task is a forward pass. What it begins with is here then."""
+        """Wait for the next task's message; returns whether the task is a forward pass."""
         has_room = not self._has_ended and len(self._held) < self._room
         if self.config.order == "plan":
             box = self._down if has_room else self._up
@@ -371,7 +370,7 @@ class AsyncStage:
         self._oldest = self._in_update = 0
 
     def _send(self, task: Task, body: Tensor | None, *, is_last: bool) -> None:
-        """What `task` begins with, to the neighbour that does it."""
+        """Send the message that starts `task` to the neighbour that runs it."""
         assert body is not None
         wire = pack_message(task.microbatch, LAST if is_last else MORE, body)
         self._sends = [work for work in self._sends if not work.done() or work.error is not None]
@@ -386,7 +385,7 @@ class AsyncStage:
 
 
 def _with_last(batches: Iterable[Tensor]) -> Iterator[tuple[Tensor, bool]]:
-    """Each, and whether it is the last. ValueError for none."""
+    """Each batch with whether it is the last. ValueError if there is none."""
     rest = iter(batches)
     batch = next(rest, None)
     if batch is None:

@@ -1,10 +1,10 @@
 """Which peer of a stage gets the next microbatch: interleaved weighted round robin by measured speed. Loads no torch.
 
-After SWARM (arXiv 2301.11913). Every sender keeps a balancer for each stage that it sends to. A peer's load is the
-moment at which it would be done with all that was given to it, had it nothing else to do; the next microbatch goes to
-the least, so in the long run a peer's share is as its speed. What it is measured by comes from the peer itself: the
-seconds that it computed, which ride in the header of its answers. Time on the wire is kept apart, for it counts only
-where a line is slower than the peer behind it.
+After SWARM (arXiv 2301.11913). Every sender has a balancer for each stage that it sends to. A peer's load is the
+second at which it would finish all microbatches from this sender if it had no others; the next microbatch goes to the
+peer of the lowest load, so in the long run shares are proportional to speeds. Peers report their compute seconds in the
+headers of their answers. Time on the wire is averaged separately, as it counts only where a link is slower than its
+peer.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ ALPHA = 0.1
 
 
 class MovingAverage:
-    """Exponential, with the bias of its first values taken out: after n equal measurements it is that measurement.
+    """Exponential moving average with bias correction: after n equal measurements it is that measurement.
 
-    The weights of n measurements, alpha (1 - alpha)^(n-1) ... alpha, are divided by their sum; kept as the mean itself,
-    so that equal measurements leave it as it is, to the bit.
+    The weights of n measurements, alpha (1 - alpha)^(n-1) ... alpha, are divided by their sum. The corrected mean is
+    stored, so that equal measurements leave it unchanged, to the bit.
     """
 
     def __init__(self, alpha: float = ALPHA) -> None:
@@ -47,8 +47,8 @@ class MovingAverage:
 
 @dataclass(slots=True)
 class PeerSpeed:
-    """What is known of one peer. compute, wire: seconds a sample, of its work and of its line; queue: microbatches that
-    it said were waiting there. load: seconds; picks: microbatches given to it.
+    """A sender's measurements of one peer. compute, wire: seconds per sample of its work and its link; queue: its last
+    reported number of waiting microbatches. load: seconds; picks: microbatches sent to it.
     """
 
     load: float = 0.0
@@ -59,18 +59,18 @@ class PeerSpeed:
 
     @property
     def cost(self) -> float | None:
-        """Seconds a sample at which microbatches get through: the slower of work and line. None: never measured."""
+        """Seconds per sample: the slower of compute and link. None: never measured."""
         if self.compute.value is None:
             return None
         return max(self.compute.value, self.wire.value or 0.0)
 
 
 class PeerBalancer:
-    """The peers of one stage, as one sender knows them. Peers are any numbers; seed: of ties.
+    """The peers of one stage, as one sender knows them. Peers are any integers; seed: for ties.
 
-    Guarantee: among peers of constant costs c_i that are there from the start, each has been given at every moment the
-    microbatches that a list of all multiples of all c_i has in front, which no sender's luck changes: costs 1, 2, 4
-    take 4, 2, 1 of the first 7. A peer that joins is chosen next; one that is lost is not chosen again.
+    Guarantee: among peers of constant costs c_i that are present from the start, microbatches are assigned in the order
+    of the sorted multiples of all c_i: of the first 7, costs 1, 2, 4 get 4, 2, 1. A peer that joins is chosen next; one
+    that is lost is not chosen again.
     """
 
     def __init__(self, seed: int = 0) -> None:
@@ -85,26 +85,26 @@ class PeerBalancer:
 
     @property
     def peers(self) -> dict[int, PeerSpeed]:
-        """Who may be chosen, and what is known of each."""
+        """The peers that may be chosen, with their measurements."""
         return dict(self._peers)
 
     def join(self, peer: int) -> None:
-        """`peer` serves the stage from now on: with the least load of all, so that it is tried at once."""
+        """Add `peer`, with the lowest load of all, so that it is tried at once."""
         if peer not in self._peers:
             self._peers[peer] = PeerSpeed(load=min((known.load for known in self._peers.values()), default=0.0))
 
     def lose(self, peer: int) -> None:
-        """`peer` is chosen no more, until it joins again as a new one."""
+        """Remove `peer`, until it joins again as a new one."""
         self._peers.pop(peer, None)
 
     def choose(self, samples: int = 1, *, besides: int | None = None) -> int:
-        """The peer for a microbatch of so many samples, which is added to its load. besides: not this one, if there is
-        another. LookupError where the stage has no peer.
+        """Choose the peer for a microbatch of `samples` samples, and add it to its load. besides: a peer to avoid if
+        there is another. LookupError if the stage has no peer.
         """
         able = [peer for peer in self._peers if peer != besides] or list(self._peers)
         if not able:
             raise LookupError("no peer serves this stage")
-        # Among equal loads whoever was never tried goes first: a joiner has the load of another one.
+        # Among equal loads an untried peer goes first: a joining peer starts with the load of another one.
         peer = min(able, key=lambda peer: (self._peers[peer].load, self._peers[peer].picks > 0, self._random.random()))
         known = self._peers[peer]
         known.load += samples * self.cost(peer)
@@ -112,7 +112,7 @@ class PeerBalancer:
         return peer
 
     def cost(self, peer: int) -> float:
-        """Seconds a sample that `peer` is taken to need; before it is measured, the median of those who are."""
+        """Estimated seconds per sample at `peer`; before it is measured, the median of the measured peers."""
         own = self._peers[peer].cost
         if own is not None:
             return own
@@ -120,8 +120,8 @@ class PeerBalancer:
         return median(measured) if measured else 1.0
 
     def answered(self, peer: int, seconds: float, samples: int, *, wire: float = 0.0, queue: int = 0) -> None:
-        """`peer` has answered about a microbatch of so many samples, for which it computed `seconds`; its bytes took
-        `wire` seconds to come in, and `queue` microbatches were waiting there. Who was lost meanwhile is not measured.
+        """Record an answer of `peer` on a microbatch of `samples` samples: its compute `seconds`, the `wire` seconds of
+        the message, and its `queue` length. Ignored if the peer was lost meanwhile.
         """
         known = self._peers.get(peer)
         if known is None:
@@ -131,8 +131,8 @@ class PeerBalancer:
         known.queue = queue
 
     def late(self, peer: int, seconds: float, samples: int) -> None:
-        """`peer` has not answered within `seconds`: it is taken to need at least as long, or it would be chosen again
-        and again at the cost that it once had.
+        """Record that `peer` has not answered within `seconds`, as if it needed that long: otherwise it would be chosen
+        again and again by its former cost.
         """
         known = self._peers.get(peer)
         if known is None:
@@ -142,7 +142,7 @@ class PeerBalancer:
         known.load += max(seconds - samples * before, 0.0)
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON-able: what the next choices depend on."""
+        """The state of the next choices, JSON-able."""
         version, numbers, gauss = self._random.getstate()
         peers = {
             str(peer): [known.load, known.picks, known.queue, known.compute.state(), known.wire.state()]
@@ -151,7 +151,7 @@ class PeerBalancer:
         return {"peers": peers, "random": [version, list(numbers), gauss]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Choose on as the one whose `state_dict` it is."""
+        """Restore `state_dict`."""
         self._peers = {}
         for peer, (load, picks, queue, compute, wire) in state["peers"].items():
             known = self._peers[int(peer)] = PeerSpeed(load=load, picks=picks, queue=queue)

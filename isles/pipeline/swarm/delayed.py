@@ -1,15 +1,15 @@
-"""A swarm whose stages add up a step's gradients behind the next step's microbatches.
+"""A swarm that sums a step's gradients while the next step's microbatches run.
 
-    step t       microbatches run on weights that t - 2 updates have made; ledger are settled
-                 the sum of step t - 1, which went on meanwhile, is awaited; all agree that all have it
-                 the sum of step t begins; update t - 1 is taken
-    at the end   the last sum is awaited (`close`), and the last update taken
+    step t       microbatches run on the weights after t - 2 updates; the peers settle
+                 the sum of step t - 1, which ran meanwhile, is awaited; all agree that all have it
+                 the sum of step t begins; update t - 1 is applied
+    at the end   the last sum is awaited (`close`), and the last update applied
 
     theta_t = update(theta_(t-1), gradient of step t at theta_(t-2)),  theta_(-1) = theta_0
 
-After SWARM's delayed parameter updates (arXiv 2301.11913) and ZeRO-Offload's. Where somebody is lost before its share
-of a sum came, those who are left go back into that step, with the weights and the ledger of then: what it had counted
-is run again, and added up at once. So the guarantee is that of `Swarm`, of these updates.
+After SWARM's delayed parameter updates (arXiv 2301.11913) and ZeRO-Offload's. If a peer is lost before its share of a
+sum arrives, the others return to that step, with its weights and ledgers: they run again what the lost peer had
+counted, and sum at once. So the guarantee of `Swarm` holds for these updates.
 
 Memory: the ledger, the gradients and the weights of one more step.
 """
@@ -32,9 +32,9 @@ from isles.pipeline.swarm.swarm import Swarm, SwarmStep, Votes
 
 @dataclass(slots=True)
 class _PastStep:
-    """A step whose microbatches are done. weights: that they ran on; gradients: of what `tally` says was counted.
-    shared: microbatches that the peers of its stage have counted, whose sum is under way; is_whole: whether all were
-    there who had counted.
+    """A step whose microbatches are done. weights: those that they ran on; gradients: of the microbatches in `tally`.
+    shared: microbatches counted by this stage's peers, for the sum in flight; is_whole: whether no peer was lost
+    between the votes on them and the sum.
     """
 
     number: int
@@ -52,7 +52,7 @@ class DelayedSwarm(Swarm):
 
     @override
     def arrange(self) -> list[StageChange]:
-        """Whoever goes leaves its share behind, and who comes finds no sum under way."""
+        """Complete the sum in flight before a change: it needs the shares of leaving peers, and new ones have none."""
         if self._next or self._going:
             self.close()
         return super().arrange()
@@ -69,8 +69,8 @@ class DelayedSwarm(Swarm):
         self._open = None
 
     def take_last(self) -> tuple[float, float]:
-        """Leave the gradient of the last step in the parameters, at the end. The norms: of the whole one, and of this
-        stage's.
+        """At the end: leave the last step's gradient in the parameters. Returns its norm over all stages, and over this
+        one.
         """
         self.close()
         votes, _ = self._vote(self.late)
@@ -98,11 +98,11 @@ class DelayedSwarm(Swarm):
         return torch.empty(0, dtype=torch.float32, device="cpu") if self.late is None else self.late
 
     def _awaited(self, step: _PastStep) -> Tensor | None:
-        """Its mean gradient; None where a share of it is lost."""
+        """The mean gradient of `step`; None if a share of it is lost."""
         return self._mean(self.sum.result(), step.shared) if step.is_whole else None
 
     def _made_again(self, step: _PastStep) -> Tensor:
-        """The mean gradient of a step that has lost a share, from those who are left."""
+        """The mean gradient of a step that has lost a share, computed again by the remaining peers."""
         with self._back_in(step):
             is_whole = True
             while True:

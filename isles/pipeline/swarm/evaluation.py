@@ -1,10 +1,10 @@
-"""The weights that a swarm holds: their validation loss, and the whole model at one peer, whoever is lost meanwhile.
+"""A swarm's validation loss, and the whole model at one peer, even if peers are lost meanwhile.
 
-The loss is taken by forward passes alone, on the way of microbatches:
+The loss is computed by forward passes through the stages:
 
 origin   the first peer of stage 0: batches -> LOOK -> a peer of stage 1 -> ... -> LOSS from the last stage
 others   serve until the origin has all losses
-all      agree on the sum; where the origin is lost they begin again with the next one
+all      agree on the sum; if the origin is lost, they begin again with the next one
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ from isles.pipeline.peers.inbox import HOME, LOOK, LOSS, STATE, as_bits, as_numb
 from isles.pipeline.swarm.swarm import Swarm
 from isles.pipeline.wire import StageForm
 
-_UNDER_WAY = 8  # messages of the origin, for each peer of stage 1
+_UNDER_WAY = 8  # the origin's batches in flight, per peer of stage 1
 
 
 class SwarmEvaluator:
-    """Of `swarm`, whose peers all ask together."""
+    """Evaluates the weights of `swarm`; all peers call it together."""
 
     def __init__(self, swarm: Swarm) -> None:
         self.swarm, self.work = swarm, swarm.peer.work
         self.inbox, self.agreement = swarm.agreement.inbox, swarm.agreement
 
-    def loss(self, batches: Callable[[], Iterable[Tensor]], hint: Callable[[], None] | None = None) -> float:
-        """Mean loss in nats over the rows of `batches` (b, T+1), which origins alone are asked for; the same at all
-        peers. NaN without rows. hint: see `Swarm.step`.
+    def loss(self, batches: Callable[[], Iterable[Tensor]], rebuild: Callable[[], None] | None = None) -> float:
+        """Mean loss in nats over the rows of `batches` (b, T+1), which only the origin calls; the same at all peers.
+        NaN without rows. rebuild: see `Swarm.step`.
         """
         with self.work.evaluating():
             while True:
                 self.agreement.agree([])
-                self.swarm.apply_placement(hint)
-                self.work.stage.eval()  # which may be another one by now
+                self.swarm.apply_placement(rebuild)
+                self.work.stage.eval()  # again: a rebuild may have replaced the stage
                 origin = self.swarm.peers(0)[0]
                 if origin == self.swarm.me:
                     own = self._ask(batches())
@@ -53,13 +53,13 @@ class SwarmEvaluator:
                     self._serve(origin)
                     own = (0.0, -1)
                 votes = self.agreement.agree([as_bits(own[0]), own[1]])
-                self.swarm.apply_placement(hint)
+                self.swarm.apply_placement(rebuild)
                 if origin in votes and votes[origin][1] >= 0:
                     total, rows = as_number(votes[origin][0]), votes[origin][1]
                     return total / rows if rows else float("nan")
 
     def _ask(self, batches: Iterable[Tensor]) -> tuple[float, int]:
-        """The sum of the losses over rows, and how many rows; (0, -1) where a stage was lost meanwhile."""
+        """The sum of the losses over rows, and the number of rows; (0, -1) if a stage was lost meanwhile."""
         parts = [part for batch in batches for part in batch.split(self.work.form.sequences)]
         losses: dict[int, float] = {}
         waiting, under_way, lost = deque(range(len(parts))), dict[int, int](), set[int]()
@@ -69,7 +69,7 @@ class SwarmEvaluator:
                 if message.header.kind == LOSS and message.body.numel() == 8:
                     losses[message.header.number] = float(message.body.view(torch.float64))
                     under_way.pop(message.header.number, None)
-            if self.agreement.lost != lost:  # any of them may have been on its way
+            if self.agreement.lost != lost:  # any batch in flight may have been at the lost peer: send all again
                 lost = set(self.agreement.lost)
                 waiting.extendleft(under_way)
                 under_way.clear()
@@ -137,20 +137,22 @@ class SwarmEvaluator:
 
 
 def state_bytes(whole: nn.Module, piece: Piece) -> int:
-    """Of a stage of `whole`, which may be on the meta device."""
+    """Bytes of the state of one stage of `whole`, which may be on the meta device."""
     return sum(tensor.nbytes for tensor in Stage(whole, piece).state_dict().values())
 
 
 @torch.no_grad()
-def gathered(swarm: Swarm, whole: nn.Module, pieces: Sequence[Piece], hint: Callable[[], None] | None = None) -> bool:
-    """Fill `whole` with the weights of all stages, at the first peer of stage 0 that is left; whether this one is that.
-    All peers ask together; `whole` may be on the meta device where it is not filled. Bytes sent: of a stage's state, by
-    the first peer of each other stage. hint: see `Swarm.step`.
+def gathered(
+    swarm: Swarm, whole: nn.Module, pieces: Sequence[Piece], rebuild: Callable[[], None] | None = None
+) -> bool:
+    """Fill `whole` with the weights of all stages at the first remaining peer of stage 0; returns whether this is that
+    peer. All peers call it together; at the others `whole` may be on the meta device. Bytes sent: a stage's state, by
+    the first peer of each other stage. rebuild: see `Swarm.step`.
     """
     inbox, agreement = swarm.agreement.inbox, swarm.agreement
     while True:
         agreement.agree([])
-        swarm.apply_placement(hint)
+        swarm.apply_placement(rebuild)
         firsts = [swarm.peers(stage)[0] for stage in range(swarm.count)]
         has_model = 1
         if swarm.me == firsts[0]:
@@ -160,13 +162,13 @@ def gathered(swarm: Swarm, whole: nn.Module, pieces: Sequence[Piece], hint: Call
             body = torch.cat([as_bytes(tensor.detach().to("cpu").contiguous().view(-1)) for tensor in state])
             inbox.queue.send(firsts[0], MessageHeader(STATE, 0, inbox.epoch, swarm.peer.stage), body)
         votes = agreement.agree([has_model])
-        swarm.apply_placement(hint)
+        swarm.apply_placement(rebuild)
         if firsts[0] in votes and votes[firsts[0]][0]:
             return swarm.me == firsts[0]
 
 
 def _fill(swarm: Swarm, whole: nn.Module, pieces: Sequence[Piece], firsts: Sequence[int]) -> bool:
-    """False where somebody was lost before its stage came."""
+    """Receive the other stages into `whole`; False if a sender is lost before."""
     inbox, queue = swarm.agreement.inbox, swarm.agreement.inbox.queue
     state = whole.state_dict()
     for name, tensor in swarm.peer.work.stage.state_dict().items():
@@ -194,6 +196,6 @@ def _fill(swarm: Swarm, whole: nn.Module, pieces: Sequence[Piece], firsts: Seque
 def _copy(body: Tensor, tensors: Sequence[Tensor]) -> None:
     begin = 0
     for tensor in tensors:
-        part = body[begin : begin + tensor.nbytes].clone().view(tensor.dtype)  # a copy, for it may lie unaligned
+        part = body[begin : begin + tensor.nbytes].clone().view(tensor.dtype)  # a copy: the slice may be unaligned
         tensor.copy_(part.view(tensor.shape))
         begin += tensor.nbytes

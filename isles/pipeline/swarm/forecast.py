@@ -1,10 +1,10 @@
-"""How long a step of a swarm takes, and how much a peer has under way: microbatches played through peers and lines that
-are known, with the balancer that peers have (`isles.pipeline.swarm.balancer`). Loads no torch.
+"""The duration of a swarm's step and the microbatches that a peer has in flight, by a simulation of known peers and
+links with the peers' own balancer (`isles.pipeline.swarm.balancer`). Loads no torch.
 
-    played    each forward and backward pass and each message of a microbatch, over the lines of `isles.network.engine`
-    counted   what all agree on at the end of a step, and the sum of a stage: their bytes and latencies
+    simulated  each forward and backward pass and each message of a microbatch, over the links of `isles.network.engine`
+    counted    the agreements at the end of a step, and the sum of a stage: their bytes and latencies
 
-Nobody is lost, late, or moves.
+No peer is lost, late, or moves.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from isles.pipeline.swarm.balancer import PeerBalancer
 
 @dataclass(frozen=True, kw_only=True)
 class SwarmLoad:
-    """stages: by peer. forward, backward: seconds of a microbatch, by peer; at the last stage both passes are one after
-    the other. down, up: bytes of a microbatch's messages forward and backward, heads included. room: that an origin has
-    under way; None: all. words: bytes that a peer sends in each agreement of a step. sums: by peer, bytes of its
-    gradients. topology: the lines.
+    """stages: by peer. forward, backward: seconds of a microbatch, by peer; the last stage does both passes one after
+    the other. down, up: bytes of a microbatch's messages forward and backward, with headers. room: the most that an
+    origin has in flight; None: no limit. words: bytes that a peer sends in each agreement of a step. sums: by peer,
+    bytes of its gradients. topology: the links.
     """
 
     stages: Sequence[int]
@@ -41,8 +41,8 @@ class SwarmLoad:
 
 @dataclass(frozen=True, kw_only=True)
 class SwarmForecast:
-    """Of a step whose peers know each other's speeds, on average. counted: microbatches, by peer; held: the most that
-    each had under way at once.
+    """Means over steps in which peers know each other's speeds. counted: microbatches, by peer; held: the most that
+    each had in flight at once.
     """
 
     seconds: float
@@ -53,8 +53,8 @@ class SwarmForecast:
 def forecast(
     load: SwarmLoad, share: Callable[[dict[int, float]], dict[int, list[int]]], *, steps: int
 ) -> SwarmForecast:
-    """Means of so many steps behind the first, whose peers do not know each other; held is the most. share: the
-    microbatches that each origin begins, from the seconds of one.
+    """Means over `steps` steps after the first, in which peers do not know each other's speeds; `held` is the maximum.
+    share: the microbatches of each origin, from the seconds of one.
     """
     player, peers = _Player(load), range(len(load.stages))
     player.play(share(player.origins))
@@ -67,7 +67,7 @@ def forecast(
 
 
 class _Message(WireMessage):
-    """act: what its arrival leads to."""
+    """act: called on arrival."""
 
     __slots__ = ("act",)
 
@@ -77,7 +77,9 @@ class _Message(WireMessage):
 
 
 class _Player(Wire[_Message]):
-    """A peer is idle or at one pass; gradients go first, then what an origin begins, then forward passes."""
+    """Simulates the peers: a peer is idle or at one pass; gradients go first, then own microbatches, then forward
+    passes.
+    """
 
     def __init__(self, load: SwarmLoad) -> None:
         super().__init__(load.topology, 0, EventQueue())
@@ -162,7 +164,9 @@ class _Player(Wire[_Message]):
 
 
 def _settling(load: SwarmLoad) -> float:
-    """Seconds from the last gradient to the step: word that all are home, what each counted, the sum, the verdict."""
+    """Seconds from the last gradient to the step: the messages HOME, the agreement on counts, the sum, the final
+    agreement.
+    """
     workers, topology = range(len(load.stages)), load.topology
     away = [
         max(topology.latency(peer, other, number=0, seed=0) for other in workers if other != peer) for peer in workers

@@ -1,7 +1,7 @@
-"""What a step still lacks, once everybody's ledger lie open: who runs which microbatch where, who takes which back.
+"""The repair of a step once every peer's ledger is known: which peer runs or subtracts which microbatch.
 
-A book is the set of the microbatches that a peer has counted, that is, added to its gradients. The step is right when
-every microbatch is counted once at every stage. Pure functions of the ledger: the same everywhere. Loads no torch.
+A ledger is the set of microbatches that a peer has counted, that is, added to its gradients. A step is complete when
+every microbatch is counted once at every stage. Pure functions of the ledgers: equal at all peers. Loads no torch.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 
 class PartialRoute(NamedTuple):
-    """`microbatch` runs through `visits`, peers of the stages from `first` on, which lack it. feed: who counted it at
-    the stage before, and sends again what it sent then; None: the first visit has the text. sink: who counted it at the
-    stage behind, and sends the gradient that it had; None: the last visit makes the loss.
+    """`microbatch` runs through `visits`, peers of the stages from `first` on, which lack it. feed: the peer that
+    counted it at the stage before, and sends its output again; None: the first visit reads the text. sink: the peer
+    that counted it at the stage after, and sends its gradient again; None: the last visit computes the loss.
     """
 
     microbatch: int
@@ -24,13 +24,13 @@ class PartialRoute(NamedTuple):
     sink: int | None
 
     def after(self, peer: int) -> int | None:
-        """Who gets what `peer` makes of the microbatch."""
+        """The receiver of the output of `peer`; None if it has none."""
         chain = (*(() if self.feed is None else (self.feed,)), *self.visits, self.sink)
         return chain[chain.index(peer) + 1] if peer in chain[:-1] else None
 
 
 class RepairPlan(NamedTuple):
-    """runs: in the order of microbatches. doubles: (microbatch, peer) that takes back what it has counted."""
+    """runs: in the order of microbatches. doubles: (microbatch, peer that subtracts it, as another one counts it)."""
 
     runs: tuple[PartialRoute, ...]
     doubles: tuple[tuple[int, int], ...]
@@ -44,9 +44,9 @@ class RepairPlan(NamedTuple):
 def plan_repairs(
     ledger: Mapping[int, Collection[int]], stages: Sequence[Sequence[int]], microbatches: int
 ) -> RepairPlan:
-    """What is to be done about `microbatches` of a step. ledger: by peer, of all who are left. stages: the peers of
-    each stage that are left, sorted. Where several have counted one, the lowest keeps it. What is lacking is shared out
-    evenly. LookupError, naming the stage, where one has no peer.
+    """Plan the repair of a step of `microbatches`. ledger: the ledger of each remaining peer. stages: the remaining
+    peers of each stage, sorted. If several peers have counted a microbatch, all but the lowest subtract it. Missing
+    ones are shared out evenly. LookupError, naming the stage, if one has no peer.
     """
     for stage, peers in enumerate(stages):
         if not peers:
@@ -75,7 +75,7 @@ def plan_repairs(
 
 
 def lacking(ledger: Mapping[int, Collection[int]], stages: Sequence[Sequence[int]], microbatches: int) -> list[int]:
-    """The microbatches that nobody who is left has counted at one stage or more. LookupError as `plan_repairs`."""
+    """Microbatches that no remaining peer has counted, at one stage or more. LookupError as in `plan_repairs`."""
     found = set()
     for stage, peers in enumerate(stages):
         if not peers:
@@ -86,12 +86,12 @@ def lacking(ledger: Mapping[int, Collection[int]], stages: Sequence[Sequence[int
 
 
 def words_for(count: int) -> int:
-    """How many numbers hold which of `count` things are meant."""
+    """Number of 63-bit integers that hold a subset of `count` items."""
     return -(-count // 63)
 
 
 def as_words(chosen: Collection[int], count: int) -> list[int]:
-    """Which of 0 .. count - 1, such as a book, as numbers of 63 bits."""
+    """Encode a subset of 0 .. count - 1, such as a ledger, as 63-bit integers."""
     words = [0] * words_for(count)
     for number in chosen:
         words[number // 63] |= 1 << number % 63
@@ -102,7 +102,7 @@ def from_words(words: Sequence[int], count: int) -> set[int]:
     """The set that `as_words` packed, of numbers below `count`."""
     found = set()
     for place, word in enumerate(words):
-        word &= (1 << 63) - 1  # a stranger's may be below 0, and have no last bit
+        word &= (1 << 63) - 1  # a malformed message may hold a negative number, for which the loop would not end
         while word:
             lowest = word & -word
             found.add(63 * place + lowest.bit_length() - 1)

@@ -1,7 +1,6 @@
-"""Who takes part in which exchange of an outer method, in a swarm: the peers of a stage, as all have agreed in the step
-that the exchange follows.
+"""A swarm with an outer method: the peers of a stage are its replicas.
 
-A swarm with an outer method: peers of a stage are its replicas.
+An exchange is among the peers of a stage that all agreed on in the step before it.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ _LANDS, _FAILED = 1, 0
 
 
 class SwarmRoster:
-    """See `isles.comm.roster.Roster`. alone: the group of this worker by itself, over the real transport, with which an
-    optimizer begins; `serve` says which swarm it is a peer of.
+    """See `isles.comm.roster.Roster`. alone: the group of this worker only, over the real transport, for an optimizer's
+    construction; `serve` sets the swarm.
 
-    Rounds with one mean for all: the peers of all stages rule together (`Agreement`), so those of a stage that are left
-    land the same answer. Where somebody was lost on the way, all stages try again: the round is then of those who are
-    left. Rounds of pairs: whoever has lost its partner does the round alone.
+    Rounds with one mean for all: the peers of all stages decide together (`Agreement`), so the remaining peers of a
+    stage apply the same answer. After a loss all stages repeat the round among the remaining peers. Rounds of pairs: a
+    peer that has lost its partner does the round without one.
     """
 
     grows = True
@@ -38,7 +37,7 @@ class SwarmRoster:
         self._ledger = Ledger(trust=alone.ledger.trust)
 
     def serve(self, swarm: Swarm) -> None:
-        """The peers are this swarm's from now on."""
+        """Set the swarm of which this worker is a peer."""
         self._swarm, self._inbox = swarm, swarm.agreement.inbox
 
     def group(self, round: int) -> Group:
@@ -51,7 +50,7 @@ class SwarmRoster:
         return any(self.lost(member) for member in members)
 
     def report_failure(self, member: int, error: CommError) -> None:
-        """Who is only late is met again, at the end of the step at the latest. Who sent what cannot be is not."""
+        """Refuse a member that sent an invalid message. A late one is awaited again at the end of the step."""
         if isinstance(error, (Malformed, Refused, Diverged, Elsewhere)):
             self._inbox.queue.refuse(self._inbox.queue.group.ranks.index(member), error)
 
@@ -59,16 +58,16 @@ class SwarmRoster:
         return whole
 
     def start_round(self, round: int) -> tuple[Group, int] | None:
-        """Among those whom all have agreed on, with whom this worker alone has lost: all exchange among the same ones.
-        An attempt is the epoch that it belongs to.
+        """The agreed peers, including those that only this worker has lost, so that all use the same group; and the
+        epoch, which numbers the attempt.
         """
         return self.group(round), self._inbox.epoch
 
     def finish_round(
         self, round: int, attempt: int, digest: int | None, error: CommError | None = None
     ) -> RoundOutcome:
-        """Blocks until all who are left have said what they have. DeadlinePassed for who is silent; Diverged where
-        peers of this stage have other answers.
+        """Agree with all remaining peers on the outcome; blocks until they have voted. DeadlinePassed if one is silent;
+        Diverged if the digests of this stage's peers differ.
         """
         if isinstance(error, DeadlinePassed):
             raise error
@@ -85,14 +84,16 @@ class SwarmRoster:
         return "land"
 
     def survivors(self, asked: bool) -> Group:
-        """Of rounds with one mean this worker alone, for all hold the same; else its stage's peers that answer."""
+        """Only this worker after rounds with one mean, as all have the same weights; else its stage's peers that
+        answer.
+        """
         if not asked:
             return self.founders
         lost = self._swarm.agreement.lost
         return self._among([peer for peer in self._swarm.peers(self._stage) if peer not in lost]).answering("eval")
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing: whoever resumes begins with all peers."""
+        """Nothing: a resumed run begins with all peers."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -109,10 +110,10 @@ class SwarmRoster:
 
 
 class OwnSwarm(Swarm):
-    """Each peer steps on the mean over the microbatches that it has counted itself; one that has counted none has no
-    gradient, and takes no step. The guarantee is then one of the step's microbatches: each is counted once at every
-    stage. What a lost peer had learned since the last exchange is lost with it, as a worker's is in DiLoCo. A norm is
-    made of the stages' mean squares over the peers that have a gradient.
+    """Each peer's gradient is the mean over the microbatches that it has counted itself; one that has counted none
+    takes no step. The guarantee holds for the step's microbatches: each is counted once at every stage. A lost peer's
+    updates since the last exchange are lost, as a worker's in DiLoCo. A norm is the root of the sum over stages of the
+    mean square norm of the peers that have a gradient.
     """
 
     @override

@@ -1,11 +1,11 @@
-"""One peer of a swarm: a loop over messages, and what all agree on between two steps.
+"""One peer of a swarm: the message loop of a step, and its repair.
 
-    origin      text -> forward -> some peer of stage 1, by its speed
-    FORWARD     forward -> TAKEN to the sender -> some peer of the next stage
-    BACKWARD    backward along the way that the microbatch came
-    HOME        an origin has all of its gradients; when all have, the ledger are opened
+    origin      a peer of stage 0: text -> forward -> a peer of stage 1, chosen by its speed
+    FORWARD     forward -> TAKEN to the sender -> a peer of the next stage
+    BACKWARD    backward along the microbatch's route
+    HOME        an origin has all of its gradients; when all have, the peers settle (`isles.pipeline.swarm.swarm`)
 
-What leaves a stage is kept until its gradient has come, so another peer can do the rest where one is lost or late.
+A peer retains its output until the gradient arrives: if the receiver is lost or late, it sends it to another one.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ _FORWARD, _BACKWARD = Task("F", 0, 0), Task("B", 0, 0)
 
 @dataclass(slots=True)
 class OpenWork:
-    """A microbatch under way here: its forward pass, whose backward is to come. wire: what came from position `sender`,
-    sent: what left, as bytes. seconds: that it computed so far.
+    """A microbatch whose backward pass is pending here. wire: input from position `sender`, sent: output, both as
+    bytes. seconds: compute time so far.
 
-    receiver: whom it went to last, since when, and whether it is `taken`, its forward pass done there. asked: all whom
-    it went to, whose gradients are taken.
+    receiver: position that it was sent to last, at second `since`; taken: whether that one has done its forward pass.
+    asked: all positions that it was sent to; a gradient from any of them is accepted.
     """
 
     passed: OpenPass
@@ -56,8 +56,8 @@ class OpenWork:
 
 @dataclass(frozen=True, slots=True)
 class SavedPass:
-    """What a peer keeps of a microbatch that it has counted, as bytes: what came, what left, the gradient of that, and
-    the gradient of what came. wire and back are None at the first stage, sent and gradient at the last.
+    """What a peer saves of a microbatch that it has counted, as bytes. wire: input; sent: output; gradient: of the
+    output; back: of the input. wire and back are None at the first stage, sent and gradient at the last.
     """
 
     wire: Tensor | None
@@ -68,8 +68,8 @@ class SavedPass:
 
 
 class StageWork(StageCompute):
-    """`stage` and its messages. text: a microbatch of the step under way by its number, (B, T+1) int64, for the first
-    stage. scale: what a loss is divided by, the microbatches of a step.
+    """The computation of `stage` on messages. text: the microbatch of a number in the current step, (B, T+1) int64, for
+    the first stage. scale: the divisor of a loss, the microbatches of a step.
     """
 
     def __init__(
@@ -92,7 +92,9 @@ class StageWork(StageCompute):
         return self.stage.piece.leaves
 
     def forward(self, microbatch: int, wire: Tensor | None, sender: int | None) -> OpenWork:
-        """wire: what came from position `sender`; None at the first stage. Refused where that cannot be a payload."""
+        """Run the forward pass of a microbatch. wire: input from position `sender`; None at the first stage. Refused if
+        it is no valid payload.
+        """
         began, text = self.group.transport.now(), None
         if wire is None:
             assert self.text is not None
@@ -102,7 +104,7 @@ class StageWork(StageCompute):
         return OpenWork(passed, wire, sent, self.group.transport.now() - began, sender)
 
     def backward(self, done: OpenWork, gradient: Tensor | None, sender: int | None) -> SavedPass:
-        """Add to the gradients of the stage. gradient: what came from position `sender`; None where the loss is."""
+        """Add to the stage's gradients. gradient: of the output, from position `sender`; None at the last stage."""
         began, shares = self.group.transport.now(), self.shares
         loss, back = self.run_backward(_BACKWARD, done.passed, gradient, sender)
         if shares is not None:
@@ -111,7 +113,7 @@ class StageWork(StageCompute):
         return SavedPass(done.wire, done.sent, gradient, back, loss)
 
     def take_back(self, microbatch: int, saved_pass: SavedPass) -> None:
-        """Take what `backward` added of it out of the gradients again, by doing it once more."""
+        """Subtract from the gradients what `backward` added for the microbatch, by computing it again."""
         gradients = [(parameter, parameter.grad) for parameter in self.stage.parameters()]
         for parameter, _ in gradients:
             parameter.grad = None
@@ -125,8 +127,9 @@ class StageWork(StageCompute):
 
 @dataclass(slots=True)
 class SwarmCounts:
-    """Of a run so far. sent_again: microbatches, to another peer; repaired: run by the ledger; taken_back: doubles;
-    restarted: steps; counted: microbatches added to gradients. seconds: computed for those of this step.
+    """Counts of the run so far, in microbatches. sent_again: to another peer; repaired: run again from ledgers;
+    taken_back: counted twice and subtracted; counted: added to gradients. restarted: steps. seconds: compute time of
+    the current step's microbatches.
     """
 
     sent_again: int = 0
@@ -138,8 +141,8 @@ class SwarmCounts:
 
 
 class StepTally(NamedTuple):
-    """What a peer has counted of a step: the microbatches added to its gradients, doubles twice; the ledger of them,
-    where they are kept; the losses that it knows.
+    """What a peer has counted in a step. counted: microbatches added to its gradients (twice if counted twice). ledger:
+    their saved passes ("exact" only). losses: of these microbatches, nats.
     """
 
     counted: list[int]
@@ -148,8 +151,8 @@ class StepTally(NamedTuple):
 
 
 class SwarmPeer:
-    """This worker's share of the microbatches. room: that an origin has under way at most; None: as many as there are.
-    stages: the positions of each stage's peers, kept by whoever settles.
+    """One peer and its microbatches. room: the most that an origin has in flight; None: no limit. stages: the positions
+    of each stage's peers (`set_stages`).
     """
 
     def __init__(
@@ -178,7 +181,7 @@ class SwarmPeer:
         return len(self._forwards) + len(self._backwards)
 
     def set_stages(self, stages: Sequence[Sequence[int]], stage: int) -> None:
-        """The peers are these from now on, and this one serves `stage`."""
+        """Set the peers of all stages; this one serves `stage`."""
         if stage != self.stage:
             self._balancer = PeerBalancer(self._seed)
         self.stages, self.stage = [tuple(sorted(peers)) for peers in stages], stage
@@ -189,7 +192,7 @@ class SwarmPeer:
             self._balancer.join(peer)
 
     def forget(self) -> None:
-        """Count a step from its beginning."""
+        """Clear the tally, at the start of a step."""
         self.tally = StepTally([], {}, {})
 
     def state_dict(self) -> dict[str, Any]:
@@ -197,18 +200,18 @@ class SwarmPeer:
         return {"balancer": self._balancer.state_dict(), "counts": asdict(self.counts)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state_dict`, at the stage where it was made."""
+        """Restore `state_dict`; this peer must serve the same stage."""
         self._balancer.load_state_dict(state["balancer"])
         self.counts = SwarmCounts(**state["counts"])
 
     def mean_queue(self) -> int:
-        """Microbatches that waited here since this was asked last, on average, in thousandths."""
+        """Mean number of microbatches that waited here since the last call, in thousandths."""
         queued, self._queued = self._queued, []
         return round(1000 * sum(queued) / len(queued)) if queued else 0
 
     def run(self, mine: Collection[int]) -> bool:
-        """Send the microbatches `mine` (of an origin) on their way, and serve those of others until all origins that
-        are left have their gradients, or all are to agree. False where somebody was lost meanwhile.
+        """Start the microbatches `mine` (at an origin), and serve those of others until all remaining origins have
+        their gradients, or an agreement is due. False if a peer was lost meanwhile.
         """
         self._clear()
         waiting, self._pending = deque(sorted(mine)), set(mine)
@@ -230,7 +233,7 @@ class SwarmPeer:
         return not self.agreement.lost
 
     def repair(self, plan_repairs: RepairPlan) -> None:
-        """Do this peer's share of `plan_repairs`. Comes back early where somebody is lost, here or to another one."""
+        """Do this peer's part of `plan_repairs`. Returns early if this or another peer has lost one."""
         self._clear()
         for microbatch, peer in plan_repairs.doubles:
             if peer == self.me:
@@ -273,7 +276,7 @@ class SwarmPeer:
             elif kind == BACKWARD:
                 under = self._under.get(number)
                 if under is not None and sender in under.asked:
-                    under.receiver = None  # nobody is waited for any more
+                    under.receiver = None  # its gradient is here: no deadline any more
                     self._backwards.append(message)
             elif kind == TAKEN:
                 under = self._under.get(number)
@@ -288,10 +291,10 @@ class SwarmPeer:
 
     def _forward(self, message: QueuedMessage) -> None:
         number, sender = message.header.number, message.sender
-        if number in self.tally.ledger:  # it was counted here, on another way
+        if number in self.tally.ledger:  # counted here already, on another route
             self._answer(sender, number, self.tally.ledger[number], 0.0)
             return
-        if number in self._under:  # it came on another way as well: answer there
+        if number in self._under:  # it came on another route as well: answer the later sender
             self._under[number].sender = sender
             return
         try:
@@ -308,7 +311,7 @@ class SwarmPeer:
     def _backward(self, message: QueuedMessage) -> None:
         number, sender = message.header.number, message.sender
         if number not in self._under:
-            return  # the late answer of another way
+            return  # a late answer of another route
         self._balancer.answered(
             sender, message.header.nanoseconds / 1e9, 1, wire=message.wire, queue=message.header.queue
         )
@@ -321,7 +324,7 @@ class SwarmPeer:
         except Refused as error:
             assert source is not None
             self.inbox.queue.refuse(source, error)
-            under.receiver = source  # which is lost now: somebody else is asked
+            under.receiver = source  # lost now, so `_forget_lost` sends the microbatch to another peer
             return
         self._queued.append(self.queue)
         del self._under[number]
@@ -380,14 +383,14 @@ class SwarmPeer:
         self._home.clear()
 
     def _is_broken(self) -> bool:
-        """Whether this run is not to be gone on with."""
+        """Whether this run of the step cannot be completed."""
         lost = self.agreement.lost
         if self.agreement.is_due:
             return True
         return bool(lost) and (not self._chooses_again or any(set(peers) <= lost for peers in self.stages))
 
     def _forget_lost(self) -> None:
-        """What went to who is lost, or late, goes to somebody else."""
+        """Send microbatches whose receiver is lost or late to another peer."""
         lost = self.agreement.lost
         for peer in lost & self._balancer.peers.keys():
             self._balancer.lose(peer)
@@ -409,9 +412,9 @@ class SwarmPeer:
         return under.since + (limits.backward_deadline if under.taken else limits.forward_deadline)
 
     def _wait(self) -> None:
-        """For news, or until somebody is late. DeadlinePassed where nothing comes at all."""
+        """Wait for a message, or until a receiver is late. DeadlinePassed if no message arrives at all."""
         if self.agreement.is_due:
-            return  # by a message that was sorted since that was asked last: it would wake nobody any more
+            return  # the message that made it due was sorted already, so the wait below would not end by it
         seconds = patience = self.agreement.patience
         if self._chooses_again and not self._routes:
             limits = [self._until(under) for under in self._under.values() if under.receiver is not None]

@@ -1,25 +1,25 @@
-"""Who serves which stage, and how that changes between two steps: a pure function of what all have agreed on.
+"""The stage that each peer serves, and its changes between two steps: a pure function of agreed values.
 
-    joins    who has asked to come gets the stage that it wishes, else the one that wants it most
-    moves    else, once a period, one peer at most goes to another stage, so that none holds up the others
-    rescue   a stage that nobody serves any more gets who has asked to come, else one of another stage, at once
+    joins    a joining peer gets the stage that it wishes, else the one that needs it most
+    moves    otherwise, once a period, at most one peer moves to another stage, to balance the stages' speeds
+    rescue   a stage without peers gets a joining peer, else one of another stage, at once
 
-Who changes its stage takes the weights and the state of one that serves it already, and joins in as soon as it has
+A peer that changes its stage copies the weights and the state from a peer of that stage, and takes part once it has
 them; the others wait for it at the end of the step at the latest.
 
 Two policies of moves:
 
     queue        of SWARM (arXiv 2301.11913): every period, the peer with the shortest queue of the stage with the
                  shortest queues goes to the stage with the longest ones
-    throughput   best response, as Petals has it: the move that most raises the throughput of the slowest stage, if it
+    throughput   best response, as in Petals: the move that most raises the throughput of the slowest stage, if it
                  raises it by more than the hysteresis
 
-SWARM adds up the queues of a stage. Here it is their mean: with sums, a stage of twice the work has the longer queue
+SWARM adds up the queues of a stage. Isles takes their mean: with sums, a stage of twice the work has the longer queue
 even when twice as many peers serve it, and a balanced swarm would go on moving.
 
-Guarantees: the same table gives the same answer everywhere. At most one peer moves a period. The last peer of a stage
-stays. With "throughput" and constant rates the moves come to an end, for each of them raises the slowest stage, or
-leaves fewer that are as slow.
+Guarantees: equal loads give the same move at all peers. At most one peer moves per period. The last peer of a stage
+stays. With "throughput" and constant rates the moves come to an end, as each of them raises the slowest stage's rate,
+or leaves fewer stages that are as slow.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from statistics import fmean, median
 from typing import Any, Literal, NamedTuple, get_args
 
 BalancePolicy = Literal["none", "queue", "throughput"]
-_ROUNDED = 1 + 1e-9  # equal rates differ by their rounding, and peers would go to and fro for it
+_ROUNDED = 1 + 1e-9  # equal rates may differ by rounding, and peers would move back and forth because of it
 
 
 @dataclass(frozen=True, slots=True)
 class PeerLoad:
-    """What a peer told of itself. queue: microbatches that waited there or were under way, on average since the last
-    table. rate: samples a second that it can compute at its stage.
+    """A peer's load, from its vote. queue: mean number of microbatches that waited or ran there since the last vote.
+    rate: samples per second that it can compute at its stage.
     """
 
     stage: int
@@ -52,8 +52,8 @@ class StageMove(NamedTuple):
 
 
 def queue_move(loads: Mapping[int, PeerLoad], hysteresis: float = 0.0) -> StageMove | None:
-    """SWARM's. loads: by peer. None where the longest queues are not more than 1 + `hysteresis` times the shortest, or
-    the stage of the shortest has one peer.
+    """SWARM's move. loads: by peer. None if the longest mean queue is not more than 1 + `hysteresis` times the
+    shortest, or the stage of the shortest has one peer.
     """
     members = _members(loads)
     queues = {stage: fmean(loads[peer].queue for peer in peers) for stage, peers in members.items()}
@@ -65,8 +65,8 @@ def queue_move(loads: Mapping[int, PeerLoad], hysteresis: float = 0.0) -> StageM
 
 
 def throughput_move(loads: Mapping[int, PeerLoad], costs: Sequence[float], hysteresis: float = 0.0) -> StageMove | None:
-    """Best response. costs: what a sample costs at each stage, in any unit; a peer's rate at another stage is as their
-    ratio. None where no move makes the two stages that it touches faster than 1 + `hysteresis` times the slowest.
+    """Best response. costs: of a sample at each stage, in any unit; a peer's rate at another stage scales with their
+    ratio. None if no move leaves both of its stages faster than 1 + `hysteresis` times the slowest.
     """
     members = _members(loads)
     rates = {stage: sum(loads[peer].rate for peer in peers) for stage, peers in members.items()}
@@ -83,8 +83,8 @@ def throughput_move(loads: Mapping[int, PeerLoad], costs: Sequence[float], hyste
 
 
 def stage_for_joiner(loads: Mapping[int, PeerLoad], stages: int) -> int:
-    """Where a peer that comes is wanted most: at a stage that nobody serves, else at the one with the longest queues,
-    among equals the one of the least rate.
+    """The stage that needs a joining peer most: one without peers, else the one with the longest mean queue, among
+    equals the one of the lowest rate.
     """
     members = _members(loads)
     for stage in range(stages):
@@ -99,8 +99,8 @@ def stage_for_joiner(loads: Mapping[int, PeerLoad], stages: int) -> int:
 
 
 def rescuer(loads: Mapping[int, PeerLoad], costs: Sequence[float], stage: int) -> StageMove | None:
-    """Who goes to `stage`, which nobody serves: whoever leaves the slowest of the other stages the fastest. None where
-    each of those has one peer.
+    """The peer to move to `stage`, which has none: the one after whose move the slowest stage is the fastest. None if
+    each other stage has only one peer.
     """
     members = _members(loads)
     rates = {at: sum(loads[peer].rate for peer in peers) for at, peers in members.items()}
@@ -117,8 +117,8 @@ def rescuer(loads: Mapping[int, PeerLoad], costs: Sequence[float], stage: int) -
 
 
 class Rebalancer:
-    """At most one move a period, none with policy "none". costs: see `throughput_move`. period: seconds from one table
-    to the next.
+    """Decides moves: at most one per period, none with policy "none". costs: see `throughput_move`. period: seconds
+    between two looks at the loads.
     """
 
     def __init__(
@@ -133,10 +133,10 @@ class Rebalancer:
         self.policy, self.costs = policy, tuple(costs)
         self.period, self.hysteresis = period, hysteresis
         self.next_look = 0.0 if policy == "none" else period
-        """Second of the next table."""
+        """The second of the next look."""
 
     def move(self, now: float, loads: Mapping[int, PeerLoad]) -> StageMove | None:
-        """The move of the table at second `now`; None where there is none, or none yet."""
+        """The move at second `now`, if one is due; else None."""
         if self.policy == "none" or now < self.next_look or not loads:
             return None
         self.next_look += self.period * ((now - self.next_look) // self.period + 1)
@@ -154,13 +154,13 @@ def _members(loads: Mapping[int, PeerLoad]) -> dict[int, list[int]]:
 
 
 NOWHERE = -1
-"""The stage of who is not there: not yet, or not any more."""
+"""The stage of a peer that has not joined yet, or has left."""
 
 
 class PeerStats(NamedTuple):
-    """What a peer says of itself in the verdict on a step. square: of its gradient, as the bits of a double, as clock.
-    counted: microbatches. nanoseconds: that it computed for one, 0 where it had none. queued: its mean queue, in
-    thousandths.
+    """A peer's vote on a step. holds: 1 if it has its gradient. square: the gradient's square norm, clock: seconds,
+    both as the bits of a double. counted: microbatches. nanoseconds: compute time of one, 0 if it had none. queued: its
+    mean queue, in thousandths. leaves: 1 if it asks to leave.
     """
 
     holds: int
@@ -182,7 +182,7 @@ class PeerStats(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StageChange:
-    """`peer` serves stage `after` from the next step on. before: `NOWHERE` for one that comes."""
+    """`peer` serves stage `after` from the next step on. before: `NOWHERE` for a joining peer."""
 
     peer: int
     before: int
@@ -190,24 +190,24 @@ class StageChange:
 
 
 class StagePlacement:
-    """stages: by position, which stage it serves, or `NOWHERE`. balance: who moves; what a sample costs at each stage,
-    in any unit.
+    """stages: by position, the stage that it serves, or `NOWHERE`. balance: decides moves, and has the stages' costs
+    of a sample.
     """
 
     def __init__(self, stages: Sequence[int], balance: Rebalancer) -> None:
         self.stages, self.costs, self.balance = list(stages), balance.costs, balance
         self.wishes: dict[int, int] = {}
-        """By who asks to come, the stage that it wishes to serve, or `NOWHERE`."""
+        """By position of a joining peer, the stage that it wishes to serve, or `NOWHERE`."""
         self.seconds: dict[int, float] = {}
-        """By peer, what it was last measured to compute for a microbatch at its stage."""
+        """By peer, the last measured seconds of a microbatch at its stage."""
 
     def measured(self, stats: Mapping[int, PeerStats]) -> None:
-        """Remember what peers have said of themselves."""
+        """Record the seconds per microbatch in the peers' votes."""
         self.seconds |= {peer: each.seconds for peer, each in stats.items() if each.seconds}
 
     def cost(self, peer: int) -> float:
-        """Seconds that `peer` is taken to need for a microbatch at its stage: as measured, or as its stage's others,
-        or as other stages' by what a sample costs there.
+        """Estimated seconds of a microbatch at `peer` and its stage: measured, else the median of its stage, else that
+        of all peers, scaled by the stages' costs.
         """
         if peer in self.seconds:
             return self.seconds[peer]
@@ -221,7 +221,7 @@ class StagePlacement:
     def change(
         self, now: float, members: Collection[int], stats: Mapping[int, PeerStats], asking: Sequence[int]
     ) -> list[StageChange]:
-        """Of the next step. now: seconds that all agree on; asking: who wants to come."""
+        """The changes of the next step. now: agreed seconds; asking: joining peers."""
         loads = self._loads(members, {peer: each.queue for peer, each in stats.items()})
         changes = [self._come(peer, loads, self.wishes.get(peer, NOWHERE)) for peer in asking]
         if not changes and (move := self.balance.move(now, loads)) is not None:
@@ -229,8 +229,8 @@ class StagePlacement:
         return changes
 
     def rescue(self, members: Collection[int], asking: Sequence[int], lost: Sequence[int]) -> list[StageChange]:
-        """Who goes to the stages `lost`, which no member serves any more, as far as there is anybody. What is left of
-        `asking` comes some other time.
+        """Assign peers to the stages `lost`, which no member serves, as far as possible: joining peers first. Others of
+        `asking` join later.
         """
         loads = self._loads(members, {})
         changes = [self._come(peer, loads) for peer, _ in zip(asking, lost, strict=False)]
@@ -252,7 +252,7 @@ class StagePlacement:
         }
 
     def _come(self, peer: int, loads: dict[int, PeerLoad], wish: int = NOWHERE) -> StageChange:
-        """Where one that comes wishes to go, or is wanted most; it is among `loads` from then on."""
+        """Assign a joining peer to the stage that it wishes, else the one that needs it most, and add it to `loads`."""
         stage = wish if 0 <= wish < len(self.costs) else stage_for_joiner(loads, len(self.costs))
         mean = sum(load.rate * self.costs[load.stage] for load in loads.values()) / len(loads)
         queue = min((load.queue for load in loads.values() if load.stage == stage), default=0.0)
@@ -276,7 +276,7 @@ class StagePlacement:
 
 
 def origins(todo: Sequence[int], seconds: Mapping[int, float]) -> dict[int, list[int]]:
-    """Who begins which of the microbatches `todo`, so that origins of such seconds a microbatch end together."""
+    """Share the microbatches `todo` among the origins so that they end together. seconds: per microbatch, by origin."""
     assigned: dict[int, list[int]] = {peer: [] for peer in sorted(seconds)}
     for microbatch in todo:
         peer = min(assigned, key=lambda peer: ((len(assigned[peer]) + 1) * seconds[peer], peer))

@@ -1,20 +1,20 @@
-"""How a peer comes to a swarm, between two steps, how a stage's state reaches it, and how a stage that has lost all
-peers is rebuilt.
+"""How a peer joins a swarm between two steps and gets its stage's state, and how a stage that has lost all peers is
+rebuilt.
 
-Between two steps one peer of the stage sends its state; a peer that has it answers whenever it waits, until an exchange
+A peer requests the state from a donor of its stage. Donors answer while they wait for messages, until an exchange
 begins:
 
-    STATE_REQUEST    to the first peer of the stage; to the next one where that is lost
+    STATE_REQUEST    to the first donor; to the next one if that is lost
     STATE_TRANSFER   the state, as bytes
 
 A stage without peers is rebuilt from its neighbours, and the step begins again:
 
-    wait     up to some seconds for a joining peer, where anybody still can join
-    agree    on that peer; where nobody has asked, a peer of a stage that keeps another one goes there
-    rebuild  the mean of a peer of the stage before and one of the stage behind, by the norms of their gradients
+    wait     some seconds for a joining peer, if one can still join
+    agree    on that peer; if none has asked, a peer of a stage that has several moves
+    rebuild  the mean of a peer of the stage before and one of the stage after, weighted by the norms of their gradients
              (`isles.pipeline.recovery`, CheckFree)
 
-The first stage and the last are not rebuilt: nobody else has what makes the stream of tokens, or scores of the stream.
+The first and the last stage are not rebuilt: no other stage has an embedding or a head.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ AsBytes = Callable[[], bytes]
 
 
 class StageStateServer:
-    """Answers whoever asks for this peer's state, which is `state` of when it is sent. While it is closed, who asks
-    waits: what an exchange moves is nobody's state until it has landed.
+    """Answers requests for this peer's state, which `state` returns when it is sent. Requests wait while it is closed:
+    during an exchange the weights are between two valid states.
     """
 
     def __init__(self, inbox: PeerInbox, state: AsBytes) -> None:
@@ -48,11 +48,11 @@ class StageStateServer:
         inbox.answers[STATE_REQUEST] = self._answer
 
     def close(self) -> None:
-        """Keep who asks waiting."""
+        """Queue requests from now on."""
         self._is_open = False
 
     def open(self) -> None:
-        """Answer them, and who asks from now on."""
+        """Answer the queued requests, and later ones at once."""
         self._is_open = True
         asked, self._asked = self._asked, []
         for message in asked:
@@ -66,9 +66,9 @@ class StageStateServer:
         self._inbox.queue.send(message.sender, MessageHeader(STATE_TRANSFER, 0, message.header.attempt), body)
 
 
-def take(inbox: PeerInbox, donors: Sequence[int], patience: float) -> Tensor | None:
-    """The state of the first of `donors` that has sent it, uint8; None where all were lost before. DeadlinePassed where
-    one is silent.
+def fetch_state(inbox: PeerInbox, donors: Sequence[int], patience: float) -> Tensor | None:
+    """The state from the first of `donors` that sends it, (n,) uint8; None if all are lost before. DeadlinePassed if
+    one is silent for `patience` seconds.
     """
     lost, came = inbox.queue.lost, dict[int, Tensor]()
     inbox.answers[STATE_TRANSFER] = lambda message: came.update({message.sender: message.body})
@@ -84,42 +84,44 @@ def take(inbox: PeerInbox, donors: Sequence[int], patience: float) -> Tensor | N
         del inbox.answers[STATE_TRANSFER]
 
 
-def hint(swarm: Swarm, step: int, patience: float, *, comers: bool) -> list[StageChange]:
-    """Have somebody serve every stage that has lost its peers, from now on; all who are left ask together. What has
-    changed. step: under way. patience: seconds to wait. comers: whether somebody new may come now. StageLost where
-    nobody can go there, or a neighbour is lost too.
+def rebuild(swarm: Swarm, step: int, patience: float, *, comers: bool) -> list[StageChange]:
+    """Assign a peer to every stage that has lost all of them; all remaining peers call it together. Returns the
+    changes. step: the current one. patience: seconds to wait for a joining peer. comers: whether peers may join now.
+    StageLost if no peer can be assigned, or a neighbour stage is lost too.
     """
     if comers:
         _await_comers(swarm, patience)
-    said = swarm.agreement.agree(swarm.asking)
+    votes = swarm.agreement.agree(swarm.asking)
     lost = [stage for stage in range(swarm.count) if not swarm.peers(stage)]
     for stage in lost:
-        refuse(stage, lost, swarm.count)
-    asked = swarm.may_come(peer for word in said.values() for peer in word) if comers else []
+        check_rebuildable(stage, lost, swarm.count)
+    asked = swarm.admissible(peer for vote in votes.values() for peer in vote) if comers else []
     changes = swarm.placement.rescue(swarm.agreement.members, asked, lost)
     for stage in set(lost) - {change.after for change in changes}:
-        raise StageLost(stage, "no other stage has one to spare")
+        raise StageLost(stage, "no other stage has a second peer")
     swarm.rearrange(changes)
     welcome(swarm, step)
     return changes
 
 
-def refuse(stage: int, lost: Sequence[int], stages: int) -> None:
-    """StageLost where `stage` cannot be made of others than those that are lost."""
+def check_rebuildable(stage: int, lost: Sequence[int], stages: int) -> None:
+    """Raise StageLost if `stage` cannot be rebuilt from stages that are not `lost`."""
     if stage in (0, stages - 1):
         raise StageLost(stage, f"no other stage has its {'head' if stage else 'embedding'}")
     gone = [other for other in sources("checkfree", stage, stages) if other in lost]
     if gone:
-        raise StageLost(stage, f"it would be made of stage {gone[0]}, which is lost too")
+        raise StageLost(stage, f"its neighbour, stage {gone[0]}, is lost too")
 
 
-def take_neighbours(swarm: Swarm, stage: int) -> list[Tensor]:
-    """What a peer of each stage has that `stage` is made of. StageLost where one is lost before that."""
+def fetch_neighbour_states(swarm: Swarm, stage: int) -> list[Tensor]:
+    """The states of the stages that `stage` is rebuilt from, one from a peer of each, (n,) uint8. StageLost if all
+    donors of one are lost before.
+    """
     fresh = {change.peer for change in swarm.changes}
     found = []
     for source in sources("checkfree", stage, swarm.count):
         donors = [peer for peer in swarm.peers(source) if peer not in fresh]
-        state = take(swarm.agreement.inbox, donors, swarm.agreement.patience)
+        state = fetch_state(swarm.agreement.inbox, donors, swarm.agreement.patience)
         if state is None:
             raise StageLost(source)
         found.append(state)
@@ -127,19 +129,19 @@ def take_neighbours(swarm: Swarm, stage: int) -> list[Tensor]:
 
 
 def _await_comers(swarm: Swarm, patience: float) -> None:
-    """Until one asks to come, or another peer waits no more."""
+    """Wait until a peer asks to join, or another peer has stopped waiting."""
     inbox = swarm.agreement.inbox
 
     def is_over() -> bool:
         absent = {peer for peer, stage in enumerate(swarm.stages) if stage == NOWHERE}
-        return bool(swarm.may_come(swarm.asking) or inbox.calls()) or absent <= inbox.queue.lost.keys()
+        return bool(swarm.admissible(swarm.asking) or inbox.calls()) or absent <= inbox.queue.lost.keys()
 
     with suppress(DeadlinePassed):
         inbox.wait_for(is_over, patience)
 
 
 def welcome(swarm: Swarm, step: int) -> None:
-    """Tell those who have just come where they are, right after `Swarm.arrange`."""
+    """Send the joined peers the stages and members, right after `Swarm.arrange`."""
     comers = [change.peer for change in swarm.changes if change.before == NOWHERE]
     if not comers:
         return
@@ -157,8 +159,8 @@ def welcome(swarm: Swarm, step: int) -> None:
 
 
 def enter(swarm: Swarm, others: Sequence[int], wish: int = NOWHERE) -> tuple[int, StageChange]:
-    """Come to the swarm that `others` are of, to serve stage `wish`; see `ask`. The step that this peer begins with
-    and its own change.
+    """Join the swarm of `others`, to serve stage `wish` if possible; see `ask`. Returns the step that this peer begins
+    with, and its own change.
     """
     inbox, agreement = swarm.agreement.inbox, swarm.agreement
     came = ask(inbox, others, lambda body: _read(swarm, body), agreement.patience, number=wish + 1)
@@ -166,7 +168,7 @@ def enter(swarm: Swarm, others: Sequence[int], wish: int = NOWHERE) -> tuple[int
     epoch, step, look, *rest = came
     rows = [rest[begin : begin + ROW] for begin in range(0, len(rest), ROW)]
     inbox.epoch = epoch
-    agreement.let_in([peer for peer, _, _, is_member, _ in rows if is_member])
+    agreement.add_members([peer for peer, _, _, is_member, _ in rows if is_member])
     placement = swarm.placement
     stages = placement.stages
     for peer, stage, *_ in rows:
@@ -179,11 +181,11 @@ def enter(swarm: Swarm, others: Sequence[int], wish: int = NOWHERE) -> tuple[int
 
 
 def _read(swarm: Swarm, body: Tensor) -> list[int]:
-    """Its numbers. ValueError where it is no welcome."""
+    """Decode a welcome. ValueError if it is none."""
     numbers = body.view(torch.int64).tolist()
     rows = [numbers[begin : begin + ROW] for begin in range(3, len(numbers), ROW)]
     known = {peer: stage for peer, stage, *_ in rows} if len(numbers) % ROW == 3 % ROW else {}
     fits = bool(known) and len(known) == len(rows) and min(numbers[:2]) >= 1 and swarm.me in known
     if fits and all(0 <= peer < len(swarm.stages) and 0 <= known[peer] < swarm.count for peer in known):
         return numbers
-    raise ValueError("an invalid reply")
+    raise ValueError("an invalid welcome")

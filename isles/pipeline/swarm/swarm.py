@@ -1,17 +1,17 @@
-"""A step of a swarm: microbatches find their way, then all settle what came of it, then it counts.
+"""A step of a swarm: microbatches are routed through the stages, the peers agree on the result, then it is applied.
 
     run      microbatches travel (`isles.pipeline.swarm.peer`)
-    settle   all who are left agree on who that is and on what each has counted, and hint what is wrong
+    settle   the remaining peers agree on the members and on what each has counted, and repair what is wrong
     sum      the gradients of a stage over its peers, in the order of positions
-    verdict  all agree that all have the sum: only then does anybody take the step. Else settle again
+    commit   all agree that all have the sum: only then does any peer take the step. Else settle again
 
-Guarantee, by `consistency`, whoever is lost and whenever, as long as every stage keeps a peer:
+Guarantee, by `consistency`, for any losses at any time, as long as every stage keeps a peer:
 
     exact     the gradient of every stage is that of the same microbatches, each counted once: what one process
               accumulates, up to the order of its sums. What a lost peer had counted is run again from its neighbours'
-              ledger, and what was counted twice is taken back: a loss costs about what was lost
-    strict    the same gradient without ledger: where somebody is lost the step begins again without it. Nobody is asked
-              twice, so a peer that hangs ends the run by name
+              ledgers, and what was counted twice is subtracted: a loss costs about the work that was lost
+    strict    the same gradient without ledgers: after a loss the step begins again without the lost peer. No
+              microbatch is sent to a second peer, so a peer that hangs ends the run with an error that names it
     relaxed   as in SWARM (arXiv 2301.11913): what a stage lacks is run again, and counts again wherever it was counted
               before; a stage divides by its own count, which is at least the microbatches of the step
 
@@ -30,15 +30,15 @@ from torch import Tensor, nn
 from isles.comm.collectives.message_queue import MessageHeader, QueuedMessage
 from isles.comm.errors import CommError, Malformed, Refused
 from isles.pipeline.peers.agreement import Agreement
-from isles.pipeline.peers.inbox import ASK, COMERS, MEAN, SHARD, as_bits, as_number
+from isles.pipeline.peers.inbox import ASK, MAX_JOINERS, MEAN, SHARD, as_bits, as_number
 from isles.pipeline.swarm.ledger import as_words, from_words, lacking, plan_repairs
 from isles.pipeline.swarm.peer import SwarmPeer
 from isles.pipeline.swarm.placement import NOWHERE, PeerStats, StageChange, StagePlacement, origins
 
 
 class StageSum:
-    """The sums of one peer, one at a time; all peers of a stage begin one in the same epoch, which is its name. Refused
-    shares end their sender's queue.
+    """The gradient sums of one peer, one at a time, identified by the epoch in which all peers of the stage begin them.
+    A refused share closes the queue of its sender.
     """
 
     def __init__(self, agreement: Agreement) -> None:
@@ -49,7 +49,9 @@ class StageSum:
         self._inbox.answers[SHARD] = self._inbox.answers[MEAN] = self._take
 
     def begin(self, peers: Sequence[int], own: Tensor) -> None:
-        """The sum of `own` (n,) over positions `peers`, this one among them. Bytes sent: 2 (p - 1) / p times own's."""
+        """Begin the sum of `own` (n,) over the positions `peers`, this one included. Bytes sent: 2 (p - 1) / p times
+        those of `own`.
+        """
         self._peers, self._epoch, count = list(peers), self._inbox.epoch, len(peers)
         self._bounds = [own.numel() * at // count for at in range(count + 1)]
         self._place = self._peers.index(self._me)
@@ -69,8 +71,8 @@ class StageSum:
             self._take(message)
 
     def result(self) -> Tensor | None:
-        """The sum begun last; None where it is not complete and one of the peers is lost, here or to another one: what
-        is missing may be missing elsewhere too, and nobody would send it. DeadlinePassed where nothing comes at all.
+        """Wait for the current sum. None if it is incomplete and this or another peer has lost one of the peers: others
+        may lack the same shares, and nobody would send them. DeadlinePassed if no message arrives at all.
         """
         agreement, peers = self._agreement, set(self._peers)
         while True:
@@ -83,14 +85,14 @@ class StageSum:
             self._inbox.wait_for_news(agreement.patience, agreement.patience, min(missing))
 
     def _take(self, message: QueuedMessage) -> None:
-        """Of a sum that this peer begins later it is kept; of one that failed it is too late."""
+        """Save a share of a sum that this peer begins later; drop one of an earlier sum, which has failed."""
         if message.header.attempt > self._epoch:
             self._early.append(message)
         elif message.header.attempt == self._epoch:
             self._read(message)
 
     def _read(self, message: QueuedMessage) -> None:
-        """A share that is to be added up here, or one that was elsewhere."""
+        """Read a share to be added up here, or another peer's part of the sum."""
         sender, is_sum = message.sender, message.header.kind == MEAN
         if sender not in self._peers:
             return
@@ -126,14 +128,14 @@ class StageSum:
 
 
 _NO_SQUARE = -1.0
-"""Of a gradient of nothing."""
+"""The square norm in the vote of a peer without a gradient."""
 NOBODY = -1
 Votes = dict[int, tuple[int, ...]]
-"""What peers have said in an agreement, by position."""
+"""The peers' votes in an agreement, by position."""
 
 
 class StageLost(CommError):
-    """No peer of `stage` is left: nobody has its weights. why: nobody can take its place."""
+    """No peer of `stage` is left: nobody has its weights. why: why no other peer can serve it."""
 
     def __init__(self, stage: int, why: str = "") -> None:
         super().__init__(f"stage {stage} has no peer left" + (f": {why}" if why else ""))
@@ -145,8 +147,8 @@ class StageLost(CommError):
 
 @dataclass(frozen=True, slots=True)
 class SwarmStep:
-    """What all peers know of a step that counts. loss: mean of the microbatches, nats; norm: of the whole gradient;
-    stage_norm: of this stage's.
+    """The agreed results of a completed step. loss: mean over the microbatches, nats; norm: of the gradient over all
+    stages; stage_norm: of this stage's gradient.
     """
 
     loss: float
@@ -157,10 +159,10 @@ class SwarmStep:
 
 
 class Swarm:
-    """The steps of one peer. placement: the same at all of them.
+    """The steps of one peer. placement: equal at all peers.
 
-    parameters: of this peer's stage, whose `.grad` a step leaves as the mean over the step's microbatches; norms are
-    those of a stage's mean square over its peers, which are alike here.
+    parameters: of this peer's stage; a step leaves the mean over its microbatches in their `.grad`. The norm of a stage
+    is the root of the mean square norm over its peers, whose gradients are equal here.
     """
 
     def __init__(self, peer: SwarmPeer, parameters: Sequence[nn.Parameter], placement: StagePlacement) -> None:
@@ -168,20 +170,20 @@ class Swarm:
         self.placement, self.count = placement, len(placement.costs)
         self.microbatches, self.consistency = peer.config.microbatches, peer.config.swarm.consistency
         self.changes: list[StageChange] = []
-        """Of the last `arrange`."""
+        """The stage changes of the last `arrange`."""
         self._next: list[StageChange] = []
         self.number = 0
-        """Of the step whose microbatches are under way."""
+        """The number of the current step."""
         self.late: Tensor | None = None
-        """Between two steps, a gradient of the one before (n,) that the next one leaves in the parameters."""
+        """Between two steps: the last step's gradient (n,), which the next step leaves in the parameters."""
         self.leaving = False
-        """Whether this peer asks to go: after a step, while its stage keeps another one. Is it the last, somebody of
-        another stage takes its place before.
+        """Whether this peer asks to leave. It leaves after a step, if its stage keeps another peer; otherwise a peer of
+        another stage moves there first.
         """
         self.is_needed = False
-        """Whether it asks to go and nobody can take its place."""
+        """Whether this peer asks to leave but no other can serve its stage."""
         self.bare: set[int] = set()
-        """Stages that would be without a peer, could all go who ask to: the same at all."""
+        """Stages that would have no peer if all that ask to leave did; the same at all peers."""
         self._going: list[int] = []
         self._asking: dict[int, int] = {}  # by position, the stage that it wishes to serve
         self.sum = StageSum(self.agreement)
@@ -197,36 +199,36 @@ class Swarm:
 
     @property
     def stages(self) -> list[int]:
-        """By position, which stage it serves."""
+        """The stage that each position serves."""
         return self.placement.stages
 
     def peers(self, stage: int) -> list[int]:
-        """Positions of those of `stage` that are left."""
+        """Positions of the remaining peers of `stage`."""
         return [position for position in self.agreement.members if self.stages[position] == stage]
 
     def arrange(self) -> list[StageChange]:
-        """Before a step: who comes, goes or changes its stage does so now. All know of the same ones."""
+        """Before a step: apply the agreed changes (peers that join, leave or change their stage)."""
         changes, self._next = self._next, []
         going, self._going = self._going, []
-        self.agreement.let_go(going)
+        self.agreement.remove_members(going)
         self.changes = [
             change for change in changes if change.before == NOWHERE or change.peer in self.agreement.members
         ]
         self.placement.apply(self.changes)
         comers = [change.peer for change in self.changes if change.before == NOWHERE]
-        self.agreement.let_in(comers)
+        self.agreement.add_members(comers)
         for comer in comers:
             self._asking.pop(comer, None)
         return self.changes
 
     def state_dict(self) -> dict[str, Any]:
-        """Between two steps, with nothing under way: what the next ways depend on, and who moves."""
+        """Between two steps, with nothing in flight: what routing depends on, and the pending moves."""
         moves = [[change.peer, change.before, change.after] for change in self._next if change.before != NOWHERE]
         stats = {"placement": self.placement.state_dict(), "peer": self.peer.state_dict(), "moves": moves}
         return stats | {"late": self.late}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state_dict`, with all peers."""
+        """Restore `state_dict`; all peers do so together."""
         self.late = state["late"]
         self.placement.load_state_dict(state["placement"])
         self._next = [StageChange(*move) for move in state["moves"]]
@@ -235,38 +237,38 @@ class Swarm:
 
     @property
     def donors(self) -> list[int]:
-        """Those of this peer's stage that have its state."""
+        """Peers of this peer's stage that have the stage's state."""
         fresh = {change.peer for change in self.changes}
         return [peer for peer in self.peers(self.stages[self.me]) if peer not in fresh]
 
     def rearrange(self, changes: Sequence[StageChange]) -> None:
-        """These at once; who was to come, go or move before the next step asks again."""
+        """Apply `changes` at once. Peers that were to join, leave or move before the next step have to ask again."""
         self._next, self._going = list(changes), []
         self.arrange()
         self.apply_placement()
 
     @property
     def asking(self) -> list[int]:
-        """Who has asked this peer to come, and where to, in so many words of an agreement."""
-        here = sorted(self._asking.keys() - self.agreement.inbox.queue.lost.keys())[:COMERS]
+        """Requests to join that this peer has received, as `MAX_JOINERS` numbers of a vote (position and stage)."""
+        here = sorted(self._asking.keys() - self.agreement.inbox.queue.lost.keys())[:MAX_JOINERS]
         asking = [(self._asking[peer] + 1) * len(self.stages) + peer for peer in here]
-        return asking + [NOBODY] * (COMERS - len(asking))
+        return asking + [NOBODY] * (MAX_JOINERS - len(asking))
 
-    def may_come(self, asked: Iterable[int]) -> list[int]:
-        """Those of `asked` that are positions of somebody who was not here before: who is counted out keeps its
-        stage. Where they wish to go the placement knows from now on.
+    def admissible(self, asked: Iterable[int]) -> list[int]:
+        """The positions in `asked` that may join: those that have never served a stage (a peer that was removed keeps
+        its stage). Records their wished stages in the placement.
         """
         wishes = {vote % len(self.stages): vote // len(self.stages) - 1 for vote in sorted(asked) if vote != NOBODY}
         self.placement.wishes = {peer: wish for peer, wish in wishes.items() if self.stages[peer] == NOWHERE}
         return sorted(self.placement.wishes)
 
     def close(self) -> None:
-        """Await what is under way between two steps: here nothing. All peers call it together."""
+        """Await what is in flight between two steps (here: nothing). All peers call it together."""
 
-    def step(self, hint: Callable[[], None] | None = None) -> SwarmStep:
-        """One step. hint: called where a stage has no peer any more, to put somebody there; then the step begins again.
-        StageLost where there is nothing that mends; PeerLost where the others do not count this one any more;
-        DeadlinePassed where somebody is silent who is not known to be lost.
+    def step(self, rebuild: Callable[[], None] | None = None) -> SwarmStep:
+        """Run one step. rebuild: called if a stage has lost all peers, to assign it one; then the step begins again.
+        StageLost if that is not possible; PeerLost if the others have removed this peer; DeadlinePassed if a peer is
+        silent that is not known to be lost.
         """
         while True:
             try:
@@ -274,13 +276,13 @@ class Swarm:
                 if done is not None:
                     return done
             except StageLost:
-                if hint is None:
+                if rebuild is None:
                     raise
-                hint()
+                rebuild()
             self.peer.counts.restarted += 1
 
     def _try(self) -> SwarmStep | None:
-        """None where the step is to begin again."""
+        """Try the step once; None if it must begin again."""
         self._begin()
         whole = self.peer.run(self._mine(range(self.microbatches)))
         while (settled := self._settled(whole)) is not None:
@@ -295,18 +297,18 @@ class Swarm:
         self.peer.forget()
         self.apply_placement()
 
-    def apply_placement(self, hint: Callable[[], None] | None = None) -> None:
-        """Take note of who is left. hint: as in `step`."""
+    def apply_placement(self, rebuild: Callable[[], None] | None = None) -> None:
+        """Give `peer` the remaining peers of each stage. rebuild: as in `step`."""
         stages = [self.peers(stage) for stage in range(self.count)]
         if all(stages):
             self.peer.set_stages(stages, self.stages[self.me])
-        elif hint is None:
+        elif rebuild is None:
             raise StageLost(stages.index([]))
         else:
-            hint()
+            rebuild()
 
     def _mine(self, todo: Sequence[int]) -> list[int]:
-        """The microbatches that begin here, by the origins' speeds."""
+        """The microbatches of `todo` that begin here, shared out by the speeds of the first stage's peers."""
         if self.stages[self.me]:
             return []
         return origins(todo, {peer: self.placement.cost(peer) for peer in self.peers(0)})[self.me]
@@ -314,8 +316,8 @@ class Swarm:
     # Settling
 
     def _settled(self, whole: bool) -> Votes | None:
-        """What all who are left have counted, which is right. whole: whether nobody was lost before. None where that
-        takes another run.
+        """The votes on counted microbatches, after repair; None if the step must begin again. whole: whether the run
+        ended without a loss.
         """
         return self._strict(whole) if self.consistency == "strict" else self._repaired()
 
@@ -348,7 +350,7 @@ class Swarm:
         return [len(counted), as_bits(float(sum(losses[number].double() for number in counted)))]
 
     def _conclude(self, settled: Votes) -> SwarmStep | None:
-        """The step's gradients, once all who are left have them. settled: what all said when the ledger was right."""
+        """Complete the step once all remaining peers have its gradient. settled: the votes that `_settled` returned."""
         gradient = self._gradient(self._counted_here(settled))
         votes, asked = self._vote(gradient)
         if not all(stats.holds for stats in votes.values()) or self.lacks(settled):
@@ -357,7 +359,7 @@ class Swarm:
         return self._conclude_step(votes, self._loss(settled), asked)
 
     def _counted_here(self, settled: Votes) -> int:
-        """Microbatches, by this stage's peers that were left then."""
+        """Microbatches that this stage's peers counted, by the votes `settled`."""
         return sum(vote[0] for position, vote in settled.items() if self.stages[position] == self.stages[self.me])
 
     def _loss(self, settled: Votes) -> float:
@@ -365,8 +367,8 @@ class Swarm:
         return sum(as_number(vote[1]) for vote in last) / sum(vote[0] for vote in last)
 
     def _gradient(self, counted: int) -> Tensor | None:
-        """The mean gradient that this peer steps on (n,), of no entries where it is of nothing; None where somebody was
-        lost before its share came. counted: microbatches, by the peers of this stage.
+        """The mean gradient of this peer's step (n,), empty if there is none; None if a peer was lost before its share
+        arrived. counted: microbatches that the peers of this stage counted.
         """
         self.sum.begin(self.peer.stages[self.stages[self.me]], self._own())
         return self._mean(self.sum.result(), counted)
@@ -377,7 +379,7 @@ class Swarm:
         return total * (self.microbatches / counted)
 
     def _vote(self, gradient: Tensor | None) -> tuple[dict[int, PeerStats], list[int]]:
-        """What every peer says of itself when it has its gradient, or has none; and who asks to come."""
+        """Agree on every peer's stats, once it has its gradient or has failed to get it; and on who may join."""
         own = len(self.peer.tally.counted)
         square = float(gradient.double().square().sum()) if gradient is not None and gradient.numel() else _NO_SQUARE
         seconds = round(1e9 * self.peer.counts.seconds / own) if own else 0
@@ -393,7 +395,7 @@ class Swarm:
         )
         answers = self.agreement.agree([*vote, *self.asking])
         self.apply_placement()
-        asked = self.may_come(peer for stats in answers.values() for peer in stats[len(vote) :])
+        asked = self.admissible(peer for stats in answers.values() for peer in stats[len(vote) :])
         return {position: PeerStats(*stats[: len(vote)]) for position, stats in answers.items()}, asked
 
     def _conclude_step(self, votes: Mapping[int, PeerStats], loss: float, asked: Sequence[int]) -> SwarmStep:
@@ -407,7 +409,7 @@ class Swarm:
         return SwarmStep(loss, sum(means) ** 0.5, own**0.5, members, votes)
 
     def _squares(self, votes: Mapping[int, float]) -> list[float]:
-        """By stage, the mean square of its peers' gradients, 0 where none has any. votes: by position."""
+        """By stage, the mean of its peers' square norms, 0 if none has a gradient. votes: square norms by position."""
         squares = [[votes[position] for position in self.peers(stage)] for stage in range(self.count)]
         known = [[square for square in each if square != _NO_SQUARE] for each in squares]
         return [sum(each) / len(each) if each else 0.0 for each in known]
@@ -415,7 +417,7 @@ class Swarm:
     def _changes(
         self, clock: float, leavers: set[int], stats: Mapping[int, PeerStats], asking: Sequence[int]
     ) -> list[StageChange]:
-        """Before the next step. The last of a stage goes once somebody else has come there."""
+        """Changes before the next step. The last peer of a stage leaves only after another one has moved there."""
         self._going = self._may_go(sorted(leavers))
         staying = [peer for peer in self.agreement.members if peer not in leavers]
         changes = self.placement.change(clock, staying, stats, asking) if staying else []
@@ -428,7 +430,7 @@ class Swarm:
         return changes
 
     def _may_go(self, leavers: Sequence[int]) -> list[int]:
-        """Of those who want to, but for the last of a stage."""
+        """Those of `leavers` that may leave now: not the last peer of a stage."""
         going: list[int] = []
         for peer in leavers:
             stage = self.stages[peer]
@@ -441,16 +443,16 @@ class Swarm:
         return self.me not in self.agreement.members
 
     def lacks(self, settled: Collection[int]) -> bool:
-        """Whether the step lacks what somebody has taken along who was there when the ledger were `settled`."""
-        return False  # it is in the sums
+        """Whether the step lacks the part of a peer that was lost after the votes `settled`."""
+        return False  # the sums include it
 
     def _own(self) -> Tensor:
-        """This peer's gradients, added up (n,)."""
+        """This peer's accumulated gradients, flat (n,)."""
         return torch.cat([_gradient(parameter).reshape(-1) for parameter in self.parameters]).cpu()
 
     @torch.no_grad()
     def _take_over(self, gradient: Tensor | None) -> None:
-        """None, or of no entries: the parameters have no gradient."""
+        """Write `gradient` (n,) into the parameters' `.grad`; None or empty clears them."""
         begin = 0
         for parameter in self.parameters:
             parameter.grad = None

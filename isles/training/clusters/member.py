@@ -1,8 +1,9 @@
-"""Taking part in clusters over a lighthouse, as one node: `isles.training.swarm.connect` for clusters, with ranks as
-in `isles.training.swarm.trainer`. A node that comes later tells what its machine has, by which a new cluster is cut.
+"""One node of clusters in a lighthouse's run: `isles.training.swarm.connect` for clusters, with ranks as in
+`isles.training.swarm.trainer`. A node that joins later sends its machine's memory and speed, by which new clusters are
+cut.
 
-At a checkpoint, and where somebody of the last whole cluster wants to leave whom nobody can follow, the nodes of the
-first whole cluster offer what they hold, each a part:
+At a checkpoint, and when a node of the last intact cluster wants to leave without a successor, the nodes of the first
+intact cluster publish their states, one part each:
 
     parameters      by names in the whole model: a parameter, and its moments
     step, read      inner steps, and sequences of the data's order, until then
@@ -29,23 +30,23 @@ from isles.membership.requests import measure_lighthouse_link
 from isles.membership.state_transfer import state_of
 from isles.models import choose_device
 from isles.network.clusters import NO_FIGURES, ClusterNode, encode_node
-from isles.training.clusters.node import ClusterWorker, enter, found, growth_of
+from isles.training.clusters.node import ClusterWorker, enter, found_clusters, growth_of
 from isles.training.clusters.stage_server import cluster_cuts, forward_speed, inbox_of, memory, run_number
 from isles.training.records.shard import State, StateCopy, read_state
 from isles.training.step import Left, seed_draws
 from isles.training.swarm.connect import SwarmParticipant
 from isles.training.swarm.trainer import FetchPart, OwnMember, PeerWork
 
-_LOOK = 2.0  # seconds between questions to the lighthouse
+_LOOK = 2.0  # seconds between requests to the lighthouse
 
 
 class ElasticClusterNode(PeerWork):
-    """What trains as one member of a run in clusters.
+    """The trainer of one member of a run in clusters.
 
-    part: who begin together, or whom of clusters that are at work this node asks to be let in. descriptor: what
-    this machine says of itself (`isles.network.clusters`). members_now: who is at work by the lighthouse's
-    knowledge; None where it does not answer. await_saved: waits until the lighthouse keeps all parts of the state after
-    a step, or time is up.
+    part: the members that start together, or those of running clusters that this node asks to join. descriptor: this
+    machine's resources (`isles.network.clusters`). members_now: the members that train, as the lighthouse knows them;
+    None if it does not answer. await_saved: waits until the lighthouse has all parts of the state after a step, or
+    times out.
     """
 
     def __init__(
@@ -66,8 +67,8 @@ class ElasticClusterNode(PeerWork):
         self._leaving, self._has_left = False, False
         self._members_now, self._await_saved = members_now, await_saved
         self._asked_at = self._stepped_at = member.transport.now()
-        self._seen = 0  # steps, when they were last told of
-        self._fetch_saved: State | None = None
+        self._seen = 0  # steps at the last change, for the seconds since then in `beat`
+        self._saved_state: State | None = None
 
     @property
     @override
@@ -88,7 +89,7 @@ class ElasticClusterNode(PeerWork):
     def go_on_from(self, step: int, retained: FetchPart) -> None:
         path, facts = retained(0)
         states = [read_state(one)[0] for one in (path, *(retained(part)[0] for part in range(1, facts["parts"])))]
-        self._fetch_saved = {
+        self._saved_state = {
             **states[0],
             "parameters": {name: own for one in states for name, own in _held(one).items()},
         }
@@ -97,23 +98,23 @@ class ElasticClusterNode(PeerWork):
     def run(self, out: Path | None) -> dict[str, Any] | None:
         seed_draws(self.config.run.seed, self.world.rank)
         try:
-            worker = self._worker = self._begun()
-            worker.saves, worker.leaving, worker.goes = self._offer, self._leaving, self._goes
-            if self._fetch_saved is not None:
-                _restore(worker, self._fetch_saved)
+            worker = self._worker = self._started()
+            worker.saves, worker.leaving, worker.decide_exit = self._offer, self._leaving, self._decide_exit
+            if self._saved_state is not None:
+                _restore(worker, self._saved_state)
             return worker.run(out)
         except Left:
             self._has_left = self._leaving
             return None
 
-    def _begun(self) -> ClusterWorker:
+    def _started(self) -> ClusterWorker:
         config, world, corpus = self.config, self.world, self._member.corpus
         if self._founders:
-            return found(config, world, corpus, self._founders, self.inbox, growth_of(config))
+            return found_clusters(config, world, corpus, self._founders, self.inbox, growth_of(config))
         return enter(config, world, corpus, self._members, self._descriptor, self.inbox, self._gives_up)
 
     def _gives_up(self) -> bool:
-        """While it waits to be let in: also where nobody of those whom it has asked is at work any more."""
+        """Whether to stop waiting for a welcome: also if none of the members that it has asked trains any more."""
         if self._leaving or self.world.stop_here(0):
             return True
         now = self.world.transport.now()
@@ -122,9 +123,9 @@ class ElasticClusterNode(PeerWork):
         self._asked_at, members = now, self._members_now()
         return members is not None and not {*members} & {*self._members}
 
-    def _goes(self, step: int) -> bool:
-        """Nobody can follow this node, which is to leave: once all that its cluster has is at the lighthouse, it goes,
-        and the run waits for whoever comes.
+    def _decide_exit(self, step: int) -> bool:
+        """Leave without a successor, once the lighthouse has all of this cluster's states; the run then waits for new
+        nodes. Returns whether this node leaves.
         """
         if self._leaving:
             self._await_saved(step)
@@ -187,7 +188,7 @@ class ElasticClusterNode(PeerWork):
 
 
 def _seconds(worker: ClusterWorker) -> float:
-    """Seconds that a microbatch takes this node, in the stretch under way or the last one; 0 before the first."""
+    """Compute seconds per microbatch at this node, in the current or last segment; 0 before the first."""
     server = worker.server
     played = [] if server is None else [*server.node.played]
     spent = [span.end - span.start for span in played]
@@ -195,16 +196,16 @@ def _seconds(worker: ClusterWorker) -> float:
 
 
 def _held(state: State) -> dict[str, list[Tensor]]:
-    """By name, a parameter and its moments. ValueError for a state that is none of clusters."""
+    """By name, a parameter and its moments. ValueError if it is no state of a run in clusters."""
     held = state.get("parameters")
     if not isinstance(held, dict) or not all(isinstance(one, list) for one in held.values()):
-        raise ValueError("the lighthouse's state is not one of clusters: it is damaged")
+        raise ValueError("the lighthouse's state is not of a run in clusters: it is damaged")
     return held
 
 
 @torch.no_grad()
 def _restore(worker: ClusterWorker, saved: State) -> None:
-    """Copy this worker's stage out of `saved`. ValueError where that is of another model."""
+    """Copy this worker's stage out of `saved`. ValueError for a state of another model."""
     step, held = integer(saved, "step", 0, worker.config.run.steps), _held(saved)
     worker.begin_after(step, integer(saved, "read", 0, 1 << 53))
     if worker.server is None:
@@ -221,11 +222,11 @@ def _restore(worker: ClusterWorker, saved: State) -> None:
                 value.fill_(step)
 
 
-_AGAIN = 0.2  # seconds
+_AGAIN = 0.2  # seconds between two aborts of waits
 
 
 class ClusterParticipant(SwarmParticipant):
-    """One node as one member. node: what its machine has; None: as its user says, or measured."""
+    """One node as one member. node: its machine's resources; None: as the user set them, or measured."""
 
     def __init__(self, *of: Any, node: ClusterNode | None = None) -> None:
         self._descriptor, self._closed = node or of[1].here.node, threading.Event()
@@ -235,7 +236,7 @@ class ClusterParticipant(SwarmParticipant):
 
     @override
     def number(self) -> int:
-        cluster_cuts(self.config)  # refuses what cannot be
+        cluster_cuts(self.config)  # raises ValueError for cuts that the model does not allow
         return run_number(self.config)
 
     @override
@@ -250,12 +251,12 @@ class ClusterParticipant(SwarmParticipant):
 
     @override
     def leave(self) -> None:
-        """After the next average, or without it after `run.grace`: what waits for the others waits no longer then."""
+        """Leave after the next average; if it takes longer than `run.grace` seconds, abort all waits and leave."""
         super().leave()
-        threading.Thread(target=self._tear, name="isles-grace", daemon=True).start()
+        threading.Thread(target=self._abort_waits, name="isles-grace", daemon=True).start()
 
-    def _tear(self) -> None:
-        """In a thread of its own, until this member has ended: what is begun later is torn as well."""
+    def _abort_waits(self) -> None:
+        """After `run.grace` seconds, abort waits until this member ends, also those begun later. In its own thread."""
         wait = self.config.run.grace
         while not self._closed.wait(wait):
             wait = _AGAIN
@@ -267,11 +268,11 @@ class ClusterParticipant(SwarmParticipant):
         return {peer.member for peer in now.peers if peer.stage >= 0} if isinstance(now, SwarmStatus) else None
 
     def _measured(self) -> ClusterNode:
-        """Its line is that to the lighthouse, which lies between any two."""
-        self.notify("measuring this machine's memory and speed, and its link")
+        """Measure memory, speed and link; the link to the lighthouse stands in for those to the other nodes."""
+        self.notify("measuring this machine's memory, speed and link")
         client, rate, latency = measure_lighthouse_link(self._session), self.config.world.slowest_link, 0.0
         if client is None:
-            self.notify(f"its link could not be measured: it counts as world.slowest_link, {rate / 1e6:g} Mbit/s")
+            self.notify(f"the link could not be measured: using world.slowest_link, {rate / 1e6:g} Mbit/s")
         else:
             rate, latency = 8 * min(client.out, client.back), client.round_trip / 2
         device = choose_device(self.config.model, int(os.environ.get("LOCAL_RANK", 0)))

@@ -1,20 +1,22 @@
 """One worker of a run in clusters, in a world of fixed size or where workers come and leave.
 
     until the last step:
-        a segment of updates, which ends drained      at the next average, validation, checkpoint, or after 200 updates
-        average with the other clusters               every replicas.sync_every updates, and at the end
-        repair                                        standby nodes take lost ones' places, new clusters begin
-        validate, save, stop                          as any worker, see `isles.training.trainer`
+        a segment of updates, then the pipeline drains   up to the next average, validation, checkpoint, or 200 updates
+        average with the other clusters                  every replicas.sync_every updates, and at the end
+        repair                                           standby nodes replace lost ones, new clusters begin
+        validate, save, stop                             as any worker, see `isles.training.trainer`
 
-on standby            holds nothing, until it takes a lost one's place or a new cluster begins
-serves                its stage (`isles.training.clusters.stage_server`)
-cluster is broken     its stage: what it did since the last average does not count, until the cluster is repaired
-leaves                its stage, until its successor has loaded it
+What a worker holds:
 
-Steps are updates; each stage counts its own, and all have done as many where a segment ends. A worker that is lost
-takes its cluster out (`isles.pipeline.ravnest.agreement`), until at an average a standby node takes its place; the
-others go on to the end. At each step every cluster reads the next batch of one order (`isles.data.loader`), so no two
-read the same, and what is read is in the order, wherever clusters begin and end.
+    on standby           nothing, until it replaces a lost node or a new cluster begins
+    in a cluster         its stage (`isles.training.clusters.stage_server`)
+    in a broken cluster  its stage; its updates since the last average are discarded when the cluster is repaired
+    leaving              its stage, until its successor has loaded it
+
+Steps are updates; each stage counts its own, and at the end of a segment all stages have the same count. The loss of a
+worker removes its cluster from training (`isles.pipeline.ravnest.agreement`) until a standby node replaces it at an
+average; the other clusters go on to the end. At each step every cluster reads the next batch of one global order
+(`isles.data.loader`), so no two clusters read the same sequences, also when clusters are added or removed.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ from isles.models.factory import take_device
 from isles.network.clusters import ClusterGrowth
 from isles.network.routing.events import Span
 from isles.pipeline.peers.inbox import PeerInbox
-from isles.pipeline.ravnest.agreement import ClusterAgreement, ClusterWelcome, ask_in, let_in
+from isles.pipeline.ravnest.agreement import ClusterAgreement, ClusterWelcome, admit_joiners, request_admission
 from isles.pipeline.ravnest.assignment import ClusterAssignment
 from isles.pipeline.ravnest.averaging import ClusterAverage
 from isles.training.clusters.stage_server import (
@@ -64,9 +66,9 @@ LONGEST = 200
 
 
 class ClusterWorker(TrainingLoop):
-    """One worker, whose `step` is a stretch of updates. corpus: that of `config.data`, where it was loaded already.
-    assignment: who serves what. inbox: messages between all, those who may come included; None: made
-    here. growth: how new clusters are made; None: nobody comes or leaves.
+    """One worker; its `step` is a segment of updates. corpus: that of `config.data`, if it is loaded already.
+    assignment: of positions to stages. inbox: for messages between all positions; None: create it. growth: how new
+    clusters are formed; None: no worker joins or leaves.
     """
 
     def __init__(
@@ -90,18 +92,18 @@ class ClusterWorker(TrainingLoop):
         take_cores(config, device)
         self._is_open = growth is not None  # workers come and leave
         self.leaving = False
-        self.goes: Callable[[int], bool] | None = None
-        """Asked after a step whether this worker goes though nobody can follow it, once its cluster has saved; None:
-        it stays until somebody can.
+        self.decide_exit: Callable[[int], bool] | None = None
+        """Called after a step, once its cluster has saved: whether this worker leaves without a successor. None: it
+        stays until it has one.
         """
         self._saved_for: frozenset[int] = frozenset()
         self.steps = self.averaged = 0
-        """Updates; those at the last average."""
+        """Updates so far, and up to the last average."""
         batch = config.data.batch_size_per_worker(config.replicas_in_all)
         self.reading = SharedReading(len(assignment.clusters), batch)
         self.stale, self._has_come = 0.0, False
         self._end_at = self._taken = 0
-        """Losses of the segment under way that are among `losses`, or were reported."""
+        """Last update of the current segment; number of its losses that were moved to `losses`."""
         self.average = ClusterAverage(
             self.agreement,
             shared_segments(config, cuts),
@@ -110,40 +112,40 @@ class ClusterWorker(TrainingLoop):
         )
         self._corpus, self._cuts = corpus, cuts
         self.server: StageServer | None = None
-        """What this worker holds; None: it stands by."""
+        """What this worker holds; None on standby."""
         self._is_broken = False
-        """Whether a node of its cluster is lost, and nobody has taken its place yet."""
+        """Whether a node of its cluster is lost and not replaced yet."""
         self._tokens_before = 0
-        """Read in places that this worker had before."""
+        """Tokens read in assignments before the current one."""
         self._recut()
         if self.agreement.trains:
             self._serve()
 
-    def meet(self, present: Sequence[int]) -> None:
-        """All who begin together ask for what concerns all of them."""
+    def exchange_facts(self, present: Sequence[int]) -> None:
+        """Agree, among the workers `present` at the start, on whether to validate and on the most clusters."""
         text = None if self.server is None else self.server.text
         own = [0, 0] if text is None else [int(text.validates), text.sequences]
         said = torch.stack(self.world.world.among(present).all_gather(numbers(*own), channel="control"))
         validates, sequences = said.amax(0).tolist()
-        self._know(validates=validates, most=sequences // self.reading.batch)
+        self._set_facts(validates=validates, most=sequences // self.reading.batch)
 
-    def _know(self, *, validates: int, most: int) -> None:
-        """most: clusters that the text is enough for."""
+    def _set_facts(self, *, validates: int, most: int) -> None:
+        """most: clusters that the text has enough sequences for."""
         self.validates, self.agreement.most = bool(validates), most
 
-    def come(self, welcome: ClusterWelcome) -> None:
-        """Take part in a run that is at work, as was told."""
+    def join(self, welcome: ClusterWelcome) -> None:
+        """Join a running run with the facts of `welcome`."""
         facts, last = welcome.facts, self.config.run.steps
         step, since = (integer(facts, key, 0, last) for key in ("step", "since"))
         before, most, validates = (integer(facts, key, 0, 1 << 53) for key in ("before", "most", "judges"))
-        self._know(validates=validates, most=most)
+        self._set_facts(validates=validates, most=most)
         self.steps = self.averaged = step
         self.reading = replace(self.reading, since=since, before=before)
-        self._has_come = True  # and goes on where the others are, right after an average
+        self._has_come = True  # its first `step` does nothing: the others have just averaged
         self._repair()
 
     def leave(self) -> None:
-        """After the next average, where workers may. May be called in any thread."""
+        """Ask to leave after the next average, if workers may leave. Thread-safe."""
         self.leaving = True
 
     @property
@@ -152,7 +154,7 @@ class ClusterWorker(TrainingLoop):
 
     @property
     def trains(self) -> bool:
-        """Whether it takes part in what its cluster does now."""
+        """Whether this worker trains now."""
         return self.agreement.trains and not self._is_broken
 
     @override
@@ -166,14 +168,14 @@ class ClusterWorker(TrainingLoop):
 
     @override
     def conclude(self, out: Path | None) -> dict[str, Any]:
-        """With who is left. Tokens are those of this worker's updates."""
+        """Conclude with the remaining workers. Tokens are those of this worker's updates."""
         server, assignment, totals = self.server if self.trains else None, self.agreement.assignment, self.totals()
         is_first = server is not None and self.world.rank in assignment.clusters[assignment.whole[0]]
         loss = server.evaluate() if server is not None and self.validates else None
         if server is not None and is_first:
             server.write_whole(out)
         text = None if server is None else server.text
-        whole, tells = sketch(self.config.model), is_first and text is not None  # the summary goes by who has the model
+        whole, tells = sketch(self.config.model), is_first and text is not None  # only the writer of the model reports
         parameters = sum(parameter.numel() for parameter in whole.parameters())
         return {
             **totals,
@@ -191,11 +193,11 @@ class ClusterWorker(TrainingLoop):
         if super()._stops_after(step, out):
             return True
         stuck = step != self.config.run.steps and self.world.rank in self._saved_for
-        return stuck and self.goes is not None and self.goes(step)
+        return stuck and self.decide_exit is not None and self.decide_exit(step)
 
     @override
     def _saves_after(self, step: int) -> bool:
-        stuck = frozenset() if self.goes is None else self.agreement.assignment.leaving
+        stuck = frozenset() if self.decide_exit is None else self.agreement.assignment.leaving
         before, self._saved_for = self._saved_for, stuck
         return super()._saves_after(step) or bool(stuck - before)
 
@@ -204,16 +206,16 @@ class ClusterWorker(TrainingLoop):
         self.agreement.drain()
         super()._save(out, step)
 
-    # Stretches
+    # Segments
 
     @property
     def _every(self) -> int:
-        """Updates between averages; 0: there are none."""
+        """Updates between averages; 0: no averages."""
         averages = len(self._cuts) > 1 or self._is_open
         return getattr(self.config.replicas, "sync_every", 0) if averages else 0
 
     def _until(self) -> int:
-        """The update after which the next stretch ends."""
+        """The last update of the next segment."""
         run, step = self.config.run, self.steps
         marks = [
             (step // every + 1) * every for every in (self._every, run.validate_every, run.checkpoint_every) if every
@@ -221,13 +223,13 @@ class ClusterWorker(TrainingLoop):
         return min([*marks, step + LONGEST, run.steps])
 
     def _settles(self, step: int) -> bool:
-        """Whether all agree on who is left there, though they do not average: who judges must know of losses."""
+        """Whether the workers agree on the remaining ones after `step` without an average: validation needs it."""
         every = self.config.run.validate_every
         return bool(self._every) and self.validates and every > 0 and step % every == 0
 
     @override
     def step(self) -> None:
-        """A stretch, with all that follows it."""
+        """A segment of updates, then the average and repair that are due."""
         if self._has_come:
             self._has_come = False
             return
@@ -248,13 +250,13 @@ class ClusterWorker(TrainingLoop):
                 self.agreement.settle()
 
     def _train(self, updates: int) -> None:
-        """A loss ends it: what this cluster did is worthless then."""
+        """Train for `updates` updates. A loss of a node ends it and marks this cluster as broken."""
         server = self.server
         if server is None or not self.agreement.trains:
             return
         if self._is_broken:
             server.at(self.steps)
-            server.node.refuse()  # some of its nodes may not know
+            server.node.refuse()  # some of its nodes may not know of the loss and wait for this one
             return
         try:
             server.node.run(server.batches(updates))
@@ -264,7 +266,7 @@ class ClusterWorker(TrainingLoop):
 
     @override
     def validate(self) -> float | None:
-        """None also where a node of this cluster is lost meanwhile."""
+        """The validation loss, in nats, at the root; None elsewhere, and if a node of this cluster is lost."""
         if self.server is None or not self.trains:
             return None
         try:
@@ -275,12 +277,12 @@ class ClusterWorker(TrainingLoop):
             return None
 
     def _broken_by(self, error: PeerLost) -> None:
-        """A node of this cluster is lost: PeerLost where nobody else has its part."""
+        """Mark this cluster as broken; raises `error` if no other cluster has the lost stage."""
         if not self._every:
             raise error
         self.agreement.miss(error.rank)
         self._is_broken = True
-        self.losses.clear()  # what was trained since the last line is worth nothing
+        self.losses.clear()  # the updates since the last line of metrics are discarded
 
     def _update(self, stale: int) -> None:
         assert self.server is not None
@@ -290,26 +292,24 @@ class ClusterWorker(TrainingLoop):
             self.report(None)
 
     def _take(self, server: StageServer) -> None:
-        """The losses of the stretch so far."""
+        """Move the new losses of this segment to `losses`."""
         self.losses += server.node.losses[self._taken :]
         self._taken = len(server.node.losses)
 
-    # Who serves what
+    # The assignment
 
     def _admit(self) -> None:
-        """Those who came, unless all is done."""
+        """Admit joining workers, except after the last step."""
         if not self._is_open or self.steps == self.config.run.steps:
             return
         facts = {"step": self.steps, "judges": int(self.validates), "most": self.agreement.most}
         facts |= {"since": self.reading.since, "before": self.reading.before}
-        for comer in let_in(self.agreement, facts):
-            if self.world.rank == self.agreement.assignment.living[0]:  # who says what all know
+        for comer in admit_joiners(self.agreement, facts):
+            if self.world.rank == self.agreement.assignment.living[0]:  # one worker reports what all know
                 self._note(f"worker {comer} has joined, and is on standby from step {self.steps} on")
 
     def _repair(self) -> None:
-        """Where somebody stands by for who was lost or leaves, their clusters go on from the others' weights; so do new
-        ones.
-        """
+        """Replace lost and leaving workers by standby ones; repaired and new clusters load the others' weights."""
         while self.agreement.repair() and not self.agreement.has_departed:
             self._take_assignment()
             self.average.load(self.steps)
@@ -339,7 +339,7 @@ class ClusterWorker(TrainingLoop):
                 self.average.serve(server.model, server.optimizer)
 
     def _recut(self) -> bool:
-        """Whether the clusters are cut anew: then what is averaged with whom is, too."""
+        """Adopt changed cuts, and the new segments of the average; returns whether they changed."""
         wanted = self.agreement.assignment.cuts
         if wanted == tuple(cut.begins for cut in self._cuts):
             return False
@@ -348,18 +348,18 @@ class ClusterWorker(TrainingLoop):
         return True
 
     def _begin_at(self, cluster: int, stage: int) -> None:
-        """In a cluster that wants the others' weights, or a place whose holder leaves."""
+        """Serve a stage of a cluster that has to load the others' weights, or one that a leaving worker hands over."""
         is_new, assignment = self.server is None, self.agreement.assignment
         self._serve().begin_after(self.steps, self.reading.after(self.steps))
         if is_new:
             notice = f"worker {self.world.rank} serves stage {stage} of cluster {cluster} from step {self.steps} on"
-            self._note(notice if self._is_open else f"{notice}, replacing one that was lost")
+            self._note(notice if self._is_open else f"{notice}, in place of a lost worker")
         if stage == 0 and self._is_open and cluster in assignment.out:
             notice = f"cluster {cluster} begins at step {self.steps} with the others' weights"
             self._note(f"{notice}: {assignment.describe_cluster(cluster)}")
 
     def _serve(self) -> StageServer:
-        """Hold what this worker's place is now."""
+        """Build the server of the stage that is assigned to this worker."""
         self._serve_nothing()
         world = self._arranged()
         cut = self._cuts[world.coordinate.replica]
@@ -384,7 +384,7 @@ class ClusterWorker(TrainingLoop):
 
     @override
     def report(self, val_loss: float | None) -> None:
-        """Where there is a loss to tell: it may have just been assigned a stage."""
+        """Report metrics, if there is a loss: a worker that was just assigned a stage has none."""
         if self.server is None or not self.trains:
             return
         self._take(self.server)
@@ -405,7 +405,6 @@ class ClusterWorker(TrainingLoop):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """Nothing is in flight."""
         return {
             "server": self.server.state_dict() if self.server is not None and self.trains else None,
             "assignment": self.agreement.assignment.to_plain(),
@@ -419,14 +418,14 @@ class ClusterWorker(TrainingLoop):
         }
 
     def begin_after(self, step: int, read: int) -> None:
-        """As all are after so many steps and sequences of the data's order, but for the weights."""
+        """Set everything but the weights to the state after `step` steps and `read` sequences of the data's order."""
         self._go_on({"steps": step, "averaged": step, "read": read})
         if self.server is not None:
             self.server.begin_after(step, read)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if self.server is not None:
-            if state["server"] is None:  # of a cluster that was broken, as not all knew
+            if state["server"] is None:  # the checkpoint is of a broken cluster, before all its nodes knew of the loss
                 raise ValueError("the checkpoint was written while a worker was lost: name an earlier one with --step")
             self.server.load_state_dict(state["server"], state["steps"])
         self._go_on(state)
@@ -435,8 +434,8 @@ class ClusterWorker(TrainingLoop):
         self.world.world.traffic.load_state_dict(state["traffic"])
         self.load_records(state)
 
-    def come_back(self, state: dict[str, Any]) -> None:
-        """Take part again, without a state of one's own. state: of another worker."""
+    def rejoin(self, state: dict[str, Any]) -> None:
+        """Take part again without an own state, with the counters of another worker's `state`."""
         self._go_on(state)
         self.go_on_at(state["clock_seconds"])
 
@@ -448,11 +447,11 @@ class ClusterWorker(TrainingLoop):
 def train_clustered(
     world: Mesh, config: Config, out: Path | None, resume: int | None, corpus: Corpus | None
 ) -> dict[str, Any] | None:
-    """What each worker of such a run does; see `isles.training.worker.train_worker`. One that was lost when the
-    checkpoint was written takes part again without a state: in its place, from the next average on, or standing by.
+    """Train as one worker of a run in clusters; see `isles.training.worker.train_worker`. A worker that was lost when
+    the checkpoint was written takes part again without a state: in its stage from the next average on, or on standby.
     """
     if resume is None:
-        return found(config, world, corpus, range(world.size)).run(out)
+        return found_clusters(config, world, corpus, range(world.size)).run(out)
     assert out is not None
     checkpoints = Checkpoints(out)
     saved, absent = checkpoints.ranks(resume), checkpoints.absent(resume)
@@ -460,16 +459,16 @@ def train_clustered(
     state = checkpoints.read_shard(resume, here)
     assignment = ClusterAssignment.of_plain(state["assignment"], world.size)
     gone = set(range(world.size)) - set(saved)
-    node = ClusterWorker(config, world, corpus, assignment.without(gone - assignment.lost).returned())
-    node.meet(range(world.size))
+    node = ClusterWorker(config, world, corpus, assignment.without(gone - assignment.lost).with_returned())
+    node.exchange_facts(range(world.size))
     if world.rank in saved:
         node.load_state_dict(state)
     else:
-        node.come_back(state)
+        node.rejoin(state)
     return node.run(out)
 
 
-def found(
+def found_clusters(
     config: Config,
     world: Mesh,
     corpus: Corpus | None,
@@ -477,13 +476,13 @@ def found(
     inbox: PeerInbox | None = None,
     growth: ClusterGrowth | None = None,
 ) -> ClusterWorker:
-    """One of the first, `founders` of `world`, which has positions for all who may come. inbox, growth: as in
-    `ClusterWorker`. ValueError where they fill no cluster.
+    """One of the first workers, `founders`; `world` also has positions for all that may join. inbox, growth: as in
+    `ClusterWorker`. ValueError if they fill no cluster.
     """
     cuts = [cut.begins for cut in cluster_cuts(config)]
     assignment = ClusterAssignment.of(cuts, founders)
     worker = ClusterWorker(config, world, corpus, assignment, inbox=inbox, growth=growth)
-    worker.meet(founders)
+    worker.exchange_facts(founders)
     worker.average.begin()
     return worker
 
@@ -497,21 +496,21 @@ def enter(
     inbox: PeerInbox | None = None,
     gives_up: Callable[[], bool] = lambda: False,
 ) -> ClusterWorker:
-    """One that comes later, once the `others` who are left have let it in. descriptor: see
-    `isles.network.clusters`. Left where it has come too late, or gives up before.
+    """A worker that joins later, once the remaining `others` have admitted it. descriptor: see
+    `isles.network.clusters`. Left if the run has ended, or it gives up before.
     """
     inbox = inbox or inbox_of(config, world)
     try:
-        welcome = ask_in(inbox, others, descriptor, gives_up)
+        welcome = request_admission(inbox, others, descriptor, gives_up)
     except PeerLost:
         raise Left from None
     if welcome is None:
         raise Left
     worker = ClusterWorker(config, world, corpus, welcome.assignment, inbox=inbox, growth=growth_of(config))
-    worker.come(welcome)
+    worker.join(welcome)
     return worker
 
 
 def growth_of(config: Config) -> ClusterGrowth:
-    """How new clusters are made of those who wait."""
+    """How standby nodes form new clusters."""
     return ClusterGrowth(model_load(config, cluster_cuts(config)[0].costs), config.pipeline.ravnest.spares)

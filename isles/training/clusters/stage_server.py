@@ -1,5 +1,5 @@
 """Where each cluster cuts the model, what a worker holds of it (its stage with optimizer and schedule, and at the root
-the text), and what this machine offers to a cluster.
+the text), and this machine's memory and speed.
 """
 
 from __future__ import annotations
@@ -40,21 +40,23 @@ from isles.training.optimizer import inner_optimizer, rate_schedule, what_is_lef
 from isles.training.records.shard import save_model
 from isles.training.stage_runner import build_stage, hold_against_whole, on_host, planned_cut, run_scheme
 from isles.training.step import Text
-from isles.training.swarm.step import of_all, split_sequence
+from isles.training.swarm.step import identity_hash, of_all
 
 _MOMENTS, _SPARE = 8, 1 << 20
-"""Tensors that an optimizer keeps of a parameter, in its shape, and bytes beside."""
+"""The most state tensors of a parameter, in its shape, that an optimizer may have, and bytes on top."""
 
 
 def cluster_cuts(config: Config) -> list[Cut]:
-    """Of every cluster at the start. ValueError for a model that cannot be cut there."""
+    """The cuts of all clusters at the start. ValueError for a model that cannot be cut there."""
     if not config.pipeline.ravnest.clusters:
         return [planned_cut(config)] * config.replicas_in_all
     return cuts_at(config, config.pipeline.ravnest.clusters)
 
 
 def cuts_at(config: Config, clusters: Sequence[Sequence[int]]) -> list[Cut]:
-    """Of clusters, by the first block of each stage but the first. ValueError for a model that cannot be cut there."""
+    """The cuts of `clusters`, each given by the first block of every stage but the first. ValueError for a model that
+    cannot be cut there.
+    """
     model, costs = sketch(config.model), None
     if config.model.own is None:
         costs = decoder_costs(config.model.shape())
@@ -63,7 +65,7 @@ def cuts_at(config: Config, clusters: Sequence[Sequence[int]]) -> list[Cut]:
 
 
 def model_load(config: Config, costs: PieceCosts) -> ModelLoad:
-    """What the model asks of the nodes that share it, by block."""
+    """Memory and compute per block that the model needs of a cluster's nodes."""
     sequences = config.data.batch_size_per_worker(config.replicas_in_all) // config.pipeline.microbatches
     states = 2.0 if inner_kind(config.inner, "adamw") == "adamw" else 0.0
     context = limits(config.model).context
@@ -71,7 +73,7 @@ def model_load(config: Config, costs: PieceCosts) -> ModelLoad:
 
 
 def shared_segments(config: Config, cuts: list[Cut]) -> list[SharedSegment]:
-    """What is averaged over whom: which stage of each cluster."""
+    """The segments of parameters to average, each with the stage that has it in every cluster."""
     model = sketch(config.model)
     named: dict[tuple[int, ...], list[list[str]]] = {}
     held = []
@@ -83,18 +85,18 @@ def shared_segments(config: Config, cuts: list[Cut]) -> list[SharedSegment]:
 
 
 def inbox_of(config: Config, world: Mesh, met: Sequence[int] | None = None) -> PeerInbox:
-    """The messages of a run in clusters; see `cluster_inbox`. A message holds the weights and their moments at most."""
+    """The inbox of a run in clusters; see `cluster_inbox`. The largest message holds the weights and their moments."""
     weights = sum(parameter.nbytes for parameter in sketch(config.model).parameters())
     return cluster_inbox(world.world, run_number(config), (1 + _MOMENTS) * weights + _SPARE, met)
 
 
 def run_number(config: Config) -> int:
-    """That all workers of this run share, and those of another configuration do not."""
-    return split_sequence(of_all(config))
+    """A number that all workers of this configuration share, for the headers of messages."""
+    return identity_hash(of_all(config))
 
 
 def opening_notices(config: Config, cuts: Sequence[Cut]) -> list[str]:
-    """What a user should know at the start; every cut is held against the whole."""
+    """Notices for the start of a run; compares every cut model with the uncut one."""
     notices = inner_notices(config.inner, "adamw", config.run.steps)
     for cut in {one.begins: one for one in cuts}.values():
         notice = hold_against_whole(config, cut) if len(cut.pieces) > 1 else None
@@ -102,12 +104,12 @@ def opening_notices(config: Config, cuts: Sequence[Cut]) -> list[str]:
     return list(dict.fromkeys(notices + what_is_left_out(config)))
 
 
-_FOR = 0.5  # seconds of measuring
+_FOR = 0.5  # seconds to measure
 _SEQUENCES = 8
 
 
 def memory(device: torch.device) -> float:
-    """Bytes that a run on `device` can have: of that GPU, or of the RAM that nobody uses."""
+    """Bytes available to a run on `device`: free memory of that GPU, or available RAM."""
     if device.type == "cuda":
         return float(torch.cuda.mem_get_info(device)[0])
     meminfo = Path("/proc/meminfo")
@@ -135,8 +137,8 @@ def forward_speed(device: torch.device) -> float:
 
 @dataclass(frozen=True, slots=True)
 class SharedReading:
-    """`clusters` clusters read `batch` sequences each in every step after `since`; `before` of the order's come before
-    that.
+    """After step `since`, each of `clusters` clusters reads `batch` sequences of the data's order per step; `before`
+    sequences were read until `since`.
     """
 
     clusters: int
@@ -145,18 +147,18 @@ class SharedReading:
     before: int = 0
 
     def after(self, step: int) -> int:
-        """Sequences of the order that come before what is read next."""
+        """Sequences of the order that were read until `step`."""
         return self.before + (step - self.since) * self.clusters * self.batch
 
     def among(self, clusters: int, step: int) -> SharedReading:
-        """So many clusters read after `step`."""
+        """The reading when `clusters` clusters read after `step`."""
         if clusters == self.clusters:
             return self
         return SharedReading(clusters, self.batch, step, self.after(step))
 
 
 def layout_of_assignment(assignment: ClusterAssignment, size: int) -> Layout:
-    """Where all workers are now. Who stands by, or has lost its place, is in a column without a first stage."""
+    """The layout of all workers. A worker without a stage gets a replica of its own that has no first stage."""
     all_coordinates = [assignment.coordinates_of(position) for position in range(size)]
     return Layout(
         tuple(
@@ -168,7 +170,7 @@ def layout_of_assignment(assignment: ClusterAssignment, size: int) -> Layout:
 
 @contextmanager
 def _slowed(optimizer: Optimizer, times: float) -> Iterator[None]:
-    """Its learning rates are so many times smaller meanwhile."""
+    """Context: the optimizer's learning rates are divided by `times`."""
     rates = [group["lr"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         group["lr"] /= times
@@ -178,7 +180,9 @@ def _slowed(optimizer: Optimizer, times: float) -> Iterator[None]:
 
 
 class StageServer:
-    """world: arranged as it is now. cut: of its cluster. update: see `isles.pipeline.ravnest.stage.StaleUpdate`."""
+    """A worker's stage with its optimizer, schedule and text. world: in the current layout. cut: of its cluster.
+    update: see `isles.pipeline.ravnest.stage.StaleUpdate`.
+    """
 
     def __init__(
         self, config: Config, world: Mesh, cut: Cut, update: Callable[[int], None], corpus: Corpus | None
@@ -189,13 +193,13 @@ class StageServer:
         self.schedule = rate_schedule(self.optimizer, config)
         self.device = next(self.model.parameters()).device
         self.samples = config.data.batch_size_per_worker(config.replicas_in_all)
-        """Sequences of an update."""
+        """Sequences per update."""
         self.updates = 0
-        """Taken here."""
+        """Updates done here."""
         self._take_part()
 
     def _take_part(self) -> None:
-        """In the cluster that this worker is in now, and of its text."""
+        """Create the text and the node for the worker's current cluster."""
         config, world = self.config, self.world
         self.text = Text(config, world, self._corpus) if world.coordinate.stage == 0 else None
         context, vocab = limits(config.model)
@@ -207,20 +211,20 @@ class StageServer:
         self.node = AsyncStage(self.model, self._update, world.stage, form, pipeline, shares=shares, autocast=cast)
 
     def regroup(self, world: Mesh, updates: int, sequences: int) -> None:
-        """Hold the same, among others or beside other clusters, after so many updates and sequences of the data."""
+        """Keep the stage in a changed layout, after `updates` updates and `sequences` of the data's order."""
         self.world = world
         self._take_part()
         self._go_on_after(updates, sequences)
 
     def begin_after(self, updates: int, sequences: int) -> None:
-        """As all are after so many, but for weights and optimizer state, which are here to be written over. sequences:
-        of the data's order that were read.
+        """Set the state after `updates` updates and `sequences` read sequences of the data's order. Weights and
+        optimizer state are only placeholders, to be overwritten.
         """
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:
                 parameter.grad = torch.zeros_like(parameter)
         with _slowed(self.optimizer, math.inf):
-            self.optimizer.step()  # which makes the state
+            self.optimizer.step()  # creates the optimizer state; the learning rate is 0
         self.optimizer.zero_grad()
         for _ in range(updates):
             self.schedule.step()
@@ -229,10 +233,10 @@ class StageServer:
     def _go_on_after(self, updates: int, sequences: int) -> None:
         self.at(updates)
         if self.text is not None:
-            self.text.consumed = sequences  # of all clusters
+            self.text.consumed = sequences  # counts those of all clusters
 
     def at(self, updates: int) -> None:
-        """The next microbatch is the one behind so many updates."""
+        """The next microbatch is the first one after `updates` updates."""
         self.node.resume(updates * self.config.pipeline.microbatches, updates)
 
     def batches(self, updates: int) -> Iterator[Tensor]:
@@ -241,13 +245,13 @@ class StageServer:
                 yield from self.text.batch().split(self.node.form.sequences)
 
     def evaluate(self) -> float:
-        """The mean loss over the root's validation text. All of the cluster ask together."""
+        """The mean loss over the root's validation text, in nats. All of the cluster call it together."""
         batches = () if self.text is None else self.text.validation_batches()
         return mean_loss(self.node.compute, self.world.stage, batches)
 
     def write_whole(self, out: Path | None) -> None:
-        """Put the one model of its cluster together, at the root, which writes OUT/model.safetensors. All of the
-        cluster ask together.
+        """Gather the cluster's model at the root, which writes OUT/model.safetensors. All of the cluster call it
+        together.
         """
         model = self.config.model
         whole = sketch(model) if self.text is None else on_host(model, self.config.run.seed)
@@ -256,7 +260,7 @@ class StageServer:
             save_model(filled, out / "model.safetensors")
 
     def step(self, stale: int) -> None:
-        """An update by the gradients in place, so many updates old, which are cleared."""
+        """Update by the accumulated gradients, which are at most `stale` updates old, and clear them."""
         config, optimizer = self.config, self.optimizer
         if config.inner.max_norm:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.inner.max_norm)
@@ -268,7 +272,7 @@ class StageServer:
 
     @property
     def tokens(self) -> int:
-        """Read here for the updates taken."""
+        """Tokens read here for the updates done."""
         return 0 if self.text is None else self.updates * self.samples * self.node.form.length
 
     def state_dict(self) -> dict[str, Any]:
@@ -285,7 +289,7 @@ class StageServer:
         """Continue exactly from `state_dict`. ValueError for that of another model or cut."""
         try:
             self.model.load_state_dict(state["model"])
-        except RuntimeError as error:  # torch tells every tensor that does not fit, a line each
+        except RuntimeError as error:  # torch's message has a line for every tensor that does not fit
             raise ValueError(
                 "the checkpoint is of another model, or of other clusters: set [model] and [pipeline] in the run's "
                 "config.toml back to what they were"

@@ -38,7 +38,7 @@ EXTERNAL_SITUATIONS = {
 
 
 def has_rounds(config: Config) -> bool:
-    """Whether its method exchanges now and then, and can do so without whoever is lost."""
+    """Whether its method exchanges in rounds, and can do so without lost workers."""
     if config.method in METHODS:
         return isinstance(config.replicas, OuterConfig)
     return bool(method(config.method).follows_roster)
@@ -94,7 +94,7 @@ class Conflict(NamedTuple):
 
     @property
     def situations(self) -> str:
-        """The situations, but for those in brackets, which say more of what does not go."""
+        """The situations, without those in brackets, which only restrict the rule."""
         return " and ".join(where for where in self.where if not where.startswith("("))
 
     def refused(self, config: Config, changed: dict[str, Any]) -> str | None:
@@ -136,7 +136,7 @@ def wanted(*where: str) -> dict[str, object]:
 
 
 def refuse_conflicts(config: Config, *situations: str) -> None:
-    """Refuse what does not go together.
+    """Refuse settings that do not go together.
 
     Args:
         config: of the run.
@@ -144,7 +144,7 @@ def refuse_conflicts(config: Config, *situations: str) -> None:
             rules of none.
 
     Raises:
-        ValueError: "KEY = VALUE does not go with SITUATIONS: why; mend", of the first rule that applies.
+        ValueError: "KEY = VALUE does not go with SITUATIONS: why; remedy", of the first rule that applies.
     """
     changed = dict(non_defaults(config))
     for rule in conflicts():

@@ -56,8 +56,8 @@ def ending(config: Config, every: int = 1) -> Config:
 
 
 def ending_after(config: Config, replicas: int, step: int) -> Config:
-    """`config`, which goes on with what `replicas` have done in `step` inner steps: with as many as the tokens that are
-    left take it. From here on `run.steps` says so, for tokens are counted from the start.
+    """`config` for a run that resumes with `replicas` replicas after `step` inner steps: run.steps becomes the number
+    that the remaining tokens take. From then on `run.steps` decides, as tokens are counted from the start.
     """
     if not config.run.tokens:
         return config
@@ -247,7 +247,7 @@ def to_toml(config: Config, named: Mapping[str, str] | None = None) -> str:
 
 
 def run_name(config: Config) -> str:
-    """16 hex digits that tell a run from those of any other configuration, wherever it lies and whatever it runs on."""
+    """16 hex digits that identify this configuration, independent of paths and machines."""
     return hashlib.sha256(to_toml(config, {**referenced_names(config), "model.device": ""}).encode()).hexdigest()[:16]
 
 
@@ -303,7 +303,7 @@ def _embedded(name: str) -> Tables:
 
 
 def _inherited(name: str, tables: Tables) -> dict[str, Any]:
-    """Of a method from outside: what the nearest method that its class derives from wants at this size."""
+    """For a method from outside: the settings of the nearest known base class at this size."""
     if name in METHODS:
         return {}
     kind, named = method(name), {method(one): one for one in METHODS}

@@ -1,22 +1,22 @@
-"""Code that a configuration names: whose word it takes to import it, and that it can be used.
+"""Code that a configuration names: when it may be imported, and a check that it can be used.
 
     model.factory = "package.module:function"     replicas.method = "package.module:Class"     `isles.base.parts.CODE`
 
-A CONFIG.toml that somebody gives to a command is that person's word. A run directory is data, and may come from
-anywhere: its names are imported where its own record says that they were typed here,
+A user who passes a CONFIG.toml to a command trusts it. A run directory is data, and may come from anywhere: code that
+it names is imported only if its own record proves that the names were typed on this machine,
 
     RUN/typed.json    {"names": {key: name}, "mac": HMAC-SHA256 of them under HOME/key}
 
-or where a person says `--trust`, which makes that record. HOME/key is 32 random bytes that never leave this user's
+or if the user passes `--trust`, which writes that record. HOME/key is 32 random bytes that never leave this user's
 home.
 
-The files that a run by a plan needs beside its config.toml: copied into the run directory, so that resume needs
-nothing else, also where the run was moved.
+The files that a plan's run needs beside its config.toml are copied into the run directory, so that resume needs nothing
+else, also if the run was moved.
 
     RUN/config.toml      pipeline.skippipe.plan = "plan.json", world.virtual.links = "links.toml"
     RUN/plan.json        RUN/links.toml
 
-A relative name in a configuration file is looked for beside that file first. Loads no torch.
+A relative name in a configuration file is first looked up beside that file. Loads no torch.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _OF_A_RUN = (TYPED, "metrics.jsonl", "summary.json", "model.safetensors", "check
 
 
 def names_in(tables: Mapping[str, Any]) -> dict[str, Any]:
-    """What of a configuration's tables would be imported, and with which arguments it would be called."""
+    """The names in a configuration's tables that would be imported, with the arguments of their calls."""
     found: dict[str, Any] = {}
     for axis, setting in CODE.items():
         keys = (f"{setting.section}.{setting.key}", f"{setting.section}.{setting.options}" if setting.options else "")
@@ -63,12 +63,12 @@ def names_of(config: Config) -> dict[str, Any]:
 
 
 def check_code(config: Config) -> None:
-    """Import the parts of a run that are somebody's own, and make each once; but for a boundary, which wants to know
-    the stream's width first (`isles.pipeline.pipeline.own_boundary`). Loads torch where there are any.
+    """Import a run's own parts, and create each once, except boundaries, which need the stream's width. Loads torch if
+    there are any.
 
     Raises:
-        ValueError: in one line, where one is absent, is no such part, or takes other options; or where they do not go
-            together by what they say of themselves.
+        ValueError: in one line, if one is missing, is no such part, or takes other options; or if they do not go
+            together by their own declarations.
     """
     named, choice = names_of(config), dict(getattr(config.replicas, "choice", {}))
     for axis, (section, key, options, interface, *_) in CODE.items():
@@ -85,8 +85,8 @@ def check_code(config: Config) -> None:
 
 
 def check(path: Path, tables: Mapping[str, Any], *, trust: bool) -> None:
-    """ValueError where the file at `path`, of these tables, is a run's and names what was not typed here. trust: it is
-    imported all the same, from now on.
+    """ValueError if the file at `path`, with these tables, is of a run and names code that was not typed here. trust:
+    it is imported all the same from now on.
     """
     names, run = names_in(tables), path.parent
     if not names or not any((run / name).exists() for name in _OF_A_RUN) or _was_typed(run, names):
@@ -101,7 +101,7 @@ def check(path: Path, tables: Mapping[str, Any], *, trust: bool) -> None:
 
 
 def trust_runs(runs: Iterable[Path]) -> None:
-    """`--trust` for several runs at once: what their config.toml names is imported from now on."""
+    """`--trust` for several runs at once: the code that their config.toml names is imported from now on."""
     for run in runs:
         path = run / "config.toml"
         if path.is_file():
@@ -109,9 +109,7 @@ def trust_runs(runs: Iterable[Path]) -> None:
 
 
 def vouch(run: Path, names: Mapping[str, Any]) -> None:
-    """Note in the run directory that somebody here wants these names imported. Where it cannot be noted, they will be
-    asked for again.
-    """
+    """Record in the run directory that its user trusts these names. If that fails, --trust is needed again."""
     if names:
         with contextlib.suppress(OSError):
             write_text(run / TYPED, json.dumps({"names": names, "mac": _mac(names)}) + "\n")
@@ -131,7 +129,7 @@ def _mac(names: Mapping[str, Any]) -> str:
 
 
 def _key() -> bytes:
-    """This user's, made when it is first needed. OSError where it cannot be kept."""
+    """This user's key, created on first use. OSError if it cannot be saved."""
     path = home() / "key"
     if not path.exists():
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -155,14 +153,14 @@ def referenced_files(config: Config) -> dict[str, Path]:
 
 
 def referenced_names(config: Config) -> dict[str, str]:
-    """What the run's own config.toml says for these settings."""
+    """The values of these settings in the run's own config.toml."""
     return {key: _NAMES[key] for key in referenced_files(config)}
 
 
 @contextmanager
 def settled(config: Config, out: Path) -> Iterator[Config]:
-    """The run that `config` says, by files of its own: those that it names are copied into `out`, which is there, and
-    what happens to them afterwards is no matter. A run that ends before it has written anything leaves no copies.
+    """Context: `config` with its own copies of the files that it names, in the existing directory `out`; later changes
+    of the originals have no effect. A run that ends before it has written anything leaves no copies.
     """
     copied, values = [], {}
     for key, file in referenced_files(config).items():
@@ -181,7 +179,7 @@ def settled(config: Config, out: Path) -> Iterator[Config]:
 
 
 def beside(tables: Mapping[str, Any], folder: Path) -> None:
-    """Name the files that lie in `folder`, where the tables of its configuration file name one of them."""
+    """Resolve file names in the tables of a configuration file that are relative to its `folder`."""
     for where, usual in _NAMES.items():
         table, key = table_of(tables, where)
         name = table.get(key)

@@ -1,8 +1,8 @@
-"""How a worker joins a run whose workers come and go: certificate, session, configuration, data, member id.
+"""How a worker joins an elastic run: certificate, session, configuration, data, member id.
 
 It joins as one worker, or as the workers of an island: the leader of the island has the member id, and the others
-follow it. A joiner takes no path and no code from a lighthouse, nor how its own machine is used: for those it has what
-was typed there (`--set`), or the defaults.
+follow it. A joiner accepts no path and no code from a lighthouse, nor settings of its own machine: for those it uses
+what its user typed (`--set`), or the defaults.
 """
 
 from __future__ import annotations
@@ -54,14 +54,16 @@ from isles.training.elastic.worker import ElasticWorker
 from isles.training.interrupts import first_interrupt, notify_in_handler
 from isles.training.worker import deadlines
 
-_NEEDED = ("model.hf", "model.factory", "data.path", "data.tokenizer")  # without which it would be another run
+_NEEDED = ("model.hf", "model.factory", "data.path", "data.tokenizer")  # a joiner must set these like the lighthouse
 _OWN = (*_NEEDED, "model.options", "model.device", "data.cache", "pipeline.skippipe.plan", "memory.disk")
 _OWN += ("memory.machine", "memory.plan", "world.threads", "world.virtual.links", "world.virtual.inner_links")
 _OWN += ("run.start", "run.loggers")
 
 
 def with_own(theirs: Tables, own: Tables) -> Tables:
-    """The run's configuration for this machine. ValueError where this machine must say more, or says too much."""
+    """The run's configuration for this machine. ValueError if `own` lacks a needed setting, or has one that only the
+    lighthouse may set.
+    """
     for name in _names(own):
         if name not in _OWN:
             raise ValueError(f"--set {name}: only the lighthouse sets this; a joiner may set {', '.join(_OWN)}")
@@ -83,7 +85,7 @@ def _names(tables: Tables, prefix: str = "") -> Iterator[str]:
 
 
 def as_arguments(tables: Tables) -> list[str]:
-    """What is a machine's own of `tables`, for the command of another worker on it."""
+    """The machine's own settings of `tables`, as arguments of a command."""
     found = []
     for name in _OWN:
         table, key = table_of(tables, name)
@@ -92,20 +94,20 @@ def as_arguments(tables: Tables) -> list[str]:
     return found
 
 
-_PATIENCE = 60.0  # seconds to be let in: strangers may take all places at the door
-_MOMENT = 5.0  # seconds of them until a person is told
-_CROWDED = 600.0  # seconds to be given a member where too many come
-_SELDOM = 60.0  # seconds between lines for a person
-_LONGEST = 1 << 20  # bytes of a configuration
+_PATIENCE = 60.0  # seconds to connect: unauthenticated clients may occupy all connections for a while
+_MOMENT = 5.0  # seconds of these until the user is told
+_CROWDED = 600.0  # seconds to get a member id when too many workers join
+_SELDOM = 60.0  # seconds between lines for the user
+_LONGEST = 1 << 20  # most bytes of a configuration
 
 
 @dataclass(frozen=True, kw_only=True)
 class LocalSettings:
-    """What this machine sets for itself.
+    """This machine's own settings.
 
-    own: settings, see `own`. listen: (host, port) of this machine at which other workers reach this one; port 0: any.
-    announced: the address that they are told; "": the one under which the lighthouse sees this machine. apart: ports
-    between one worker of an island and the next. relays: carry there for others. node: what a node of clusters has.
+    own: of the configuration, see `with_own`. listen: (host, port) at which other workers connect to this one; port 0:
+    any. announced: the address that they are sent; "": the one that the lighthouse sees. apart: difference between the
+    ports of an island's workers. relays: whether to relay for others. node: a cluster node's resources.
     """
 
     own: Tables = field(default_factory=dict)
@@ -117,7 +119,9 @@ class LocalSettings:
 
 
 def train(worker: Participant, address: str, notify: Callable[[str], None]) -> str:
-    """Train until the run ends, or this worker leaves it; how it ended, in a line. OSError as `take_part`."""
+    """Train until the run ends, or this worker leaves it; returns how it ended, as a line of text. OSError as in
+    `take_part`.
+    """
     notify(f"in: member {worker.client.member} of {worker.config.method} at {address}, on {worker.trainer.device}")
     end_reason, ended = worker.run(), worker.client.ended
     if end_reason == "left":
@@ -129,7 +133,7 @@ def train(worker: Participant, address: str, notify: Callable[[str], None]) -> s
 
 @dataclass(frozen=True, kw_only=True)
 class RunConnection:
-    """A worker that was let in: its session with the lighthouse, and the run's configuration as it holds here."""
+    """An admitted worker: its session with the lighthouse, and the run's configuration for this machine."""
 
     session: Session
     token: Token
@@ -139,16 +143,16 @@ class RunConnection:
 
     @cached_property
     def corpus(self) -> Corpus:
-        """This machine's text. ValueError where it cannot be read."""
+        """This machine's training text. ValueError if it cannot be read."""
         return load_corpus(self.config.data)
 
     @cached_property
     def own(self) -> Credentials:
-        """This worker's key, and the certificate that others know it by."""
+        """This worker's key and certificate."""
         return credentials.own(self.token.secret, self.folder / "own")
 
     def shown(self, island: IslandGroup) -> tuple[str, ...]:
-        """Fingerprints of the certificates of all of this worker's island; all of it call this together."""
+        """Fingerprints of the certificates of this worker's island; all of its workers call this together."""
         return tuple(text.decode("ascii") for text in island.gather_text(self.own.token.fingerprint.encode("ascii")))
 
 
@@ -161,10 +165,10 @@ def admit(
     notify: Callable[[str], None],
     fit: Callable[[Config], Config] = in_rounds,
 ) -> RunConnection:
-    """Come to the lighthouse, until `stack` ends. fit: the run's configuration as workers here take it; ValueError
-    where they cannot. notify: called with lines for a person.
+    """Connect to the lighthouse, until `stack` ends. fit: checks and adapts the run's configuration; ValueError if it
+    is not for such workers. notify: called with lines of text for the user.
 
-    ValueError, in one line, for what a person can fix; OSError where nobody answers.
+    ValueError, in one line, for what the user can fix; OSError if the lighthouse does not answer.
     """
     host, port = parse_address(address, "HOST:PORT")
     refuse_unknown(host)
@@ -179,15 +183,15 @@ def admit(
 def with_member(
     connection: RunConnection, island: IslandGroup, *, notify: Callable[[str], None]
 ) -> Iterator[Participant]:
-    """A worker that is a member of the run until the block ends, and leads the island `island`. Errors as `admit`."""
+    """Context: a worker that is a member of the run, and leads the island `island`. Errors as in `admit`."""
     session, config = connection.session, connection.config
     is_down, shown_next = False, 0.0
 
     def seen(_: str, there: bool) -> None:
-        """Tell a person when the lighthouse goes out and when it is back. In the session's thread."""
+        """Notify the user when the lighthouse stops answering and when it is back. In the session's thread."""
         nonlocal is_down
         if client.ended is None and there == is_down:
-            message = "the lighthouse does not answer: on without it until it does"
+            message = "the lighthouse does not answer: going on without it until it does"
             notify("the lighthouse is back" if there else message)
             is_down = not there
 
@@ -224,22 +228,22 @@ def with_member(
 def connect(
     stack: ExitStack,
     connection: RunConnection,
-    line: LighthouseClient,
+    client: LighthouseClient,
     island: IslandGroup,
     certificates: Sequence[str],
     *,
     size: int,
     notify: Callable[[str], None],
 ) -> tuple[ElasticTransport, StateServer]:
-    """Connect the worker whose line to the lighthouse `line` is with those of other members, until `stack` ends: over
-    what it talks to them, and what serves them its states.
+    """Connect a worker with those of other members, until `stack` ends; returns the transport to them, and the server
+    of this worker's states.
 
-    It listens where this machine's user has said. island: its island, of which `certificates` are. size: workers of the
-    world that it begins in. ValueError where the address to listen at cannot be had.
+    client: of the lighthouse. island: its island, with these `certificates`. size: workers of the world at the
+    start. ValueError if the address to listen at is not available.
     """
-    session, entry, here, island_rank = connection.session, line.entry, connection.here, island.island_rank
+    session, entry, here, island_rank = connection.session, client.entry, connection.here, island.island_rank
     torch.set_num_threads(connection.config.world.start_threads)
-    stack.callback(line.close)
+    stack.callback(client.close)
     pairs = PeerConnections(
         session,
         entry,
@@ -259,60 +263,60 @@ def connect(
         session,
         entry.member,
         size,
-        on_lost=lambda member: line.connection(member, broken=True),
-        on_back=lambda member: line.connection(member, broken=False),
-        suspect=line.suspect,
+        on_lost=lambda member: client.connection(member, broken=True),
+        on_back=lambda member: client.connection(member, broken=False),
+        suspect=client.suspect,
         peers=pairs,
         island_rank=island_rank,
         beside=None if island.mesh is None else island.mesh.transport,
         connections=connection.config.world.elastic.connections,
     )
     stack.callback(transport.close)
-    line.transfers, line.meets = transport, pairs.meet
-    island.failed = failure_notifier(line, island_rank, island.size)
+    client.transfers, client.meets = transport, pairs.meet
+    island.failed = failure_notifier(client, island_rank, island.size)
     pairs.start(transport)
     if not island_rank:
         seen = f"; the lighthouse sees it at {pairs.seen}" if pairs.seen else ""
         notify(f"this worker's fingerprint: {spoken(identity_of(certificates))}{seen}")
 
     def lost(state_server: str) -> bool:
-        return state_server.isdecimal() and line.lost(int(state_server))
+        return state_server.isdecimal() and client.lost(int(state_server))
 
     transfers = StateServer(
-        session, server_name(entry.member, island_rank), notify, lost=lost, changed=line.changed, peer_keys=pairs
+        session, server_name(entry.member, island_rank), notify, lost=lost, changed=client.changed, peer_keys=pairs
     )
     stack.callback(transfers.close)
     return transport, transfers
 
 
 def _opened(token: Token, address: str, notify: Callable[[str], None]) -> Session:
-    """A session with the lighthouse, which may be starting again, or busy with strangers. OSError, in one line, where
-    it does not let this machine in.
+    """A session with the lighthouse, which may be restarting, or busy with unauthenticated clients. OSError, in one
+    line, if it does not accept this machine.
     """
     try:
         return open_session(token, address, _MOMENT)
     except LinkLost as error:
-        notify(f"no way into the run at {address} yet ({error}); trying for {_PATIENCE:g} s")
+        notify(f"cannot connect to the run at {address} yet ({error}); trying for {_PATIENCE:g} s")
     try:
         return open_session(token, address, _PATIENCE)
     except LinkLost as error:
-        hint = "is the lighthouse running, at this address, is its port open, and the token whole?"
+        hint = "is the lighthouse running, at this address, is its port open, and the token complete?"
         if isinstance(error.__cause__, SecretRefused):
-            hint = "copy the whole token once more, or try again: it may be busy with strangers"
-        raise OSError(f"no way into the run at {address} within {_PATIENCE:g} s ({error}): {hint}") from None
+            hint = "copy the whole token once more, or try again: it may be busy with other clients"
+        raise OSError(f"cannot connect to the run at {address} within {_PATIENCE:g} s ({error}): {hint}") from None
 
 
 def _asked(session: Session, key: str, value: bytes) -> bytes:
-    """The lighthouse's answer. RendezvousFailed where there is none."""
+    """The lighthouse's answer. RendezvousFailed if there is none."""
     answer = ask(session, key, value)
     if answer is None:
-        raise RendezvousFailed("the lighthouse let this worker in, and does not answer; look at what it prints")
+        raise RendezvousFailed("the lighthouse accepted this worker, but does not answer; look at what it prints")
     return answer
 
 
 def _configuration(text: bytes, here: LocalSettings, fit: Callable[[Config], Config]) -> Config:
-    """The run's configuration, for this machine. ValueError for one that is damaged, or that names code: what another
-    machine says is data, and nothing of it is imported. Further ones as `with_own`.
+    """The run's configuration, for this machine. ValueError for one that is damaged, or that names code: nothing that
+    another machine sends is imported. Others as in `with_own`.
     """
     if len(text) > _LONGEST:
         raise ValueError("the lighthouse's configuration is too long to be one")
@@ -323,7 +327,7 @@ def _configuration(text: bytes, here: LocalSettings, fit: Callable[[Config], Con
     except ValueError as error:
         raise ValueError(f"the lighthouse's configuration is damaged: {printable(str(error), 100)}") from None
     for key, value in names_in(tables).items():
-        if not key.startswith("model."):  # which `with_own` takes from this machine alone
+        if not key.startswith("model."):  # `with_own` takes these only from this machine
             raise ValueError(
                 f"the run's {key.rpartition('.')[2]} is code of its own, {printable(str(value), 100)}, and a worker "
                 "that joins imports nothing of that kind: use isles train --nodes"
@@ -332,10 +336,10 @@ def _configuration(text: bytes, here: LocalSettings, fit: Callable[[Config], Con
 
 
 def member_of(session: Session, corpus: str, certificates: tuple[str, ...], notify: Callable[[str], None]) -> Entry:
-    """Ask to become a member, and wait where too many ask. corpus: SHA-256 of this machine's text. certificates:
-    see `Hello`.
+    """Request a member id, and wait while too many workers do. corpus: SHA-256 of this machine's training text.
+    certificates: see `Hello`.
 
-    ValueError, in one line, where this worker is refused; OSError where it has waited too long.
+    ValueError, in one line, if this worker is refused; OSError if it has waited too long.
     """
     hello = encode(Hello(__version__, corpus, session.name(), certificates))
     until = time.monotonic() + _CROWDED
@@ -354,14 +358,14 @@ def member_of(session: Session, corpus: str, certificates: tuple[str, ...], noti
     return answer
 
 
-_FAR = 1 << 40  # rounds: the leader knows the last one
+_FAR = 1 << 40  # a follower's last round: only the leader knows the real one
 
 
 def take_part(address: str, token: Token, here: LocalSettings, *, notify: Callable[[str], None]) -> str:
-    """Join the run at `address`, and train until it ends or this worker is told to leave; how it ended, in a line.
-    Where the run is one of islands this starts the workers of one, in processes of their own.
+    """Join the run at `address`, and train until it ends or this worker is asked to leave; returns how it ended, as a
+    line of text. In a run of islands this starts all workers of one island, in processes of their own.
 
-    Arguments and errors as `admit`; OSError also where the run goes on without this worker.
+    Arguments and errors as in `admit`; OSError also if the run goes on without this worker.
     """
     with ExitStack() as stack:
         connection = admit(stack, address, token, here, notify=notify)
@@ -381,8 +385,8 @@ def _leave(worker: Participant) -> None:
 
 
 def _as_island(config: Config, where: tuple[str, Token, LocalSettings]) -> str:
-    """All workers of an island, in processes of their own; how it ended. OSError where one of them is lost: the island
-    leaves the run then.
+    """Run all workers of an island, in processes of their own; returns how it ended. OSError if one of them is lost:
+    the island then leaves the run.
     """
     inner, threads = config.world.inner, config.world.start_threads
     pool = LocalWorkers(island_worker, inner, args=where, threads=threads, deadlines=deadlines(config))
@@ -396,7 +400,7 @@ def _as_island(config: Config, where: tuple[str, Token, LocalSettings]) -> str:
 
 
 def island_worker(world: Mesh, address: str, token: Token, here: LocalSettings) -> str:
-    """What each process of an island does; the leader's result says how it ended."""
+    """The main function of each process of an island; the leader returns how it ended."""
     if world.rank == 0:
         with leading(world, address, token, here) as worker:
             return train(worker, address, _notify)
@@ -406,7 +410,7 @@ def island_worker(world: Mesh, address: str, token: Token, here: LocalSettings) 
 
 @contextmanager
 def leading(world: Mesh, address: str, token: Token, here: LocalSettings) -> Iterator[Participant]:
-    """The leader of an island, in its member until the block ends. Errors as `admit`."""
+    """Context: the leader of an island, as a member of the run. Errors as in `admit`."""
     with ExitStack() as stack:
         connection = admit(stack, address, token, here, notify=_notify)
         island = IslandGroup(world, connection.config.world.outer_deadline)
@@ -414,24 +418,24 @@ def leading(world: Mesh, address: str, token: Token, here: LocalSettings) -> Ite
 
 
 def follow(world: Mesh, address: str, token: Token, here: LocalSettings) -> None:
-    """Be another worker of an island, until its leader says that this is the end. Errors as `admit`."""
+    """Run another worker of an island, until its leader ends. Errors as in `admit`."""
     with ExitStack() as stack:
         connection = admit(stack, address, token, here, notify=_notify)
         island = IslandGroup(world, connection.config.world.outer_deadline)
         config, session = connection.config, connection.session
         certificates = connection.shown(island)
-        decision = island.next_decision(lambda: Decision(kind="end"))  # never asked: the leader decides
+        decision = island.next_decision(lambda: Decision(kind="end"))  # the argument is used at the leader only
         if decision.kind != "member":
             raise Malformed(0, "the leader of this island has no member")
-        line = FollowerClient(session, Entry(decision.member, decision.key), island.island_rank)
+        client = FollowerClient(session, Entry(decision.member, decision.key), island.island_rank)
         transport, transfers = connect(
             stack,
             connection,
-            line,
+            client,
             island,
             certificates,
             size=config.replicas_in_all,
-            notify=lambda line: _notify(f"place {island.island_rank}: {line}"),
+            notify=lambda line: _notify(f"island rank {island.island_rank}: {line}"),
         )
         worker = ElasticWorker(
             config,

@@ -1,13 +1,13 @@
-"""What a worker, or the leader of an island, decides in a run whose workers come and go.
+"""The decisions of a worker, or of the leader of an island, in a run that workers join and leave.
 
-    bootstrap     load the state that the lighthouse names (as drawn, the same everywhere, where there is none), and
-                  wait for the first round while the others go on. Pairs and groups then load a newer state if that one
-                  is old; where all land one mean, the rounds in between are landed from the donor's log
-    rounds        read the round's data slice, take its inner steps, exchange at its end
-    called back   the lighthouse names another state: give up the own one, and bootstrap again
-    end           offer the model, evaluate the run's where asked, and wait for the end of the run
+    bootstrap     load the state that the lighthouse names (the initial weights, equal everywhere, if there is none),
+                  and wait for the first round while the others train. With pairs and groups, load a newer state if
+                  that one is old; if all land the same mean, land the rounds in between from the donor's log
+    rounds        read the round's data slice, do its inner steps, exchange at its end
+    called back   the lighthouse names another state: discard the current one, and bootstrap again
+    end           publish the model, evaluate the run's model on request, and wait for the end of the run
 
-A worker that is asked for its state copies it right after a landing, when nothing is under way.
+A worker whose state is requested copies it right after a landing, when no exchange is in flight.
 """
 
 from __future__ import annotations
@@ -47,15 +47,17 @@ from isles.training.elastic.worker import Decisions, ElasticWorker
 from isles.training.worker import deadlines
 
 SLOW = 60.0
-"""Seconds without a piece of a state, beyond two rounds of its donor, until another one is asked for."""
-_TRIES = 3  # to have the state that the lighthouse keeps
-_MOMENT = 0.25  # seconds for a state to come once it is copied
-_AHEAD = 2  # rounds before its first one in which a worker of pairs and groups asks for a newer state
+"""Seconds without a part of a state, beyond two rounds of its donor, until another donor is requested."""
+_TRIES = 3  # to fetch the lighthouse's state
+_MOMENT = 0.25  # seconds for a state to arrive once it is copied
+_AHEAD = 2  # rounds before its first one in which a worker of pairs or groups requests a newer state
 
 
 @dataclass
 class Bootstrap:
-    """states: what was taken. leaving: set once this worker is to leave. agrees: whether all land one mean."""
+    """Gets this worker's first state. states: loads it. leaving: set when this worker is asked to leave. agrees:
+    whether all land the same mean.
+    """
 
     client: MembershipClient
     transport: Transport
@@ -63,11 +65,11 @@ class Bootstrap:
     leaving: threading.Event
     notice: Callable[[str], None]
     agrees: bool
-    _has: int = 0  # the round of the state that was taken last
-    _tries: int = 0  # to have the one that the lighthouse keeps, in succession
+    _has: int = 0  # the round of the last loaded state
+    _tries: int = 0  # successive failures to fetch the lighthouse's state
 
     def with_state(self, load: Load) -> Decisions[int | None]:
-        """Take the state that the lighthouse names. The first round with it; None where there is none now."""
+        """Load the state that the lighthouse names; returns the first round with it, or None if that failed."""
         if not (yield from self._take(load)):
             return None
         round = yield from self._first(ahead=0 if self.agrees else _AHEAD)
@@ -80,7 +82,7 @@ class Bootstrap:
         return round
 
     def _take(self, load: Load) -> Decisions[bool]:
-        """Begin with the state that the lighthouse names; False where it did not come."""
+        """Load the state that the lighthouse names; False if the transfer failed."""
         try:
             patience = SLOW + 2 * load.seconds
             self._has, left_out = yield Decision(kind="load", donor=load.donor, seconds=patience)
@@ -95,21 +97,23 @@ class Bootstrap:
         return True
 
     def _ask_again(self, donor: int, why: StateUnavailable) -> None:
-        """For another state. To begin anew where the lighthouse keeps one would throw away what the run has learned:
-        RendezvousFailed where that one does not come.
+        """Request another state. Initial weights in place of the lighthouse's state would discard the training so far,
+        so RendezvousFailed if that one cannot be fetched.
         """
         self._tries += donor < 0
         if self._tries == _TRIES:
             raise RendezvousFailed(
-                f"the state that the lighthouse keeps could not be begun with ({why}): join again, and where that "
-                "does not help look at RUN/states there"
+                f"the state that the lighthouse saved could not be loaded ({why}): join again, and if that does not "
+                "help look at RUN/states there"
             )
-        whose = "that the lighthouse keeps" if donor < 0 else f"of worker {donor}"
-        self.notice(f"the state {whose} could not be fetched ({why}): asking again")
+        whose = "that the lighthouse saved" if donor < 0 else f"of worker {donor}"
+        self.notice(f"could not fetch the state {whose} ({why}): asking for another")
         self.client.reload()
 
     def _first(self, ahead: int = 0) -> Decisions[int | None]:
-        """The first round of this worker, once others are in it, or `ahead` rounds before it. None: it has none now."""
+        """Wait until the others are in this worker's first round, or `ahead` rounds before it; returns that round, or
+        None if it has none any more.
+        """
         round, client = None, self.client
         while round is None and not client.is_called and client.ended is None and not self.leaving.is_set():
             yield Decision(kind="idle")
@@ -117,9 +121,10 @@ class Bootstrap:
         return round
 
     def _freshens(self, load: Load, round: int) -> Decisions[bool]:
-        """The others went on while this worker waited for its first round: an old state would draw them back, so it
-        takes the one that the donor has at the end of the round before. Not for long: in that first round others wait
-        for this worker, and perhaps the donor does, who gives nothing meanwhile. False where it has no state any more.
+        """Load a newer state if the others have gone on while this worker waited for its first round: an exchange with
+        an old one would set them back. It is the donor's at the end of the round before. The wait is short, as in the
+        first round others wait for this worker, perhaps also the donor, which copies no state meanwhile. False if this
+        worker has no valid state any more.
         """
         if load.donor < 0 or round - self._has <= FRESH:
             return True
@@ -127,22 +132,22 @@ class Bootstrap:
         try:
             self._has, _ = yield Decision(kind="load", donor=load.donor, seconds=slow, round=round - 2, wait=wait)
         except StateRejected as why:
-            self.notice(f"a newer state of worker {load.donor} is invalid ({why}): another state is asked for")
+            self.notice(f"a newer state of worker {load.donor} is invalid ({why}): asking for another")
             self.client.reload()
             return False
         except StateUnavailable as why:
-            self.notice(f"a newer state of worker {load.donor} could not be fetched ({why}): the previous one is used")
+            self.notice(f"could not fetch a newer state of worker {load.donor} ({why}): using the previous one")
         return True
 
     def _catches_up(self, load: Load, round: int) -> Decisions[bool]:
-        """Where all land one mean this worker lands those of the rounds before its first, or is of no use."""
+        """If all land the same mean, land those of the rounds before the first; False if that fails."""
         if load.donor < 0 or not self.agrees:
             return True
         donor, patience = load.donor, SLOW + 2 * load.seconds
         try:
             left_out = yield Decision(kind="catch up", donor=donor, round=self._has + 1, until=round, seconds=patience)
         except StateUnavailable as why:
-            self.notice(f"worker {donor}'s landings could not be fetched ({why}): another state is asked for")
+            self.notice(f"could not fetch the means from worker {donor} ({why}): asking for another state")
             self.client.reload()
             return False
         self.client.leaves_out(left_out)
@@ -162,22 +167,22 @@ class Bootstrap:
         self.client.report({"start": asdict(record)})
 
 
-_WAIT = 5.0  # seconds between looks at whether the run has ended
-_MOST_PUT_OFF, _LONGEST_OUTAGE = 10, 600.0  # rounds, and seconds, that nothing lands until a worker gives up
+_WAIT = 5.0  # seconds between two checks whether the run has ended
+_MOST_PUT_OFF, _LONGEST_OUTAGE = 10, 600.0  # rounds, and seconds, without a landing until a worker gives up
 
 EndReason = Literal["finished", "left", "over", "again"]
 
 
 class Participant:
-    """One worker, or the leader of an island, from its first state to the end of the run: it decides what its member
-    does (`decisions`), and does its own part in that (`worker`).
+    """One worker, or the leader of an island, from its first state to the end of the run: it decides for its member
+    (`decisions`), and carries out its own part (`worker`).
 
-    client: asks the lighthouse. transport, transfers: between members; the caller closes them. folder: for files on
-    their way. notice: called with a line for a person. island: the workers of the island that this worker leads, of
-    which what they count is reported beside the metrics (`ElasticWorker.counted`); None: on the virtual clock. shown:
-    called with each line of metrics.
+    client: of the lighthouse. transport, transfers: between members; the caller closes them. folder: for temporary
+    files. notice: called with a line of text for the user. island: the workers of the island that this worker leads;
+    their counters are reported with the metrics (`ElasticWorker.counted`); None: on the virtual clock. shown: called
+    with each line of metrics.
 
-    leaving: set it, and the worker leaves: after the round under way, at once where it waits for its first one.
+    leaving: set it to make the worker leave: after the current round, or at once if it waits for its first one.
     """
 
     def __init__(
@@ -198,11 +203,11 @@ class Participant:
         self.config, self.client, self.transport, self.transfers = config, client, transport, transfers
         self.folder, self.leaving, self.notice = folder, leaving or threading.Event(), notice
         self._asked_to_leave = False
-        self._spare = 0  # batches read out of turn
+        self._spare = 0  # batches read outside of the data slices
         self._agrees = lands_together(config)
-        self._tried = 0  # the newest round whose cell was read
-        self._put_off = 0  # rounds in succession
-        self._late = 0  # rounds that it was late for, until the last one
+        self._tried = 0  # the newest round whose data slice was read
+        self._put_off = 0  # successive postponed rounds
+        self._late = 0  # rounds so far for which it was late
         self._landed_at = 0.0
         alone = Group(transport, (client.member,), "outer", deadlines(config), Ledger())
         self._island = island or IslandGroup()
@@ -231,7 +236,7 @@ class Participant:
         return self._end_reason if self.client.ended is None or self._end_reason != "again" else "over"
 
     def decisions(self) -> Decisions[None]:
-        """What this member does, until its end."""
+        """The member's decisions, until its end."""
         client = self.client
         while self._end_reason == "again" and client.ended is None:
             if self.leaving.is_set() and not self._asked_to_leave:
@@ -254,7 +259,7 @@ class Participant:
         yield from self._enter(round, (round - 1) * every)
         while not self._is_done(round):
             if client.is_called:
-                yield Decision(kind="over", round=client.state.earliest() - 1)  # nobody waits for its part in them
+                yield Decision(kind="over", round=client.state.earliest() - 1)  # its exchanges in these are cancelled
                 return "again"
             if client.ended is not None:
                 return "left" if self.leaving.is_set() else "over"
@@ -267,12 +272,12 @@ class Participant:
 
     @property
     def _last(self) -> int:
-        """The run's last round, as far as it is known here."""
+        """The run's last round, as known from the newest view."""
         views = self.client.state.views
         return last_round(self.config, views[max(views)] if views else None)
 
     def _is_done(self, round: int) -> bool:
-        """Whether the run ends before `round`. A view that is on its way may put its end off."""
+        """Whether the run ends before `round`. With run.tokens a coming view may still move its end."""
         if self.config.run.tokens and round > self._last:
             self.client.wait(lambda: self.client.state.group(round).decided or self.client.is_over, _WAIT)
         return round > self._last
@@ -284,8 +289,8 @@ class Participant:
         yield Decision(kind="enter", round=round, steps=steps, began_at=began_at)
 
     def _round(self, round: int, every: int) -> Decisions[int]:
-        """One round: its steps, of which the last one exchanges. How many rounds are over then; 0 where it is put off:
-        then more steps come.
+        """Do the inner steps of a round; the last one exchanges. Returns the number of completed rounds, 0 if the
+        exchange is postponed: then more steps follow.
         """
         client, view = self.client, self.client.start_round(round)
         index = None if view is None else view.index(client.member)
@@ -293,7 +298,7 @@ class Participant:
         slice_view, spare = None if round == self._tried else view, self._spare
         self._tried = round
         read = () if slice_view is None else tuple(batches(client.state.views, slice_view, round, cast(int, index)))
-        done, began = round * every - steps, self._computed()  # whoever takes fewer steps counts as the others
+        done, began = round * every - steps, self._computed()  # all end a round at the same step count
         yield Decision(kind="train", round=round, steps=done, slices=read, spare=spare)
         seconds = max(self._computed() - began, 0.0)
         if slice_view is None:
@@ -324,7 +329,7 @@ class Participant:
         return 1
 
     def _outcome(self, round: int, *, is_put_off: bool) -> tuple[tuple[int, ...], str]:
-        """(who took part in the exchange of `round`, what became of it), as a `RoundRecord` has them."""
+        """(members of the exchange of `round`, its outcome), as in a `RoundRecord`."""
         if is_put_off:
             return (self.client.member,), ALONE
         members, outcome = self.leader.outcome(round)
@@ -334,8 +339,8 @@ class Participant:
         return members, outcome
 
     def _report_metrics(self, round: int, *, is_first: bool) -> Decisions[None]:
-        """A line of metrics, where one is due. is_first: this worker is the first of its view, which validates where
-        that is due; the last round's is that of the whole run's model.
+        """Report metrics if they are due. is_first: this worker is the first of its view, which also validates; after
+        the last round the run's model is validated instead.
         """
         loss = None
         if is_first and round < self._last and self._passes(round, self.config.run.validate_every):
@@ -349,8 +354,8 @@ class Participant:
             yield Decision(kind="over", round=round)
 
     def _skipped(self, round: int) -> int:
-        """How many rounds are over. More than one where this worker was late: what it had was delivered into a later
-        round, so those up to there are over too.
+        """Number of completed rounds. More than one if this worker was late: its share went into a later round, and
+        those before it are completed too.
         """
         over = self.optimizer.fragments[0].rounds - round + 1
         for other in range(round + 1, round + over):
@@ -358,10 +363,10 @@ class Participant:
         return over
 
     def _landed(self, round: int) -> None:
-        """A mean for which a quorum was enough has landed, between two inner steps or at the end of a round."""
+        """Called when a quorum's mean has landed, between two inner steps or at the end of a round."""
         self.worker.catch_up_log.landed(round, self.client.left_out())
         shown = self.optimizer.evaluation_weights() if any(self.worker.states.wanted()) else nullcontext()
-        with shown:  # the anchors, for what was learned since is this worker's own
+        with shown:  # copy the anchors: the inner steps since then are only this worker's
             self.worker.copy(round, self.client.left_out())
 
     def _missed(self, decision: RoundDecision) -> MissedMean | None:
@@ -370,8 +375,8 @@ class Participant:
         return missed(self.optimizer, self.transfers, decision, path, seconds, self.client.lost)
 
     def _is_put_off(self, round: int) -> bool:
-        """Whether `round`, which all are to land together, did not land because the lighthouse could not be asked.
-        RendezvousFailed where nothing has landed for too long.
+        """Whether `round`, which all land together, was postponed because the lighthouse did not answer.
+        RendezvousFailed if no round has landed for too long.
         """
         if not self._agrees or self.optimizer.fragments[0].rounds >= round:
             self._put_off, self._landed_at = 0, self.transport.now()
@@ -380,13 +385,13 @@ class Participant:
         waited = self.transport.now() - self._landed_at
         if self._put_off > _MOST_PUT_OFF and waited > _LONGEST_OUTAGE and not self.client.is_called:
             raise RendezvousFailed(
-                f"no round could land for {waited:.0f} s: the lighthouse does not answer; isles resume RUN restarts "
-                "it there, and isles join brings this worker back"
+                f"no round could land for {waited:.0f} s: the lighthouse does not answer; start it again there with "
+                "isles resume RUN, then join again with isles join"
             )
         return True
 
     def _computed(self) -> float:
-        """Seconds so far in which this worker neither waited for others nor was stopped."""
+        """Seconds so far in which this worker neither waited for others nor was paused."""
         seconds = self.trainer.step_clock.reading()
         return seconds - self.transport.traffic.total("blocked_seconds", "outer") - self.client.waited
 
@@ -396,12 +401,12 @@ class Participant:
                 self.client.report({name: counts})
 
     def _passes(self, round: int, number: int) -> bool:
-        """Whether one of the inner steps of `round` is a multiple of `number`; 0: never."""
+        """Whether an inner step of `round` is a multiple of `number`; 0: never."""
         every = sync_every(self.config)
         return number > 0 and (round * every) // number > ((round - 1) * every) // number
 
     def _leaves(self, round: int) -> bool:
-        """Whether this worker leaves before `round`: the first one of a view without it."""
+        """Whether this worker leaves before `round`: a view from that round on excludes it, or run.grace is over."""
         island = self._island.mesh
         if island is not None and island.stop_here(round - 1):
             self.leaving.set()
@@ -418,7 +423,7 @@ class Participant:
     # The end
 
     def _conclude(self) -> Decisions[None]:
-        """Offer this worker's model, and judge the run's where the lighthouse asks for it; until the run is over."""
+        """Publish this worker's model, and evaluate the run's model on request, until the run is over."""
         result = yield Decision(kind="conclude")
         self.transfers.publish(MODEL, self.folder / "model.safetensors", {})
         yield from self._report_counts()
@@ -440,12 +445,12 @@ class Participant:
         try:
             self.transfers.fetch(FetchRequest(source=LIGHTHOUSE, what=MODEL, most=1 << 62, seconds=SLOW), path)
         except StateUnavailable as why:
-            self.notice(f"the one model could not be fetched ({why}): it is not evaluated")
+            self.notice(f"could not fetch the run's model ({why}): it is not evaluated")
             return
         self.client.report({"evaluated": self.worker.evaluate(path)})
 
     def _report(self, event: Any) -> None:
-        """What the trainer tells whoever started it: lines of metrics go to the lighthouse, words to the user."""
+        """Handle the trainer's events: metrics go to the lighthouse, notices to the user."""
         if "notice" in event:
             self.notice(event["notice"])
         elif "step" in event and "loss" in event:

@@ -1,4 +1,4 @@
-"""What the summary of every run says whose workers come and go, from what the run has left on record."""
+"""The summary's entries of elastic runs, from the run's records."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def elastic_metrics(
     last: int,
     computed: float | None = None,
 ) -> ElasticSummary:
-    """membership: at the end of the run, whose last round was `last`. computed: seconds of computing of all workers;
-    None: those of the rounds that somebody heard of.
+    """membership: at the end of the run, whose last round was `last`. computed: compute seconds of all workers; None:
+    those of the reported rounds.
     """
     done, counted = ledger(records), membership.read(last + 1)
     seconds = done.seconds if computed is None else computed
@@ -66,7 +66,7 @@ def views_of(journal: Iterable[Mapping[str, Any]]) -> dict[int, View]:
 
 
 def repeated(journal: Iterable[Mapping[str, Any]], records: Iterable[RoundRecord | StartRecord]) -> int:
-    """Inner steps whose batch somebody had read before, as far as anybody heard of both."""
+    """Inner steps whose batch was read before, as far as both were reported."""
     views = views_of(journal)
     read, count = set[int](), 0
     for record in records:

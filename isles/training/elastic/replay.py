@@ -1,10 +1,9 @@
-"""A run whose workers came and went, done again from its record, on the virtual clock: the same weights, bit for bit.
+"""Replay of a run that workers joined and left, from its record, on the virtual clock: the same weights, bit for bit.
 
-The record is another source of decisions (`rounds.decision`): whose state each worker began with, which
-view it read by, with whom each exchange was whole, and which were not, are as `RUN/members.jsonl` and
-`RUN/exchanges.jsonl` say. What obeys them is the worker of a run (`worker.ElasticWorker`). Between workers there is no
-time: each waits for what it used. A worker whose work others have used in a round that it did not live to tell of does
-that round too.
+The decisions (`isles.membership.rounds.Decision`) come from `RUN/members.jsonl` and `RUN/exchanges.jsonl`: the state
+that each worker started from, the view by which it read, and the members and outcome of each exchange. The worker that
+carries them out is that of a run (`worker.ElasticWorker`). Timing plays no part: each worker waits for what it used. If
+others used the share of a worker that was lost before it reported the round, the worker does that round too.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ _LOST = "PeerLost"
 
 @dataclass(frozen=True)
 class RecordedIncarnation:
-    """A worker from one state that it began with to the next. rounds: in their order."""
+    """A worker from one loaded state to the next. rounds: in order."""
 
     start: StartRecord
     rounds: list[RoundRecord] = field(default_factory=list)
@@ -57,7 +56,7 @@ class ReplayLog:
     views: Mapping[int, View]
 
     def record(self, member: int, round: int) -> RoundRecord | None:
-        """The last time that `member` was in `round`."""
+        """The last record of `member` in `round`."""
         found = (
             record
             for incarnation in self.incarnations.get(member, ())
@@ -70,9 +69,9 @@ class ReplayLog:
 def replay_log(
     entries: Iterable[Mapping[str, Any]], records: Iterable[RoundRecord | StartRecord], *, agrees: bool
 ) -> ReplayLog:
-    """Of the journal's entries and the lines of exchanges. agrees: of a method of one mean for all.
+    """Build the log from the journal's entries and the records of exchanges. agrees: whether all land the same mean.
 
-    ValueError, in one line, for what cannot be repeated.
+    ValueError, in one line, for a run that cannot be replayed.
     """
     incarnations: dict[int, list[RecordedIncarnation]] = {}
     for record in records:
@@ -80,8 +79,8 @@ def replay_log(
         if isinstance(record, StartRecord):
             if record.donor < 0 and record.has:
                 raise ValueError(
-                    f"worker {record.member} began with a state from the lighthouse's disk, which is not kept: only "
-                    "runs that never lost all of their workers can be repeated"
+                    f"worker {record.member} began with a state from the lighthouse's disk, which is deleted by now: "
+                    "only runs that never lost all of their workers can be repeated"
                 )
             own.append(RecordedIncarnation(record))
         elif own:
@@ -95,7 +94,7 @@ def replay_log(
 
 
 def _landed(incarnation: RecordedIncarnation) -> RecordedIncarnation:
-    """Without rounds at the end that were put off, whose work is in nobody's weights."""
+    """Drop postponed rounds at the end, which are in no other worker's weights."""
     rounds = list(incarnation.rounds)
     while rounds and rounds[-1].outcome == ALONE:
         rounds.pop()
@@ -109,7 +108,7 @@ def _landed(incarnation: RecordedIncarnation) -> RecordedIncarnation:
 
 
 def _add_unreported(replay_log: ReplayLog, *, agrees: bool) -> None:
-    """Add the rounds that only others tell of."""
+    """Add the rounds that a lost worker did not report, from the records of the others."""
     for own in list(replay_log.incarnations.values()):
         for record in [record for incarnation in own for record in incarnation.rounds if record.outcome == WHOLE]:
             for member in record.members:
@@ -130,13 +129,13 @@ def _ends_before(incarnation: RecordedIncarnation, round: int) -> bool:
     return done == round - 1
 
 
-_FOREVER = 1e9  # seconds of the virtual clock: what is on record comes
+_FOREVER = 1e9  # seconds of the virtual clock: everything on record arrives
 
 
 def repeat(config: Config, run: Path, out: Path, on_notice: Callable[[str], None]) -> list[int]:
-    """Do the run in `run`, of `config`, again; write its one model to the file `out`. Whose mean it is.
+    """Replay the run in `run`, of `config`, and write its model to the file `out`; returns the members of that mean.
 
-    ValueError, in one line, for a run that cannot be repeated.
+    ValueError, in one line, for a run that cannot be replayed.
     """
     entries, records = recorded(run)
     if not records or not any(entry["event"] == "view" for entry in entries):
@@ -192,7 +191,9 @@ def repeat(config: Config, run: Path, out: Path, on_notice: Callable[[str], None
 def _decisions(
     config: Config, worker: ElasticWorker, leader: RecordedLeader, transfers: RecordedTransfer, last: int
 ) -> Decisions[None]:
-    """Life after life, as they are on record. ValueError where a round comes to something else than it did."""
+    """The recorded decisions of a worker, incarnation by incarnation. ValueError if a round has another outcome than
+    on record.
+    """
     every, views, spare = sync_every(config), leader.replay_log.views, 0
     done: RoundRecord | None = None
     for incarnation in leader.incarnations:
@@ -207,7 +208,7 @@ def _decisions(
                 )
         for done in incarnation.rounds:
             round, view = done.round, views.get(done.view)
-            if round != expected:  # the first one, or it went over some
+            if round != expected:  # the first round, or rounds were skipped
                 steps = (round - 1) * every
                 began_at = steps if worker.states.lacks_moments else None
                 yield Decision(kind="enter", round=round, steps=steps, began_at=began_at)
@@ -231,17 +232,17 @@ def _decisions(
 
 
 class RecordedLeader(RoundLeader):
-    """Decides of each round as is on record of the life that it is in. alone: see `RoundLeader`."""
+    """Decides each round by the record of the current incarnation. alone: see `RoundLeader`."""
 
     mixing: Mixing
     incarnation: RecordedIncarnation
 
     def __init__(self, made: ReplayLog, alone: Group) -> None:
-        super().__init__(cast(Any, None), alone)  # nobody is asked
+        super().__init__(cast(Any, None), alone)  # no client: there is no lighthouse
         self.replay_log, self.incarnations = made, made.incarnations.get(self.member, ())
 
     def exchange(self, round: int) -> Decision:
-        """In the newest view in which those who exchanged met; this worker alone where the other one was not there."""
+        """Exchange in the newest view that pairs the recorded members; without a partner if that one took no part."""
         self.note_begun(round)
         view, members = self._met(round)
         return Decision(kind="exchange", round=round, members=members, view=max(view, 0), seconds=_FOREVER)
@@ -269,7 +270,7 @@ class RecordedLeader(RoundLeader):
         return next((record for record in self.incarnation.rounds if record.round == round), None)
 
     def _sends(self, member: int, record: RoundRecord) -> bool:
-        """Whether `member` took part in the exchange of that line."""
+        """Whether `member` took part in the exchange of `record`."""
         other = self.replay_log.record(member, record.round)
         return other is not None and sorted(other.members) == sorted(record.members)
 
@@ -281,7 +282,7 @@ class RecordedLeader(RoundLeader):
         return len(members) <= 1 or (record is not None and record.outcome == WHOLE)
 
     def report_peer(self, round: int, error: CommError) -> None:
-        """Nothing follows from it."""
+        """Ignored: outcomes come from the record."""
 
     def start_round(self, round: int) -> Decision:
         view, members = self._met(round)
@@ -298,7 +299,7 @@ class RecordedLeader(RoundLeader):
 
 
 class RecordedStates:
-    """States and means of all workers, by giver, name and round, for those who used them. changed: by member."""
+    """The states and means that workers used, by source, name and round. changed: by member."""
 
     changed: Sequence[SimulatedCondition]
 
@@ -311,14 +312,14 @@ class RecordedStates:
         self._states: dict[tuple[str, str, int], tuple[bytes, dict[str, Any]]] = {}
 
     def put(self, member: int, key: tuple[str, str, int], content: bytes, facts: dict[str, Any]) -> None:
-        """Keep it, in the turn of `member`."""
+        """Store a file, in the turn of `member`, and wake the others."""
         self._states[key] = content, facts
         with self.changed[member]:
             for other in self.changed:
                 other.notify_all()
 
     def take(self, member: int, key: tuple[str, str, int], seconds: float) -> tuple[bytes, dict[str, Any]]:
-        """Wait for it. StateNotFound where nobody gives it."""
+        """Wait for a file. StateNotFound if none arrives."""
         with self.changed[member]:
             if not self.changed[member].wait_for(lambda: key in self._states, seconds):
                 raise StateNotFound("it is not on record")
@@ -326,7 +327,7 @@ class RecordedStates:
 
 
 class RecordedTransfer:
-    """What the worker in `member` gives and takes: what those who used it got. round: that it is in."""
+    """The state transfers of `member`: only those on record. round: the current one."""
 
     incarnation: RecordedIncarnation
 
@@ -342,13 +343,13 @@ class RecordedTransfer:
             self._shelf.put(self._member, (str(self._member), what, facts["round"]), path.read_bytes(), facts)
 
     def freeze(self, what: str) -> None:
-        """Who used it may still come."""
+        """Ignored: recorded joiners may still fetch it."""
 
     def unpublish(self, what: str) -> None:
-        """Who used it may still come."""
+        """Ignored: recorded joiners may still fetch it."""
 
     def announce(self, comes: Callable[[str], bool]) -> None:
-        """Whatever was used comes."""
+        """Ignored: everything that was used is published."""
 
     def fetch(self, asked: FetchRequest, path: Path) -> dict[str, Any]:
         is_state = asked.what in (STATE, ANCHORS)

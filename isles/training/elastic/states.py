@@ -1,16 +1,16 @@
-"""The states that joiners begin with, and the means of rounds that they missed, as files under names that all know.
+"""The states that joiners start from, and the means of rounds that they missed, as files with fixed names.
 
-    full       weights, anchors, momenta, the inner optimizer's state: the joiner trains on as its donor does
-    anchors    anchors and outer momenta alone, a third or less of that: its inner optimizer begins anew, and its rate
-               rises to that of the others over its first `WARM_UP` rounds
+    full       weights, anchors, momenta, the inner optimizer's state: the joiner continues as its donor does
+    anchors    anchors and outer momenta only, a third or less of that: its inner optimizer starts anew, and its
+               learning rate rises to that of the others over its first `WARM_UP` rounds
 
-A donor copies its state once, right after a landing; the copy becomes a file and is sent while the donor trains on.
+A donor copies its state right after a landing; the copy becomes a file and is sent while the donor trains on.
 
-Where members land one mean together, a joiner catches up from its donor's log:
+If all members land the same mean, a joiner catches up from its donor's log:
 
-donor     after a copy of its state was asked for: the mean of each of the next `RETAINED` landed rounds, as a file
+donor     once a copy of its state was requested: the mean of each of the next `RETAINED` landed rounds, as a file
 joiner    has the state after round r: fetches the means of r + 1, r + 2, ... and lands them with the same rule,
-          until it is where the others are; the hash of its anchor must be theirs
+          until it has the others' round; the hash of its anchor must equal theirs
 """
 
 from __future__ import annotations
@@ -43,21 +43,44 @@ from isles.replicas.loop.outer import OuterSync, adopt, donor_state, land_missed
 from isles.training.config.world import JoinState
 from isles.training.records.shard import StateCopy, first_nan, read_state, write_tensors
 
+STATE, ANCHORS = "state", "anchors"
+"""Names of a worker's state: in full, or anchors and outer momenta only."""
+MODEL = "model"
+"""Name of a worker's final model; at the lighthouse: of the run's model."""
+COPIES, BESIDE = 16, 1 << 20
+"""A state has at most this many times the model's bytes, plus `BESIDE` bytes of its file's header."""
+
+
+def server_name(member: int, island_rank: int) -> str:
+    """The name of the state server of the worker at `island_rank` in the island of `member`."""
+    return f"{member}/{island_rank}" if island_rank else str(member)
+
+
+def saved_name(island_rank: int) -> str:
+    """The lighthouse's name of the state of a rank in an island."""
+    return f"{STATE}-{island_rank}" if island_rank else STATE
+
+
+def state_of(stage: int, step: int) -> str:
+    """Name of the state of a swarm's stage after a step."""
+    return f"stage-{stage}-step-{step}"
+
+
 FRESH = 2
-"""Rounds for which a copied state is sent to new joiners."""
+"""Rounds during which a copied state is sent to new joiners."""
 WARM_UP = 2
-"""Rounds in which the inner rate of a joiner rises that has no moments."""
+"""Rounds over which a joiner without moments raises its inner learning rate."""
 
 
 class States:
     """The states that this worker sends and loads.
 
-    folder: for files on their way. kind: what this worker asks for (`world.elastic.join_state`). last: the last round
-    of the run. island_rank: this worker's, which takes states of that rank.
+    folder: for temporary files. kind: which state this worker requests (`world.elastic.join_state`). last: the last
+    round of the run. island_rank: of this worker; it loads states of that rank.
 
-    taken, of, left_out: bytes of the newest state that was taken, its round, and whom its donor knew by then to be left
-    out. lacks_moments: whether that came without the inner optimizer's state. are_drawn: whether this worker's own
-    state is still as drawn.
+    taken, of, left_out: bytes of the last loaded state, its round, and the views that its donor knew to be left out, by
+    member. lacks_moments: whether it came without the inner optimizer's state. are_drawn: whether this worker still has
+    its initial weights.
     """
 
     def __init__(
@@ -76,12 +99,12 @@ class States:
         self.taken, self.of, self.lacks_moments, self.are_drawn = 0, 0, False, True
 
     def wanted(self) -> list[bool]:
-        """Whether somebody has asked this worker for `STATE`, and for `ANCHORS`."""
+        """Whether `STATE`, and whether `ANCHORS`, was requested from this worker."""
         return [self._transfers.is_requested(what) for what in (STATE, ANCHORS)]
 
     def landed(self, round: int, left_out: dict[int, int], wanted: Sequence[bool]) -> bool:
-        """Right after the landing of `round`: copy what is `wanted`; whether something was. left_out: who was told by
-        then to be left out, and of which view.
+        """Right after the landing of `round`: copy the states that are `wanted`; returns whether any was. left_out: by
+        member, the view that it is left out of, as known by then.
         """
         done = False
         for what, is_wanted in zip((STATE, ANCHORS), wanted, strict=True):
@@ -93,7 +116,7 @@ class States:
         return done
 
     def forget(self) -> None:
-        """What this worker has is nobody's any more: no copy of it is given."""
+        """This worker's state is obsolete: do not serve it."""
         for what in (STATE, ANCHORS):
             self._transfers.unpublish(what)
             self._copied[what] = -FRESH
@@ -117,10 +140,10 @@ class States:
         }
 
     def fetch(self, donor: int, seconds: float, *, after: int = -1, wait: float | None = None) -> int:
-        """Fetch the state of `donor` (-1: the one that the lighthouse keeps) for `adopt`; nothing changes here yet.
+        """Fetch the state of `donor` (-1: the lighthouse's) into a file for `adopt`.
 
-        seconds, wait, after: as in `FetchRequest`. Returns the round that it is said to be of, 0 where nothing is said.
-        StateUnavailable where none came.
+        seconds, wait, after: as in `FetchRequest`. Returns the round that the donor reports for it, 0 if none.
+        StateUnavailable if the transfer fails.
         """
         state_server, what = server_name(donor, self._island_rank), self._joins_with
         if donor < 0:
@@ -145,9 +168,7 @@ class States:
         return facts.get("round", 0)
 
     def adopt(self) -> int:
-        """Take on the state that was fetched; the round that it is of. StateUnavailable where it is not one of this
-        run.
-        """
+        """Load the fetched state; returns its round. StateUnavailable if it is not of this run."""
         try:
             self.taken = self._fetched.stat().st_size
             self.of = self._adopt(self._fetched)
@@ -160,7 +181,7 @@ class States:
         try:
             state: Any = read_state(path)[0]
             if first_nan(state) is not None:
-                raise StateUnavailable("it holds numbers that are none")
+                raise StateUnavailable("it holds values that are not finite")
             round = integer(state, "round", 0, self._last())
             own = {} if "inner" in state["optimizer"] else {"inner": optimizer.inner_state()}
             optimizer.load_weights({**optimizer.weights(), **state["model"]})
@@ -172,11 +193,11 @@ class States:
             if own:
                 fragment.flat.write(fragment.anchor)
             if fragment.residual is not None:
-                fragment.residual.zero_()  # what the donor holds back it will still send itself
+                fragment.residual.zero_()  # the donor sends its residual itself: a copy would count it twice
         return round
 
     def become(self, other: OuterSync) -> None:
-        """Take on the state of `other`, which has just been made."""
+        """Copy the state of `other`, a newly created optimizer."""
         self._optimizer.load_weights(other.weights())
         adopt(self._optimizer, other.shared_state())
         self.taken, self.of, self.lacks_moments, self.are_drawn = 0, 0, False, True
@@ -184,24 +205,24 @@ class States:
 
 RETAINED = 16
 _MEAN = "mean"
-_SPARE = 1 << 16  # bytes of a file beside its tensor
+_SPARE = 1 << 16  # bytes of a file's header
 
 
 class CatchUpLog:
-    """The means that a donor keeps for joiners. folder: for their files."""
+    """The means that a donor saves for joiners. folder: for their files."""
 
     def __init__(self, optimizer: OuterSync, transfers: StateTransfer, folder: Path) -> None:
         self._optimizer, self._transfers, self._folder = optimizer, transfers, folder
         self._offered: list[int] = []
-        self._next = math.inf  # the first round whose mean may still be had here
+        self._next = math.inf  # the first round whose mean may still be saved here
         transfers.announce(self._comes)
 
     def begins(self, round: int) -> None:
-        """This worker takes part from `round` on."""
+        """Start: this worker takes part from `round` on."""
         self._next = round
 
     def forget(self) -> None:
-        """This worker is to begin with another's state: who has followed it asks elsewhere."""
+        """This worker loads another's state: stop serving means, so that joiners ask another donor."""
         (fragment,) = self._optimizer.fragments
         fragment.retain_until, self._next = 0, math.inf
         for round in self._offered:
@@ -210,17 +231,17 @@ class CatchUpLog:
         self._transfers.announce(self._comes)
 
     def _comes(self, what: str) -> bool:
-        """A round that went on without this worker, or that it has landed and not kept, never does."""
+        """Whether the file `what` may still be published: not the mean of a round that is over here."""
         name, _, round = what.rpartition("-")
         return name != _MEAN or not round.isdecimal() or int(round) >= self._next
 
     def copied(self, round: int) -> None:
-        """This worker's state after `round` has been given to somebody: the means of the next ones are kept for it."""
+        """This worker's state after `round` was copied for a joiner: save the means of the next rounds for it."""
         (fragment,) = self._optimizer.fragments
         fragment.retain_until = round + RETAINED
 
     def landed(self, round: int, left_out: Mapping[Any, int]) -> None:
-        """Right after the landing of `round`: its mean, where it was kept. left_out: see `MissedMean`."""
+        """Right after the landing of `round`: publish its mean, if it was saved. left_out: see `MissedMean`."""
         (fragment,) = self._optimizer.fragments
         answer = fragment.latest
         if fragment.landed_mean is not None and answer is not None:
@@ -239,16 +260,16 @@ class CatchUpLog:
 def catch_up(
     optimizer: OuterSync, transfers: StateTransfer, donor: str, rounds: range, path: Path, seconds: float
 ) -> dict[int, int]:
-    """Land the means of `rounds` as `donor` has. path: for a file that is gone afterwards. Whom the others have left
-    out meanwhile, see `MissedMean`.
+    """Land the means of `rounds`, fetched from `donor`. path: for a temporary file. Returns the members left out
+    meanwhile, see `MissedMean`.
 
-    StateUnavailable where one does not come within `seconds`, or leads elsewhere.
+    StateUnavailable if one does not arrive within `seconds`, or its landing gives another anchor than the donor's.
     """
     out: dict[int, int] = {}
     for round in rounds:
         mean = _taken(optimizer, transfers, donor, round, path, seconds)
         if land_missed(optimizer, round, mean.mean, mean.participants, whole=mean.whole) != mean.digest:
-            raise StateUnavailable(f"with the mean of round {round} this worker is elsewhere than worker {donor}")
+            raise StateUnavailable(f"the mean of round {round} gives another anchor here than at worker {donor}")
         out |= mean.left_out
     return out
 
@@ -261,7 +282,7 @@ def missed(
     seconds: float,
     is_lost: Callable[[int], bool],
 ) -> MissedMean | None:
-    """The mean of a round that others have landed on that word; None where none of its keepers gives it."""
+    """The mean of a round that others have landed by `decision`; None if no holder sends it."""
     for member in decision.members[:MEAN_HOLDERS]:
         if not is_lost(member):
             with contextlib.suppress(StateUnavailable):
@@ -272,7 +293,7 @@ def missed(
 def _taken(
     optimizer: OuterSync, transfers: StateTransfer, donor: str, round: int, path: Path, seconds: float
 ) -> MissedMean:
-    """The mean of `round`, as `donor` has it. StateUnavailable."""
+    """Fetch the mean of `round` from `donor`. StateUnavailable if that fails."""
     (fragment,) = optimizer.fragments
     try:
         most = fragment.anchor.nbytes + _SPARE
@@ -281,7 +302,7 @@ def _taken(
         if mean.shape != fragment.anchor.shape or mean.dtype != fragment.anchor.dtype:
             raise StateUnavailable("it is of another model")
         if not mean.isfinite().all():
-            raise StateUnavailable("it holds numbers that are none")
+            raise StateUnavailable("it holds values that are not finite")
         participants, whole, digest = facts["participants"], facts["whole"], facts["digest"]
     except (SafetensorError, KeyError, ValueError) as error:
         raise StateUnavailable(f"the mean of round {round} is invalid: {str(error).splitlines()[0][:120]}") from error

@@ -1,5 +1,5 @@
-"""Which configurations workers may come and go in, and what the lighthouse needs to know of one. Loads no torch but for
-a method or a model of one's own.
+"""Which configurations workers may join and leave, and the lighthouse's rules of one. Loads no torch, except for a
+user's own method or model.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from isles.training.kinds import kind_of
 
 _FAR = 1 << 40
 _OURS = {"on_peer_failure": "solo", "on_broken": "leave out"}
-"""What such runs choose where the configuration does not."""
+"""Defaults of such runs."""
 
 
 def elastic(tables: Tables) -> Config:
-    """The configuration of these tables for workers that come and go: they go on without whoever is lost.
+    """The configuration of these tables for workers that join and leave: they go on without lost ones.
 
-    ValueError, with the key and the mend, where it cannot be one.
+    ValueError, with the key and the remedy, if that is not possible.
     """
     config = resolve(tables)
     if kind_of(config.pipeline).has_peers:
@@ -34,27 +34,28 @@ def elastic(tables: Tables) -> Config:
     provided = tables.get("replicas", {})
     if provided.get("on_peer_failure") == "raise":  # as `isles config` prints it
         warnings.warn(
-            'replicas.on_peer_failure = "raise": a lost worker ends no other one here, so it is "solo"', stacklevel=2
+            'replicas.on_peer_failure = "raise": a lost worker does not end an elastic run, so it is "solo"',
+            stacklevel=2,
         )
         provided = {key: value for key, value in provided.items() if key != "on_peer_failure"}
     return in_rounds(_as_ours(config, {key: value for key, value in _OURS.items() if key not in provided}))
 
 
 def going_on(config: Config) -> Config:
-    """`config` for workers that come and go on the virtual clock; they go on without whoever is lost. ValueError as
+    """`config` for workers that join and leave on the virtual clock, and go on without lost ones. ValueError as
     `in_rounds`.
     """
     return in_rounds(_as_ours(config, {"on_peer_failure": "solo"}), simulated=True)
 
 
 def _as_ours(config: Config, ours: dict[str, str]) -> Config:
-    """With those of the settings that its method has."""
+    """`config` with those of the settings `ours` that its method has."""
     return changed(config, {f"replicas.{key}": value for key, value in ours.items() if hasattr(config.replicas, key)})
 
 
 def in_rounds(config: Config, *, simulated: bool = False) -> Config:
-    """`config`, whose end is one of a round where it is one of tokens. ValueError, with the key and the mend, where its
-    workers cannot come and go.
+    """`config`; with run.tokens its end is moved to the end of a round. ValueError, with the key and the remedy, if its
+    workers cannot join and leave.
     """
     if hasattr(config.replicas, "sync_every"):
         config = ending(config, sync_every(config))
@@ -70,7 +71,7 @@ def in_rounds(config: Config, *, simulated: bool = False) -> Config:
 
 
 def among_peers(config: Config) -> Config:
-    """`config`, for peers that join a lighthouse. ValueError, with the key and the mend, where they cannot."""
+    """`config`, for peers that join a lighthouse. ValueError, with the key and the remedy, if they cannot."""
     kind = kind_of(config.pipeline)
     if not kind.has_peers:
         mend = "its workers do not come and go yet: use isles train --nodes"
@@ -83,7 +84,7 @@ def among_peers(config: Config) -> Config:
 
 
 def _refuse_full(config: Config, founders: int) -> None:
-    """ValueError where the first round waits for more than may be there."""
+    """ValueError if the first round waits for more members than are allowed."""
     if (most := config.world.elastic.max_members) < founders:
         raise ValueError(
             f"world.elastic.max_members = {most}: the first round waits for {founders}; choose as many or more, or "
@@ -92,7 +93,7 @@ def _refuse_full(config: Config, founders: int) -> None:
 
 
 def goes_on(config: Config) -> bool:
-    """Whether its method does its rounds without whoever is lost, with what such runs choose."""
+    """Whether its method can go on without lost workers, with the defaults of such runs."""
     try:
         refuse_conflicts(_as_ours(config, _OURS), "workers that come and go")
     except ValueError:
@@ -101,12 +102,14 @@ def goes_on(config: Config) -> bool:
 
 
 def lands_together(config: Config) -> bool:
-    """Whether all workers land the same mean, as in DiLoCo; not so with methods of pairs or groups, as NoLoCo."""
+    """Whether all workers land the same mean, as in DiLoCo. Methods of pairs or groups, such as NoLoCo, have the
+    setting `group_size` and no `mixing`.
+    """
     return hasattr(config.replicas, "mixing") or not hasattr(config.replicas, "group_size")
 
 
 def is_quorum(config: Config) -> bool:
-    """Whether a mean is taken of those who have delivered in time (`replicas.on_late = "quorum"`)."""
+    """Whether means are of the shares that arrive in time (`replicas.on_late = "quorum"`)."""
     return isinstance(config.replicas, WeightedConfig) and config.replicas.on_late == "quorum"
 
 
@@ -116,7 +119,7 @@ def sync_every(config: Config) -> int:
 
 
 def last_round(config: Config, view: View | None) -> int:
-    """The number of the run's last round, as it is known with the newest view; the first is 1."""
+    """The number of the run's last round, by the newest view; the first is 1."""
     if not config.run.tokens:
         return config.run.steps // sync_every(config)
     return _FAR if view is None else data_ledger.last_round(view, batches_in_all(config))
@@ -128,7 +131,7 @@ def batches_in_all(config: Config) -> int:
 
 
 def rules(config: Config) -> Rules:
-    """The rules that the lighthouse of `config` decides by."""
+    """The rules of the lighthouse of `config`."""
     weights = _first_bytes(config)
     if kind_of(config.pipeline).has_peers:  # a step is a round
         most, steps = config.world.elastic.max_members, config.run.steps
@@ -148,7 +151,7 @@ def rules(config: Config) -> Rules:
 
 
 def _first_bytes(config: Config) -> int:
-    """Bytes of the model that the run begins with; 0, and a warning, where it cannot be made here."""
+    """Bytes of the run's initial model; 0, with a warning, if it cannot be built here."""
     try:
         return state_bytes(config.model)
     except (ValueError, OSError) as error:

@@ -1,4 +1,4 @@
-"""A worker of a member, be that one worker by itself or an island: it obeys decision after decision."""
+"""A worker of a member (a single worker, or one of an island), which carries out its leader's decisions."""
 
 from __future__ import annotations
 
@@ -38,20 +38,21 @@ from isles.training.worker import trainer_of
 
 T = TypeVar("T")
 _TRIES = 5
-_MEANS = ("bytes_sent", "bytes_received", "compute_seconds", "blocked_seconds")  # of what a worker has counted
+_MEANS = ("bytes_sent", "bytes_received", "compute_seconds", "blocked_seconds")  # counters averaged over an island
 Decisions = Generator[Decision, Any, T]
-"""Decisions one after another; each `yield` comes back with what came of it, or raises `StateUnavailable`."""
+"""A sequence of decisions; each `yield` returns the decision's result, or raises `StateUnavailable`."""
 
 
 class ElasticWorker:
-    """One worker's part in what its member does.
+    """One worker of a member.
 
-    alone: the group of this member by itself, on the transport between members. island: the workers of its island.
-    leader: what decides of rounds; None at a follower. folder: for files on their way. report: called with the
-    trainer's events. last: the run's last round, as far as it is known.
+    alone: the group of this member only, on the transport between members. island: the workers of its island. leader:
+    decides rounds; None at a follower. folder: for temporary files. report: called with the trainer's events. last: the
+    run's last round, as far as it is known.
 
-    paced: called with the seconds of an inner step, before the last one of a round exchanges, and after the very first:
-    who joins amid a long first round waits for its end. refusals: what this worker's session has not taken.
+    paced: called with the mean seconds of an inner step: before the last step of each round, and after the very first
+    step, from which workers that join in a long first round estimate its end. refusals: the messages that this worker's
+    session has refused.
     """
 
     def __init__(
@@ -104,23 +105,23 @@ class ElasticWorker:
         }
 
     def obey(self, decisions: Decisions[Any] | None = None) -> None:
-        """Do what the leader decides, until it decides that this is the end. decisions: the leader's own; None at a
-        follower. Malformed for what is not to be done between rounds.
+        """Carry out the leader's decisions until one is "end". decisions: the leader's own; None at a follower.
+        Malformed for a kind that is not allowed between rounds.
         """
         came, why = None, None
         while (decision := self._island.next_decision(partial(_next, decisions, came, why))).kind != "end":
             came, why = None, None
             if decision.kind not in self._does:
-                raise Malformed(-1, f"between rounds the leader of this island decides to {decision.kind}")
+                raise Malformed(-1, f"the leader of this island sent the decision {decision.kind} between rounds")
             try:
                 came = self._does[decision.kind](decision)
             except StateUnavailable as reason:
-                why = reason  # the leader knows, and decides what then
+                why = reason  # raised in the leader's `decisions`, which decide how to go on
 
     def load(self, decision: Decision) -> tuple[int, dict[int, int]]:
-        """Take on the state of `donor`, see `States.fetch`: its round, and whom the donor knew by then to be left out.
-        All of an island take states of one round. StateUnavailable for all where one has none: all are as before, but
-        for NotAdopted.
+        """Load the state of `donor` (`States.fetch`); returns its round, and the members that the donor knew to be left
+        out. All workers of an island load states of one round. StateUnavailable for all if one could not fetch it, and
+        none is changed; StateRejected if it was fetched but not loaded.
         """
         mismatch = "the workers of this island got states of different rounds"
         fetch = partial(self.states.fetch, decision.donor, decision.seconds, after=decision.round, wait=decision.wait)
@@ -138,8 +139,8 @@ class ElasticWorker:
         return round, self.states.left_out
 
     def _same(self, call: Callable[[], int]) -> int | None:
-        """What `call` comes to at all of the island, 0 or more; None where that differs. StateUnavailable for all where
-        it is that at one.
+        """The result of `call` (0 or more) if it is equal at all workers of the island, else None. StateUnavailable for
+        all if one raises it.
         """
         number, why = -1, StateUnavailable("")
         try:
@@ -152,7 +153,7 @@ class ElasticWorker:
         return number if min(numbers) == max(numbers) else None
 
     def draw(self, decision: Decision) -> None:
-        """Go back to the weights as drawn, the same everywhere, for nobody has a state of the run."""
+        """Reset to the initial weights, equal everywhere, when there is no state of the run."""
         if not self.states.are_drawn:
             trainer = trainer_of(self._config, self._world, self._corpus, self._roster)
             assert isinstance(trainer.optimizer, OuterSync)
@@ -160,8 +161,8 @@ class ElasticWorker:
             trainer.memory.close()
 
     def catch_up(self, decision: Decision) -> dict[int, int]:
-        """Land the means of rounds `round` to `until - 1` as `donor` has; whom the others have left out meanwhile (see
-        `MissedMean`). StateUnavailable for all where one could not, or none came within `seconds`.
+        """Land the means of rounds `round` to `until - 1`, fetched from `donor`; returns the members left out meanwhile
+        (see `MissedMean`). StateUnavailable for all workers of the island if one could not within `seconds`.
         """
         state_server, rounds = server_name(decision.donor, self.reader[0]), range(decision.round, decision.until)
         path, why, left_out = self.folder / "taken.safetensors", "", dict[int, int]()
@@ -174,7 +175,7 @@ class ElasticWorker:
         return left_out
 
     def enter(self, decision: Decision) -> None:
-        """Begin with `round`, after so many inner `steps`."""
+        """Start with `round`, after `steps` inner steps."""
         self._began_at = decision.began_at
         self._roster.begin_anew()
         self.catch_up_log.begins(decision.round)
@@ -182,12 +183,12 @@ class ElasticWorker:
         self.schedule_at(decision.steps)
 
     def forget(self, decision: Decision) -> None:
-        """What this worker has is nobody's any more: nobody begins with it."""
+        """This worker's state is obsolete: do not serve it."""
         self.states.forget()
         self.catch_up_log.forget()
 
     def schedule_at(self, steps: int) -> None:
-        """Set the learning rates of the inner step that follows `steps` of them."""
+        """Set the learning rates of the inner step after `steps` steps."""
         schedule = self.trainer.schedule
         schedule.last_epoch = steps
         warmth = 1.0
@@ -199,7 +200,7 @@ class ElasticWorker:
             group["lr"] = base * factor(steps) * warmth
 
     def train(self, decision: Decision) -> None:
-        """Inner steps after so many `steps`, one a slice; the last one exchanges."""
+        """Do one inner step per slice, after `steps` inner steps; the last one exchanges."""
         count = len(decision.slices) or sync_every(self._config)
         self.states.are_drawn = False
         self._text.positions = positions(self._config, self.member, decision.slices, decision.spare, self.reader)
@@ -208,12 +209,12 @@ class ElasticWorker:
         clock, began = self.trainer.step_clock, self.trainer.step_clock.reading()
         for left in reversed(range(count)):
             self.trainer.step()
-            if left == 1 or (left and not self._paced):  # the last one exchanges, too, and waits for others
+            if left == 1 or (left and not self._paced):  # not after the last step, whose time includes the exchange
                 self._paced = True
                 self.paced((clock.reading() - began) / (count - left))
 
     def keep(self, decision: Decision) -> None:
-        """Right after `round`: keep its mean, and copy the state for whoever has asked (`CatchUpLog`, `States`)."""
+        """Right after `round`: save its mean, and copy the state if requested (`CatchUpLog`, `States`)."""
         if lands_together(self._config):
             self.catch_up_log.landed(decision.round, decision.left_out)
         self.copy(decision.round, decision.left_out)
@@ -225,9 +226,9 @@ class ElasticWorker:
             self.catch_up_log.copied(round)
 
     def conclude(self, decision: Decision) -> dict[str, Any]:
-        """See `Trainer.conclude`; of an island all tokens, and the means of what its workers counted."""
+        """See `Trainer.conclude`; in an island the tokens of all its workers, and the means of their counters."""
         for fragment in self.optimizer.fragments:
-            fragment.ahead = None  # there is no round that it was sent ahead for
+            fragment.ahead = None  # sent ahead for a round after the last one
         own = self.trainer.conclude(self.folder)
         if self._island.size == 1:
             return own
@@ -237,8 +238,8 @@ class ElasticWorker:
         return own | {"tokens": sum(one["tokens"] for one in gathered), "channels": by_channel(gathered)}
 
     def counted(self, decision: Decision) -> dict[str, Any]:
-        """carried: bytes that all of an island have sent to others, by the way that they went. refused: what all of
-        them have refused. paths: of each worker of it.
+        """The counters of all workers of the island. carried: bytes sent to other members, by kind of path. refused:
+        rejections. paths: of each worker.
         """
         transport = self._alone.transport
         assert isinstance(transport, ElasticTransport)
@@ -251,7 +252,7 @@ class ElasticWorker:
         return {"carried": carried, "refused": refused, "paths": sorted(paths, key=lambda row: -row[3])[:MOST]}
 
     def evaluate(self, file: Path) -> float | None:
-        """Validation loss of the one model, which is in `file`. ValueError where it does not fit this run's."""
+        """Validation loss, in nats, of the run's model in `file`. ValueError if it does not fit this run."""
         trainer, config = self.trainer, self._config
         if trainer.text is None or not trainer.validates:
             return None
@@ -264,8 +265,8 @@ class ElasticWorker:
 
 
 def _next(decisions: Decisions[Any] | None, came: Any, why: StateUnavailable | None) -> Decision:
-    """What comes of `came`, or of why the last decision could not be carried out."""
-    assert decisions is not None, "a follower is never asked"
+    """The next decision, after the last one returned `came` or raised `why`."""
+    assert decisions is not None, "only the leader decides"
     try:
         return decisions.send(came) if why is None else decisions.throw(why)
     except StopIteration:
@@ -275,10 +276,10 @@ def _next(decisions: Decisions[Any] | None, came: Any, why: StateUnavailable | N
 def positions(
     config: Config, member: int, batches: Iterable[Batch], spare: int, reader: tuple[int, int] = (0, 1)
 ) -> Iterator[np.ndarray]:
-    """What `member` reads: (b,) positions of the data's order for each backward pass.
+    """The sequences that `member` reads: (b,) positions in the data's order for each backward pass.
 
-    batches: one an inner step; where there are none, a round's out of turn from its own stretch, of which it has read
-    `spare`. reader: see `isles.data.loader.rows`.
+    batches: one per inner step. If there are none, it reads a round's batches from the range that is reserved for it
+    outside of all data slices, of which it has read `spare`. reader: see `isles.data.loader.rows`.
     """
     size, accumulation = config.data.batch_size_per_worker(1), config.inner.accumulation
     steps = [rows(*batch, batch_size=size * accumulation, reader=reader) for batch in batches]

@@ -1,5 +1,5 @@
 """The lighthouse of a run, on top of `isles.membership.lighthouse`: its directory, its records, and its model.
 
 `server`  `LighthouseServer`: what all lighthouses do; `rounds`: of replicas; `peers`: of swarms and clusters
-`mean`    the one model of what workers hand in, without torch
+`mean`    the mean of the workers' models, without torch
 """

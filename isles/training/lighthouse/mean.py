@@ -1,4 +1,4 @@
-"""The one model of what workers came to, file by file, without torch and some entries at a time."""
+"""The mean of the workers' models, from file to file, without torch, and in chunks."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from safetensors import SafetensorError, safe_open
 from isles.base.durable import plain_mode, replacing
 from isles.base.parsing import parse_json
 
-_FLOATS = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}  # NumPy has no bfloat16: its bits
+_FLOATS = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}  # NumPy has no bfloat16: read its bits as integers
 T = TypeVar("T", str, bytes)
 _AT_ONCE = 1 << 24  # bytes of all files together
 
 
 def consolidate(models: Mapping[int, Path], out: Path, *, alike: bool, ratio: float) -> dict[int, str]:
-    """Write the one model of those of `models`, by member, to `out`, where there is one; by member, why one is left
-    out.
+    """Write the run's model, made of `models` (by member), to `out`; returns the members left out, with the reasons.
 
-    alike: all have landed the same means, so it is the one that most of them have, bit for bit; else the mean of those
-    that are at most `ratio` (`world.trust_ratio`) times as far from the median of all, entry by entry, as is usual.
+    alike: all have landed the same means, so it is the model that most of them have, bit for bit. Otherwise it is the
+    mean of those whose distance from the entry-wise median is at most `ratio` (`world.trust_ratio`) times the median
+    distance.
     """
     left, marks = dict[int, str](), dict[int, str]()
     for member, path in models.items():
@@ -40,7 +40,7 @@ def consolidate(models: Mapping[int, Path], out: Path, *, alike: bool, ratio: fl
     if accepted and not alike:
         far = _distances([models[member] for member in accepted], lambda every: np.median(every, axis=0))[0] ** 0.5
         usual = np.sort(far)[(len(far) - 1) // 2]
-        if not usual:  # half of them are equal bit for bit, as of a pair: the measure is a tenth of their own size
+        if not usual:  # half of them are equal bit for bit, as in a pair: take a tenth of the model's own norm
             usual = _distances([models[accepted[far.argmin()]]], np.zeros_like)[0][0] ** 0.5 / 10 or 1e-30
         for member, times in zip(accepted, far / usual, strict=True):
             if times > ratio:
@@ -51,8 +51,8 @@ def consolidate(models: Mapping[int, Path], out: Path, *, alike: bool, ratio: fl
 
 
 def write_mean(models: Sequence[Path], out: Path) -> None:
-    """Write the mean of float tensors, and of others what most have, of models of one form: added in this order and
-    divided, in float32 at the least, as a fixed world takes it (`isles.comm.collectives.mean`).
+    """Write the mean of models of one form: float tensors are summed in this order and divided, in float32 or wider, as
+    in a fixed world (`isles.comm.collectives.mean`); of other tensors it takes the most frequent value.
     """
     files = [_Model(path) for path in models]
     with replacing(out) as partial, plain_mode(partial), partial.open("wb") as file:
@@ -68,13 +68,13 @@ def same_weights(one: Path, two: Path) -> bool:
 
 
 def spread(models: Sequence[Path], mean: Path) -> float:
-    """Of the models about their mean: sqrt(sum (p - mean p)^2 / (models * floats)), see `ReplicaSync.replica_std`."""
+    """Standard deviation of the models: sqrt(sum (p - mean p)^2 / (models * floats)), see `ReplicaSync.replica_std`."""
     squares, floats = _distances([mean, *models], lambda every: every[0])
     return float(squares.sum() / (len(models) * floats)) ** 0.5 if floats else 0.0
 
 
 def _distances(models: Sequence[Path], center: Callable[[np.ndarray], np.ndarray]) -> tuple[np.ndarray, int]:
-    """(the square of each one's distance from `center` of all, how many floats each has)."""
+    """The squared distance of each model from `center` of all, and the number of floats of each."""
     squares, floats = np.zeros(len(models)), 0
     for _, kind, rows in _runs([_Model(path) for path in models]):
         if kind in _FLOATS:
@@ -86,14 +86,14 @@ def _distances(models: Sequence[Path], center: Callable[[np.ndarray], np.ndarray
 
 
 class _Model:
-    """A file of tensors. header: its first bytes, up to the tensors. form: their types and shapes by name, and notes.
-    offsets: by name, the first byte of each and the one behind its last.
+    """A safetensors file. header: the bytes before the tensors. form: types and shapes by name, and metadata. offsets:
+    by name, the first byte of a tensor and the one after its last.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            with safe_open(str(path), framework="np"):  # which looks whether it is whole
+            with safe_open(str(path), framework="np"):  # raises if the file is truncated or damaged
                 self._bytes = np.memmap(path, np.uint8, "r")
             length = 8 + int.from_bytes(self._bytes[:8].tobytes(), "little")
             self.header = self._bytes[:length].tobytes()
@@ -104,14 +104,14 @@ class _Model:
             raise ValueError(f"{path}: no safetensors file ({error})") from None
 
     def mark(self, *, whole: bool) -> str:
-        """The same for files of the same form; whole: and bits. ValueError where a number is not finite."""
+        """A hash of the file's form; whole: and of its bits. ValueError if a number is not finite."""
         found = hashlib.sha256(json.dumps(self.form, sort_keys=True).encode())
         for _, _, (run,) in _runs([self]):
             found.update(run.tobytes() if whole else b"")
         return found.hexdigest()
 
     def run(self, name: str, begin: int, end: int) -> np.ndarray:
-        """These bytes of a tensor; of floats as numbers, float32 at the least. ValueError where one is not finite."""
+        """Bytes `begin` to `end` of a tensor; floats in float32 or wider. ValueError if one is not finite."""
         run, kind = self._bytes[begin:end], self.form[name]["dtype"]
         if kind not in _FLOATS:
             return run
@@ -123,7 +123,7 @@ class _Model:
 
 
 def _runs(files: Sequence[_Model]) -> Iterator[tuple[int, str, list[np.ndarray]]]:
-    """All tensors by name, some entries at a time: where they lie in the first file, their type, and each file's."""
+    """Chunks of all tensors, by name: offset in the first file, type, and the entries of each file."""
     first, step = files[0], max(_AT_ONCE // len(files), 8) & -8
     for name, (begin, end) in sorted(first.offsets.items()):
         for at in range(0, end - begin, step):
@@ -133,12 +133,12 @@ def _runs(files: Sequence[_Model]) -> Iterator[tuple[int, str, list[np.ndarray]]
 
 
 def _most(values: Sequence[T]) -> T:
-    """What most of them are, of equals the first."""
+    """The most frequent value, the first one of equals."""
     return max(values, key=Counter(values).__getitem__)
 
 
 def _mean(rows: Sequence[np.ndarray], kind: str) -> bytes:
-    """As a file of that type holds it; bfloat16 is rounded to nearest, ties to even."""
+    """The mean as bytes of type `kind`; bfloat16 is rounded to nearest, ties to even."""
     total = rows[0]
     for row in rows[1:]:
         total = total + row

@@ -1,9 +1,9 @@
-"""The lighthouse of a swarm, and of a run in clusters, see `isles.training.lighthouse`. Peers agree among themselves,
-see `isles.membership.swarm_coordinator`.
+"""The lighthouse of a swarm, or of a run in clusters. Peers agree among themselves; see
+`isles.membership.swarm_coordinator`.
 
-RUN/states/             of every stage, twice in run.checkpoint_every steps; a step counts once the journal says that
-                        all of its stages are here. Of clusters in as many parts as the one that gave it has nodes
-RUN/model.safetensors   put together by the first peer of stage 0, at the end
+RUN/states/             the states of every stage, twice in run.checkpoint_every steps; a step is valid once the journal
+                        records that all of its stages are here. In clusters: one part per node of the source cluster
+RUN/model.safetensors   gathered by the first peer of stage 0, at the end
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from isles.training.records.checksums import is_whole
 from isles.training.records.rundir import SUMMARY, as_json
 from isles.training.records.summary import SummaryTable, parallel_bytes, summarise
 
-_MOST_PARTS = 1 << 16  # of a state: the nodes of the cluster that gave it
-_RETAINED = 2  # steps whose states stay, for whoever is taking the older one
-_SLOW = 30.0  # seconds without a piece of a state
-_PATIENCE = 10.0  # seconds for the last words of peers
+_MOST_PARTS = 1 << 16  # most parts of a state: nodes of its source cluster
+_RETAINED = 2  # steps whose states stay: a peer may still be fetching the older one
+_SLOW = 30.0  # seconds without a part of a state, after which its transfer fails
+_PATIENCE = 10.0  # seconds for the last reports of peers
 
 
 class SwarmLighthouseServer(LighthouseServer):
@@ -46,9 +46,9 @@ class SwarmLighthouseServer(LighthouseServer):
     def assembly(self, journal: Journal, until: float, stack: ExitStack) -> Coordinator:
         self.coordinator = SwarmCoordinator(self.swarm_rules(), journal.entries, until)
         self._journal = journal
-        self._parts: dict[int, int] = {}  # by step, of how many parts its state is, as those who offer it have told
-        self._offers: dict[int, dict[int, list[int]]] = {}  # by step and part: who has it
-        self._offering = threading.Lock()
+        self._parts: dict[int, int] = {}  # by step, the reported number of parts of its state
+        self._offers: dict[int, dict[int, list[int]]] = {}  # by step and part: the members that serve it
+        self._offering = threading.Lock()  # reports add offers in the session's thread while `_save` takes them
         self._states = Checkpoints(self.out, "states")
         for step in sorted({self.coordinator.saved} - {0}):
             self._offer_states(step)
@@ -60,7 +60,7 @@ class SwarmLighthouseServer(LighthouseServer):
         return SwarmRules(peers=peers, most=rules.most, last=self.config.run.steps)
 
     def parts(self, step: int) -> int:
-        """Of how many files the state after `step` is made."""
+        """Number of files of the state after `step`."""
         there = self._states.manifest(step)["workers"] if step in self._states.steps() else 0
         return self._parts.get(step, there)
 
@@ -76,8 +76,10 @@ class SwarmLighthouseServer(LighthouseServer):
             self.lighthouse.wait(self._is_asked, LOOK)
             self.refused.look()
             if self.coordinator.epoch > epoch:
-                epoch = self.coordinator.epoch
-                step = self.coordinator.saved or "0, because no state is saved (run.checkpoint_every)"
+                epoch, step = (
+                    self.coordinator.epoch,
+                    self.coordinator.saved or "0, as no states were saved (run.checkpoint_every)",
+                )
                 self.on_notice(f"all peers were lost: the run begins again at step {step}")
             if self.stopping.is_set():
                 return None
@@ -89,7 +91,7 @@ class SwarmLighthouseServer(LighthouseServer):
         summary = self._summary(holder, time.perf_counter() - began)
         write_text(self.out / SUMMARY, as_json(summary, indent=2) + "\n")
         self.lighthouse.act(self.coordinator.end)
-        self.lighthouse.wait(lambda: not self.coordinator.alive(), _PATIENCE)  # they hear it, and go
+        self.lighthouse.wait(lambda: not self.coordinator.alive(), _PATIENCE)  # until they have heard it and left
         return summary
 
     def _is_asked(self) -> bool:
@@ -105,12 +107,12 @@ class SwarmLighthouseServer(LighthouseServer):
     # The model
 
     def _holder(self) -> int | None:
-        """Who has the model put together, and is there."""
+        """A connected member that has gathered the model; None: there is none."""
         finished = self.lighthouse.finished & set(self.coordinator.alive())
         return min((member for member in finished if self.results.get(member, {}).get("parameters")), default=None)
 
     def _collect(self) -> int | None:
-        """Fetch the model; from whom, None where it did not come: then another one puts it together."""
+        """Fetch the model; returns its source, or None if that failed: then another peer gathers it again."""
         member, partial = self.lighthouse.look(lambda now: self._holder()), self.out / f"{MODEL_FILE}.partial"
         if member is None:
             return None
@@ -118,7 +120,7 @@ class SwarmLighthouseServer(LighthouseServer):
             self.fetch(str(member), MODEL, partial, _SLOW)
             safe_open(str(partial), framework="np").keys()
         except (StateUnavailable, SafetensorError) as why:
-            self.on_notice(f"worker {member}'s model could not be fetched ({why}): the others assemble it again")
+            self.on_notice(f"could not fetch worker {member}'s model ({why}): the others gather it again")
             self.lighthouse.finished.discard(member)
             return None
         settle(partial, self.out / MODEL_FILE)
@@ -157,20 +159,20 @@ class SwarmLighthouseServer(LighthouseServer):
         stage = integer(reported, "stage", 0, parts - 1)
         with self._offering:
             if step > self.coordinator.saved and member in self.coordinator.members:
-                if self._parts.setdefault(step, parts) != parts:  # of another cluster, which fit with none of before
+                if self._parts.setdefault(step, parts) != parts:  # from another cluster: its parts fit no earlier ones
                     self._parts[step] = parts
                     self._offers.pop(step, None)
                 self._offers.setdefault(step, {}).setdefault(stage, []).append(member)
         return True
 
     def _newest(self) -> int | None:
-        """The newest step of which somebody offers each stage's state. Under `_offering`."""
+        """The newest step of which all stages' states are offered. Call it under `_offering`."""
         offered = self._offers.items()
         complete = [step for step, offers in offered if all(stage in offers for stage in range(self.parts(step)))]
         return max(complete, default=None)
 
     def _save(self) -> None:
-        """Fetch the states of all stages of the newest step that can be had."""
+        """Fetch the states of all stages of the newest complete step."""
         with self._offering:
             step = self._newest()
             if step is None:
@@ -181,7 +183,7 @@ class SwarmLighthouseServer(LighthouseServer):
         try:
             self._states.take_in(stages, lambda stage, path: self._fetch_state(offers[stage], step, stage, path))
         except StateUnavailable:
-            self.on_notice(f"a state after step {step} could not be fetched: the previous ones remain")
+            self.on_notice(f"could not fetch the states of step {step}: the previous ones are kept")
             return
         self._offer_states(step)
         self.lighthouse.act(lambda now: self.coordinator.keep(step))
@@ -191,16 +193,18 @@ class SwarmLighthouseServer(LighthouseServer):
         self._states.thin(_RETAINED)
 
     def _fetch_state(self, members: list[int], step: int, stage: int, path: Path) -> int:
-        """Of one stage, from the first of `members` that gives it; its step. StateUnavailable."""
+        """Fetch a stage's state from the first of `members` that sends it; returns its step. StateUnavailable if none
+        does.
+        """
         for member in members:
             with contextlib.suppress(StateUnavailable):
                 self.fetch(str(member), state_of(stage, step), path, _SLOW)
                 if is_whole(path):
                     return step
-        raise StateUnavailable(f"no peer serves the state of stage {stage}")
+        raise StateUnavailable(f"no member sent the state of stage {stage}")
 
     def _offer_states(self, step: int) -> None:
-        """To those who begin with them. ValueError where they are missing, or damaged."""
+        """Serve the states of `step` to peers that start from them. ValueError if they are missing or damaged."""
         if step not in self._states.steps():
             raise ValueError(
                 f"{self._states.folder}: lacks the states after step {step}, from which the run goes on: restore them, "
@@ -213,7 +217,7 @@ class SwarmLighthouseServer(LighthouseServer):
 
 
 class ClusterLighthouseServer(SwarmLighthouseServer):
-    """A `SwarmLighthouseServer` for nodes of clusters, which agree among themselves about who is in which cluster."""
+    """A `SwarmLighthouseServer` for clusters; the nodes agree among themselves on their assignment to clusters."""
 
     @override
     def swarm_rules(self) -> SwarmRules:

@@ -1,7 +1,7 @@
 """The lighthouse of a run of whole replicas, see `isles.training.lighthouse.server`.
 
-RUN/exchanges.jsonl     what became of the workers' rounds
-RUN/states/             the newest state that a member has sent here, every run.checkpoint_every steps
+RUN/exchanges.jsonl     the outcomes of the workers' rounds
+RUN/states/             the last state fetched from a member, every run.checkpoint_every steps
 RUN/model.safetensors   the mean over the members of the last view, at the end, by NumPy
 """
 
@@ -33,11 +33,11 @@ from isles.training.records.checksums import is_whole
 from isles.training.records.rundir import SUMMARY, as_json
 from isles.training.records.summary import SummaryTable, parallel_bytes, summarise
 
-_RETAINED = 2  # rounds whose states stay, for whoever is taking the older one
+_RETAINED = 2  # rounds whose states stay: a worker may still be fetching the older one
 
 
 class RoundsLighthouseServer(LighthouseServer):
-    """Views and rounds: `membership`."""
+    """The lighthouse of whole replicas; `membership` decides on views and rounds."""
 
     joins_with = "isles join"
 
@@ -65,7 +65,7 @@ class RoundsLighthouseServer(LighthouseServer):
         members = self.members()
         taken = self._collect(members)
         if not taken:
-            raise PeerLost(members[0], "no worker of the last view could be asked for its results")
+            raise PeerLost(members[0], "no worker of the last view could send its model")
         self._evaluate(sorted(taken))
         if self.stopping.is_set():
             return None
@@ -102,7 +102,9 @@ class RoundsLighthouseServer(LighthouseServer):
         return done if last is None else min(done, last)
 
     def _save(self) -> bool:
-        """Fetch a member's state, so that the run outlives its workers; whether that is over until the next one."""
+        """Fetch a member's state, so that the run survives the loss of all workers; returns whether to wait for the
+        next due step.
+        """
         for member in self.members():
             try:
                 saved = self._states.take_in(range(self.config.world.inner), partial(self._fetch, member))
@@ -115,18 +117,18 @@ class RoundsLighthouseServer(LighthouseServer):
             except OSError as error:
                 if not no_room(error):
                     raise
-                self.on_notice(f"no state is saved now ({error.strerror}): make room in {self.out}; the run goes on")
+                self.on_notice(f"no state was saved ({error.strerror}): make room in {self.out}; the run goes on")
                 return True
         return False
 
     def _fetch(self, member: int, island_rank: int, path: Path) -> int:
         rounds = sorted(self.membership.workers[one].round for one in self.members())
-        newest = rounds[(len(rounds) - 1) // 2] + MARGIN  # so far half of them say that they are, or soon
+        newest = rounds[(len(rounds) - 1) // 2] + MARGIN  # refuse rounds beyond those that half of the members report
         facts = self.fetch(
             server_name(member, island_rank), STATE, path, self.config.world.outer_deadline, newest=newest
         )
         if not is_whole(path) or "round" not in facts:
-            raise StateUnavailable("it is no state, or of no round")
+            raise StateUnavailable("it is no state, or has no round")
         return facts["round"]
 
     def _offer(self, round: int | None) -> None:
@@ -134,7 +136,9 @@ class RoundsLighthouseServer(LighthouseServer):
             self.state_server.publish(saved_name(island_rank), path, {})
 
     def _collect(self, members: Sequence[int]) -> list[int]:
-        """Fetch the models of `members`, and write the one model; whose it is of. Who is lost costs its share."""
+        """Fetch the models of `members`, and write the run's model; returns the members it is made of. Lost members are
+        left out.
+        """
         left, paths = dict[int, str](), {member: self.out / f"model-{member}.partial" for member in members}
         for member, path in paths.items():
             try:
@@ -152,7 +156,7 @@ class RoundsLighthouseServer(LighthouseServer):
         return saved
 
     def _evaluate(self, members: Sequence[int]) -> None:
-        """Have one of `members` judge the one model."""
+        """Have one of `members` evaluate the run's model."""
         self.state_server.publish(MODEL, self.out / MODEL_FILE, {})
         for member in members:
             if not self.evaluations:
@@ -171,10 +175,10 @@ class RoundsLighthouseServer(LighthouseServer):
         return True
 
     def _note(self, member: int, reported: Any) -> None:
-        """A line of its rounds, by this machine's clock. ValueError where it is none of its own."""
+        """Write a member's record of a round, with this machine's clock. ValueError if it is not its own."""
         record = read_record(reported)
         rounds = (record.round,) if isinstance(record, RoundRecord) else (record.first, record.copied, record.has)
         if record.member != member or max(rounds) > (self.membership.last or max(rounds)) + 1:
-            raise ValueError("a line of another member's rounds, or of rounds that this run has not")
+            raise ValueError("a record of another member, or of rounds beyond the end of this run")
         self._exchanges.write(as_json(asdict(replace(record, at=round(time.time(), 3)))) + "\n")
         self._exchanges.flush()

@@ -1,12 +1,13 @@
-"""What every lighthouse of a run does beside `membership.lighthouse`: its run directory, and what workers report.
+"""The part that all lighthouses of a run share, on top of `membership.lighthouse`: run directory and workers' reports.
 
-RUN/config.toml         at once
-RUN/members.jsonl       the assembly's journal: the lighthouse's memory
-RUN/metrics.jsonl       what the workers report, by member
-RUN/lighthouse.json     where it stands and how many workers it has started, for `isles resume`
+RUN/config.toml         at the start
+RUN/members.jsonl       the journal
+RUN/metrics.jsonl       the workers' metrics, by member
+RUN/lighthouse.json     its address and the number of workers that it has started, for `isles resume`
 RUN/summary.json        at the end: its presence means that the run is complete
 
-Started again on its directory it goes on: workers come back by themselves. No torch: models and states are files here.
+A lighthouse that is started again on its directory continues the run: workers reconnect by themselves. No torch: models
+and states are only files here.
 """
 
 from __future__ import annotations
@@ -45,42 +46,42 @@ from isles.training.records.summary import SummaryTable
 from isles.training.records.tokens import CREDENTIALS, forget, host_credentials
 
 MODEL_FILE = "model.safetensors"
-_DESCRIPTORS, _SPARE = 3, 512  # open files of a lighthouse: for each member, and beside
+_DESCRIPTORS, _SPARE = 3, 512  # open files of a lighthouse: per member, and in addition
 LOOK = 1.0
-"""Seconds between looks at what is due."""
+"""Seconds between two checks of what is due."""
 _PAIR = ("by", "to", "way", "round_trip", "sent", "taken")  # of a path in the summary
-_SHOWN = 1000  # paths
-_MOST = 1 << 40  # bytes of a file where the model's are not known
-_STAND = "lighthouse.json"
+_SHOWN = 1000  # most paths in an answer to `isles status`
+_MOST = 1 << 40  # most bytes of a fetched file if the model's size is unknown
+_ADDRESS = "lighthouse.json"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stand:
-    """host, port: as workers reach it. workers: started on this machine too."""
+class LighthouseAddress:
+    """The address of a lighthouse. host, port: as workers reach it. workers: number started on its machine too."""
 
     host: Str
     port: Port
     workers: Annotated[Int, Field(ge=0)]
 
     def write(self, out: Path) -> None:
-        write_text(out / _STAND, as_json(asdict(self)) + "\n")
+        write_text(out / _ADDRESS, as_json(asdict(self)) + "\n")
 
 
-def read_stand(out: Path) -> Stand:
-    """Read the stand of the run in `out`. ValueError, in one line, where its file is missing or damaged."""
+def read_address(out: Path) -> LighthouseAddress:
+    """Read the lighthouse's address of the run in `out`. ValueError, in one line, if its file is missing or damaged."""
     hint = f"start it with: isles lighthouse {out} --host HOST --port PORT"
     try:
-        return read(Stand, parse_json((out / _STAND).read_bytes()))
+        return read(LighthouseAddress, parse_json((out / _ADDRESS).read_bytes()))
     except OSError:
-        raise ValueError(f"{out / _STAND}: is missing, so the lighthouse's address is not known; {hint}") from None
+        raise ValueError(f"{out / _ADDRESS}: is missing, so the lighthouse's address is unknown; {hint}") from None
     except ValueError:
-        raise ValueError(f"{out / _STAND}: is damaged; {hint}") from None
+        raise ValueError(f"{out / _ADDRESS}: is damaged; {hint}") from None
 
 
 class LighthouseServer(ABC):
     """The lighthouse of the run `config` in the directory `out`, at `address`.
 
-    on_ready: called once it can be joined, with its token. on_metrics, on_notice: as in `isles.running.run.launch`.
+    on_ready: called with the join token once workers can join. on_metrics, on_notice: as in `isles.running.run.launch`.
     """
 
     joins_with: ClassVar[str]
@@ -96,7 +97,7 @@ class LighthouseServer(ABC):
         on_notice: Callable[[str], None],
     ) -> None:
         self.config, self.out, self.address = config, out, address
-        self.rules, self.text = rules(config), to_toml(config)  # what workers who join get
+        self.rules, self.text = rules(config), to_toml(config)  # `text` is sent to joining workers
         self.on_ready, self.on_metrics, self.on_notice = on_ready, on_metrics, on_notice
         self.stopping = threading.Event()
         self.results: dict[int, dict[str, Any]] = {}
@@ -105,10 +106,10 @@ class LighthouseServer(ABC):
         self.schema = Schema(config)
 
     def run(self) -> SummaryTable | None:
-        """Serve it until the run ends; its summary, or None where it was stopped (`stopping`).
+        """Serve the run until it ends; returns its summary, or None if it was stopped (`stopping`).
 
-        ValueError where the directory holds another kind of run, or the address cannot be had. PeerLost where nobody
-        is left to tell what the run came to. OSError, with the mend, for a full disk.
+        ValueError if the directory holds another kind of run, or the address is not available. PeerLost if no worker of
+        the last view can send its model. OSError, with a remedy, for a full disk.
         """
         try:
             return self._run()
@@ -119,7 +120,7 @@ class LighthouseServer(ABC):
             raise
         finally:
             with contextlib.suppress(OSError):
-                self.out.rmdir()  # where it never was a run, nothing is in it
+                self.out.rmdir()  # fails unless it is empty: the run never started
 
     def _run(self) -> SummaryTable | None:
         with lock_run(self.out), contextlib.ExitStack() as stack:
@@ -127,10 +128,10 @@ class LighthouseServer(ABC):
                 raise ValueError(f"{self.out}: this run is complete; name another directory with --out")
             if (self.out / SUMMARY).exists() or ((self.out / METRICS).exists() and not (self.out / JOURNAL).exists()):
                 raise ValueError(f"--out {self.out}: holds a run already; name another directory")
-            mine, is_new = host_credentials(self.out, None)
+            credentials, is_new = host_credentials(self.out, None)
             room_for(_DESCRIPTORS * self.config.world.elastic.max_members + _SPARE)
             try:
-                self.session = open_router(mine, self.address, self.config.world.elastic.lease)
+                self.session = open_router(credentials, self.address, self.config.world.elastic.lease)
             except (ValueError, OSError):
                 if is_new:
                     forget(self.out)
@@ -160,7 +161,7 @@ class LighthouseServer(ABC):
             )
             if is_new and journal.entries:
                 self.on_notice("its credentials were missing: all workers must join again, with the new token")
-            self.on_ready(str(mine.token))
+            self.on_ready(str(credentials.token))
             summary = None
             with contextlib.suppress(InterruptedError):
                 summary = self.serve()
@@ -172,37 +173,35 @@ class LighthouseServer(ABC):
         try:
             return self.assembly(journal, time.monotonic() + GRACE, stack)
         except (LookupError, TypeError, AttributeError) as error:
-            why = "its lines do not follow from each other; restore the file, or start a new run"
+            why = "its lines are inconsistent; restore the file, or start a new run"
             raise ValueError(f"{journal.path}: {why}") from error
 
     @abstractmethod
     def assembly(self, journal: Journal, until: float, stack: ExitStack) -> Coordinator:
-        """The state machine of this kind of run, which gives those a while who were there before. What else it needs is
-        made here, until `stack` ends.
+        """Create the state machine of this kind of run, which waits until `until` for former members to reconnect; also
+        this kind's other resources, until `stack` ends.
         """
 
     @abstractmethod
     def members(self) -> list[int]:
-        """Members that take part now."""
+        """The current members."""
 
     @abstractmethod
     def serve(self) -> SummaryTable | None:
-        """What there is to do until the end, or until `stopping`."""
+        """Serve this kind of run until its end, or until `stopping`."""
 
     @abstractmethod
     def now(self) -> Any:
-        """How the run stands: the message for whoever asks."""
+        """The status of the run, as a message."""
 
     @abstractmethod
     def on_event(self, member: int, kind: str, value: Any) -> bool:
-        """An event of one key that is of this kind of run alone; False where it is none. ValueError refuses it."""
+        """Handle an event that only this kind of run has; False if it is none. ValueError refuses it."""
 
     def fetch(
         self, state_server: str, what: str, path: Path, seconds: float, copies: int = COPIES, newest: int = 1 << 53
     ) -> dict[str, Any]:
-        """`fetch_state`, of no more than so many copies of the first model. InterruptedError where the lighthouse
-        stops.
-        """
+        """`fetch_state` of at most `copies` times the first model's bytes. InterruptedError if the lighthouse stops."""
         weights, keys, stops = self.rules.weights, self.keys.peer_key, self.stopping.is_set
         most = copies * weights + BESIDE if weights else _MOST
         try:
@@ -217,12 +216,12 @@ class LighthouseServer(ABC):
         return {**ways, "relayed_here": self.lighthouse.relayed, "pairs": pairs}
 
     def paths(self) -> MemberPaths:
-        """What workers have told; those with the most bytes first."""
+        """The paths that workers have reported, by bytes, descending."""
         reported = [(member, *row) for member, rows in sorted(self._paths.items()) for row in rows]
         return tuple(sorted(reported, key=lambda row: -row[4]))
 
     def _on_report(self, member: int, event: Any) -> None:
-        """What a worker reports, in the session's thread. ValueError refuses it."""
+        """Handle a worker's report, in the session's thread. ValueError refuses it."""
         try:
             if isinstance(event, dict) and len(event) == 1 and self._on_event(member, *next(iter(event.items()))):
                 return
@@ -252,11 +251,13 @@ class LighthouseServer(ABC):
 
 
 _BY_LIGHTHOUSE = -1
-_NAMED = 100  # lines for a person
+_NAMED = 100  # most notices
 
 
 class RejectionLog:
-    """own: the lighthouse's, as it grows. notice: called with a line for each (by whom, of whom, why) that is new."""
+    """Rejections of the lighthouse and of all workers. own: the lighthouse's, updated elsewhere. notice: called with a
+    line of text for each new (refusing member, refused member, reason).
+    """
 
     def __init__(self, own: Rejections, notice: Callable[[str], None]) -> None:
         self._own, self._notice = own, notice
@@ -264,16 +265,18 @@ class RejectionLog:
         self._named: set[tuple[int, int, str]] = set()
 
     def update(self, by: int, rows: Any) -> None:
-        """What worker `by` says that it has refused so far. ValueError where that is no such list."""
+        """Record the rejections that worker `by` reports. ValueError if `rows` is no such list."""
         self._reported[by] = read_rejections(rows)
         self._name(by, self._reported[by])
 
     def look(self) -> None:
-        """Name what is new of the lighthouse's."""
+        """Report the lighthouse's own new rejections."""
         self._name(_BY_LIGHTHOUSE, self._own.rows())
 
     def rows(self) -> list[tuple[int, int, str, int]]:
-        """(by whom, of whom, why, how often). -1: the lighthouse; somebody without a member, or in another's name."""
+        """(refusing member, refused member, reason, count). -1 as the refusing member: the lighthouse; as the refused
+        one: a client that is not authenticated as a member.
+        """
         every = {_BY_LIGHTHOUSE: self._own.rows(), **self._reported}
         return [(by, *row) for by, rows in sorted(every.items()) for row in rows]
 

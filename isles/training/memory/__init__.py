@@ -1,5 +1,5 @@
-"""Memory of a configured run (`[memory]`): a plan of its model on its machine, and that plan at work (`isles.memory`).
+"""Memory of a configured run (`[memory]`): the plan of its model on its machine, and its execution (`isles.memory`).
 
-`plans`   the machine, the model's profile, the search for a plan, and its optimizer; what it cannot be combined with
-`in_use`  what a trainer asks of its memory, with a plan and without
+`plans`     the machine, the model's profile, the search for a plan, and what a plan cannot be combined with
+`in_use`    `PlannedMemory`: the trainer's interface to its plan; the test of a GPU before training
 """

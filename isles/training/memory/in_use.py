@@ -1,7 +1,7 @@
-"""What a trainer asks of its memory: nothing special without a plan, else the plan at work.
+"""The trainer's interface to its memory plan; without a plan it changes nothing.
 
-A run tries its GPU out before it trains, for drivers and buses differ: a small model under one plan, with copies beside
-kernels and with every copy where it is asked for, must leave the same bits.
+A run tests its GPU before it trains, as drivers and buses differ: a small model under one plan must get the same bits
+with copies concurrent to kernels and with every copy on demand.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ _PLACEMENTS = (
 def try_out(
     device: torch.device, overlapping: Callable[[], Engine] | None = None, plain: Callable[[], Engine] | None = None
 ) -> None:
-    """RuntimeError where the two leave different bits, or either fails. About a second, some megabytes; the random
-    generators stay as they were. overlapping, plain: the two engines; None for those of a GPU.
+    """RuntimeError if the two engines give different bits, or either fails. Takes about a second and some megabytes;
+    restores the random generators. overlapping, plain: the engines; None: those of a GPU.
     """
     first = overlapping or (lambda: Cuda(device))
     other = plain or (lambda: Inline(CudaMoves(device)))
@@ -69,7 +69,7 @@ def _batch(step: int) -> Tensor:
 
 
 def _trained(made: Profile, device: torch.device, engine: Engine) -> list[Tensor]:
-    """Losses and weights."""
+    """The losses and final weights of `STEPS` steps."""
     model = Decoder(_SHAPE, seed=0)
     inner = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     losses = list[Tensor]()
@@ -88,7 +88,7 @@ def _trained(made: Profile, device: torch.device, engine: Engine) -> list[Tensor
 
 
 def _plan(made: Profile) -> MemoryPlan:
-    """Some of every kind, on as little memory as it runs in."""
+    """A plan with placements of every kind, in the least memory that it runs in."""
     peak = least_peak(made, _PLACEMENTS)
     return MemoryPlan(
         placements=_PLACEMENTS,
@@ -108,12 +108,12 @@ def _plan(made: Profile) -> MemoryPlan:
 
 
 _PASS_KINDS: dict[str, PassKind] = {"F": "forward", "B": "backward"}
-_METERED = 3  # steps whose bytes are counted: the first makes the states, the others are like all that follow
+_METERED = 3  # steps whose bytes are counted: the first one creates the states, later ones are all alike
 
 
 @cache
 def _trust(device: torch.device) -> None:
-    """ValueError, once a process, where plans that move bytes do not keep the bits of `device`."""
+    """Run `try_out` once per process. ValueError if it fails."""
     try:
         try_out(device)
     except (RuntimeError, OSError) as error:
@@ -121,22 +121,22 @@ def _trust(device: torch.device) -> None:
 
 
 class PlannedMemory:
-    """The memory of one worker of a run: without a plan it leaves everything as it is.
+    """The memory of one worker of a run; without a plan it changes nothing.
 
-    device: where the worker computes. stage: which one it holds, where the model is cut. managed: the plan at work,
-    once `manage` was called; None: there is none.
+    device: where the worker computes. stage: the one that it holds, if the model is cut. managed: the running plan,
+    after `manage`; None: there is none.
     """
 
     def __init__(self, config: Config, device: torch.device, stage: int = 0) -> None:
         self.config, self.stage, self.computes = config, stage, device
         self.managed: Managed | Remade | None = None
         self.notices: list[str] = []
-        """What a user should know, once it is managed."""
+        """Notices for the user, after `manage`."""
         self._meter = MemoryMeter()
         self._metered = 0
 
     def manage(self, model: nn.Module, inner: Optimizer) -> Optimizer:
-        """The inner optimizer, under the plan where there is one."""
+        """Start the plan, if there is one; returns the optimizer to use in place of `inner`."""
         if self.config.memory.method == "none":
             return inner
         made, here, plan = prepared(self.config, self.stage)
@@ -160,9 +160,7 @@ class PlannedMemory:
         return self.managed
 
     def _engine(self) -> Engine:
-        """Workers that share a thread move bytes where they are asked for. A GPU is tried out first. ValueError where
-        it fails that.
-        """
+        """The plan's engine: on demand for virtual workers, else concurrent. ValueError if a GPU fails its test."""
         virtual = self.config.world.backend == "virtual"
         if self.computes.type == "cpu":
             return Inline() if virtual else ThreadEngine(pace=self.config.memory.emulate)
@@ -171,22 +169,22 @@ class PlannedMemory:
 
     @property
     def home(self) -> torch.device:
-        """Where the model's weights are made: on the host, where a plan moves some of them to the device."""
+        """The device to create the model's weights on: the host, if a plan moves some of them to the device later."""
         memory = self.config.memory
         return torch.device("cpu") if memory.method not in ("none", "checkpoint") else self.computes
 
     def announce(self, tasks: Sequence[Task]) -> None:
-        """The order of a stage's tasks in the step that begins."""
+        """Announce the order of a stage's tasks in the next step."""
         if isinstance(self.managed, Managed):
             self.managed.announce([(_PASS_KINDS[task.kind], task[1:]) for task in tasks if task.kind in _PASS_KINDS])
 
     def device(self, model: nn.Module) -> torch.device:
-        """Where the model computes; its parameters may lie elsewhere."""
+        """The device that the model computes on; its parameters may be on another one."""
         return next(model.parameters()).device if self.managed is None else self.managed.device
 
     def metered(self) -> AbstractContextManager[Any]:
-        """Around the passes of each step: the first few are counted, storage by storage; counting all would cost a
-        small model much of its speed.
+        """Context for the passes of a step: counts the bytes of the first few steps, storage by storage. To count in
+        all steps would slow a small model down.
         """
         if self.managed is None or not self._is_seen or self._metered == _METERED:
             return nullcontext()
@@ -195,8 +193,8 @@ class PlannedMemory:
 
     @property
     def _is_seen(self) -> bool:
-        """Whether every byte is made where the meter sees it: not by a GPU, and not by fsdp, whose weights come and go
-        in storages of torch's own.
+        """Whether the meter sees all allocations: not those of a GPU, nor of fsdp, whose weights are in storages that
+        torch allocates and frees itself.
         """
         return self.computes.type == "cpu" and sharded_over(self.config) is None
 
@@ -207,7 +205,7 @@ class PlannedMemory:
         return int(torch.cuda.max_memory_allocated(self.computes)) if on_gpu else None
 
     def close(self) -> None:
-        """Let updates land, end the plan's threads and give the model its own forward back."""
+        """Complete pending updates, end the plan's threads and restore the model's own forward."""
         if self.managed is not None:
             self.managed.close()
 
@@ -215,14 +213,14 @@ class PlannedMemory:
         return self
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        """As `close`; after an error nothing is waited for."""
+        """As `close`; after an error without waiting."""
         if error is not None and isinstance(self.managed, Managed):
             self.managed.abandon()
         else:
             self.close()
 
     def record(self, seconds: float) -> dict[str, Any] | None:
-        """For the summary. seconds: of a step, as it was."""
+        """The entries of the summary. seconds: measured, of a step."""
         if self.managed is None:
             return None
         plan = self.managed.plan

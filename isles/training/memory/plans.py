@@ -1,7 +1,5 @@
-"""The plan of memory of a configured run: its machine, its model's profile, the search between them, and the optimizer
-that runs what was found.
-
-What a plan of memory cannot be together with, each in one line with its key.
+"""The memory plan of a configured run: the machine, the model's profile, the search for a plan, and the refusal of
+settings that a plan cannot be combined with (one line each, with the key).
 """
 
 from __future__ import annotations
@@ -44,12 +42,12 @@ from isles.training.kinds import layout_of
 from isles.training.stage_runner import planned_cut
 
 _STAYS = {"autohete": "in memory", "karma": "on the device", "checkpoint": "on the device"}
-"""Where a plan by each method keeps weights and states, if not everywhere."""
+"""Where plans by a method keep weights and states; other methods use all tiers."""
 
 
 def sharded_over(config: Config) -> tuple[int, bool] | None:
-    """Workers that each have rows of the weights, and whether gathered ones stay from forward to backward pass; None
-    where each has the weights.
+    """Number of workers that the weights are sharded over, and whether gathered weights stay from forward to backward
+    pass; None if they are not sharded.
     """
     if config.method == "fsdp":
         assert isinstance(config.replicas, FSDPConfig)
@@ -60,7 +58,7 @@ def sharded_over(config: Config) -> tuple[int, bool] | None:
 
 
 def idle_keys(memory: MemoryConfig) -> list[str]:
-    """Settings that a plan by this method would ignore."""
+    """Settings in [memory] that have no effect with its method."""
     tiers, _ = METHODS[memory.method]
     moves = any(tier != "device" for tier in tiers)
     files = any(tier in ("disk", "file") for tier in tiers)
@@ -76,7 +74,7 @@ def idle_keys(memory: MemoryConfig) -> list[str]:
 
 
 def refusals(config: Config) -> None:
-    """ValueError, with the key, for what a plan of memory cannot be together with."""
+    """ValueError, with the key, for settings that a memory plan cannot be combined with."""
     memory = config.memory
     if memory.vectors == "disk":
         refuse_conflicts(config, 'memory.vectors = "disk"')
@@ -97,13 +95,13 @@ def refusals(config: Config) -> None:
 
 
 _CROSSING = 3
-"""Streams on the device while a task begins or ends: what came, what is sent, and the gradient of one of them."""
+"""Streams on the device at the start or end of a task: the input, the output, and the gradient of one of them."""
 _PENDING = 2
-"""Streams that a forward pass has there until its backward pass: what came, and what was sent."""
+"""Streams on the device between a forward pass and its backward pass: the input and the output."""
 
 
 def stage_passes(config: Config, stage: int) -> tuple[int, int]:
-    """(forward passes of the stage that wait for their backward pass at the most, forward passes of a step)."""
+    """The most forward passes of a stage that wait for their backward pass, and the forward passes of a step."""
     replicas, microbatches = config.replicas_in_all, config.pipeline.microbatches
     visits = microbatches * (replicas if config.pipeline.routing == "random" else 1)
     room = ways_of(config.pipeline, planned_cut(config), replicas).room.get(position(0, stage, config.pipeline.stages))
@@ -111,8 +109,8 @@ def stage_passes(config: Config, stage: int) -> tuple[int, int]:
 
 
 def stage_profile(config: Config, stage: int, state_bytes: StateBytes, name: str) -> Profile:
-    """Of one microbatch, without numbers."""
-    own = config.model.own is None  # a user's code may make another one next time
+    """The profile of a stage for one microbatch, from a sketch without values."""
+    own = config.model.own is None  # no cache for a user's code: it may build another model next time
     sequences = config.data.batch_size_per_worker(layout_of(config).reader(0)[1]) // config.pipeline.microbatches
     piece = planned_cut(config).pieces[stage]
     found, size = (_stage_profiled if own else _stage_profiled.__wrapped__)(
@@ -126,7 +124,7 @@ def stage_profile(config: Config, stage: int, state_bytes: StateBytes, name: str
 def _stage_profiled(
     model: ModelConfig, piece: Piece, sequences: int, state_bytes: StateBytes, name: str
 ) -> tuple[Profile, int]:
-    """With bytes of the stream."""
+    """The profile of a stage, and the bytes of the stream between stages."""
     made = Stage(sketch(model), piece)
     context, _ = limits(model)
     tokens = torch.empty(sequences, context, dtype=torch.int64, device="meta")
@@ -140,7 +138,7 @@ def _stage_profiled(
         if piece.leaves:
             return model(x, targets, enter=piece.enters, leave=True)
         out = model(x, enter=piece.enters)
-        return (out * out).sum()  # with a gradient of the stream's size, as the one that comes
+        return (out * out).sum()  # its gradient has the stream's size, as that from the next stage
 
     found = profile(
         made,
@@ -154,20 +152,18 @@ def _stage_profiled(
 
 
 _USABLE = 0.9
-"""Of a GPU's free memory: blocks of torch's allocator are larger than what is asked of it by a tenth at the most."""
-_CPU = "laptop-16"  # the machine of a run on a CPU that names none
+"""Usable fraction of a GPU's free memory: torch's allocator rounds requests up by at most a tenth."""
+_CPU = "laptop-16"  # the default machine of a run on a CPU
 
 
 def _gpus(config: Config) -> list[torch.device]:
-    """Those that the workers of this machine take: all of them follow one plan, for the smallest of these."""
+    """The GPUs of this machine's workers, which share one plan, made for the smallest of them."""
     ranks = range(max(1, min(config.world.workers, torch.cuda.device_count())))
     return sorted({choose_device(config.model, rank) for rank in ranks}, key=str)
 
 
 def machine_of(config: Config) -> Machine:
-    """The machine that the run names, or what is here: with GPUs of several kinds, the smallest. ValueError where there
-    is a GPU of no known name.
-    """
+    """The machine that the run names, or this one (the smallest of its GPUs). ValueError if the GPU is not known."""
     if config.memory.machine:
         try:
             return machine(config.memory.machine)
@@ -180,18 +176,18 @@ def machine_of(config: Config) -> Machine:
     if (known := known_gpu(there.name, there.total_memory)) is not None:
         return known
     raise ValueError(
-        f"memory.machine: this is a {there.name} of {there.total_memory / 2**30:.0f}GiB, of which nothing is known; "
+        f"memory.machine: this is a {there.name} of {there.total_memory / 2**30:.0f}GiB, which is not a known machine; "
         'measure it with `isles doctor --memory --write my.toml` and set memory.machine = "my.toml"'
     )
 
 
 def profile_of(config: Config, stage: int = 0) -> Profile:
-    """The model's profile at one worker's batch, from a sketch without numbers; of a stage where it is cut."""
+    """The model's profile for one worker's batch, from a sketch without values; of a stage if the model is cut."""
     adamw = inner_kind(config.inner, method(config.method).usual_inner) == "adamw"
     name = config.model.factory or config.model.hf or config.model.name
     if config.pipeline.stages > 1:
         return stage_profile(config, stage, _states(adamw), name)
-    own = config.model.factory is None and config.model.hf is None  # a user's code may make another one next time
+    own = config.model.factory is None and config.model.hf is None  # no cache for a user's code, as above
     sequences = config.data.batch_size_per_worker(config.world.workers)
     moves = config.memory.method not in ("none", "checkpoint")
     made = (_profiled if own else _profiled.__wrapped__)(config.model, sequences, adamw, name, moves)
@@ -211,12 +207,12 @@ def _profiled(model: ModelConfig, sequences: int, adamw: bool, name: str, moves:
     made = profile(
         sketch(model),
         torch.empty(sequences, context + 1, dtype=torch.int64, device="meta"),
-        autocast="none" if model.autocast == "none" else "bf16",  # float16 takes the same bytes
+        autocast="none" if model.autocast == "none" else "bf16",  # float16 has the same size
         state_bytes=_states(adamw),
         name=name,
         moves=moves,
     )
-    return replace(made, tokens=context)  # a window holds one more, the target of its last
+    return replace(made, tokens=context)  # without the extra token of a window, which is only a target
 
 
 def _states(adamw: bool) -> StateBytes:
@@ -224,14 +220,14 @@ def _states(adamw: bool) -> StateBytes:
 
 
 def sharers(config: Config) -> int:
-    """Workers that share the states on their hosts; 1: nobody does."""
+    """Number of workers that shard the states on their hosts; 1: no sharding."""
     if not config.memory.shard:
         return 1
     return config.world.inner if config.world.inner > 1 else config.world.workers
 
 
 def _peer_rate(config: Config) -> float:
-    """Bytes a second between them: of the simulated network; else of a network that is not in the way."""
+    """Bytes per second between these workers on the simulated network; infinite on a real one."""
     if not config.world.is_simulated:
         return math.inf
     between = links(config.world.virtual.inner_links if config.world.inner > 1 else config.world.virtual.links)
@@ -239,8 +235,8 @@ def _peer_rate(config: Config) -> float:
 
 
 def planned(config: Config, made: Profile, here: Machine, *, free: float = math.inf) -> MemoryPlan:
-    """The plan of `config.memory`: that of its file, or the fastest. free: bytes of the device that nobody has taken.
-    ValueError, with the key, for what cannot be.
+    """The plan of `config.memory`: from its file, or the fastest one found. free: free bytes of the device. ValueError,
+    with the key, if there is none.
     """
     memory = config.memory
     sharing = sharers(config)
@@ -258,7 +254,7 @@ def planned(config: Config, made: Profile, here: Machine, *, free: float = math.
         if plan.peak > free:
             raise ValueError(
                 f"memory.plan = {memory.plan!r} takes {plan.peak / 2**30:.3g}GiB, and {free / 2**30:.3g}GiB of this "
-                "GPU are to be had: end what else uses it, or plan again"
+                "GPU are free: end what else uses it, or plan again"
             )
         return plan
     found = Search(
@@ -275,12 +271,12 @@ def planned(config: Config, made: Profile, here: Machine, *, free: float = math.
 
 
 def _disk(folder: str, here: Machine) -> float:
-    """Bytes that a plan may put there. ValueError where nothing is known of the machine's disk."""
+    """Bytes that a plan may put into `folder`. ValueError if the machine's disk is not known."""
     if not folder:
         return 0.0
     if not here.disk_read or not here.disk_write:
         raise ValueError(
-            f"memory.disk = {folder!r}: nothing is known of the disk of {here.name}; give disk_read, disk_write and "
+            f"memory.disk = {folder!r}: the disk of {here.name} is not known; give disk_read, disk_write and "
             f'disk_bytes in a file with base = "{here.name}" and name that as memory.machine'
         )
     check_folder(folder, 0)
@@ -321,9 +317,7 @@ def _read(memory: MemoryConfig, made: Profile, here: Machine) -> MemoryPlan:
 
 
 def _check_stated(memory: MemoryConfig, plan: MemoryPlan, batches: int, device: float, host: float) -> None:
-    """ValueError where the plan of a file is not what the rest of the configuration says. device, host: bytes that it
-    may take.
-    """
+    """ValueError if the plan of a file does not match the configuration. device, host: bytes that it may use."""
     path = memory.plan
     if plan.update != memory.update:
         raise ValueError(
@@ -343,15 +337,15 @@ def _check_stated(memory: MemoryConfig, plan: MemoryPlan, batches: int, device: 
 
 
 def _free_bytes(config: Config) -> float:
-    """Of the GPU with the least, less what torch's allocator rounds up to; without a GPU there is nothing to ask."""
+    """Usable free bytes of the GPU with the least free memory; infinite without a GPU."""
     if choose_device(config.model).type != "cuda" or config.memory.method == "checkpoint":
         return math.inf
     return _USABLE * min(torch.cuda.mem_get_info(device)[0] for device in _gpus(config))
 
 
 def _refuse_here(config: Config) -> None:
-    """ValueError, with the key, for a plan that cannot run on what this worker computes with. Part of the RAM plays the
-    device on the virtual backend, and where that was asked for.
+    """ValueError, with the key, for a plan that cannot run on this worker's device. On the virtual backend, and with
+    memory.emulate, a part of the RAM stands for the device.
     """
     memory, device = config.memory, choose_device(config.model)
     if device.type != "cpu":
@@ -365,11 +359,11 @@ def _refuse_here(config: Config) -> None:
 
 
 _PREPARED: dict[tuple[str, int], tuple[Profile, Machine, MemoryPlan]] = {}
-"""By configuration and stage: workers that share a process ask once."""
+"""Cache by configuration and stage, for workers that share a process."""
 
 
 def prepared(config: Config, stage: int = 0) -> tuple[Profile, Machine, MemoryPlan]:
-    """What a run with a plan needs. ValueError, one line with its key, for whatever cannot be."""
+    """The profile, machine and plan of a run. ValueError, one line with its key, for what is impossible."""
     refusals(config)
     _refuse_here(config)
     key = to_toml(config), stage
@@ -384,18 +378,18 @@ def prepared(config: Config, stage: int = 0) -> tuple[Profile, Machine, MemoryPl
 
 
 def step_seconds(config: Config) -> float:
-    """Of the virtual clock: those of the plan for a named machine, else those of [world]. A plan of paths has seconds
-    of its own.
+    """Seconds of an inner step on the virtual clock: by the memory plan for a named machine, else of [world]; 1 with a
+    plan of paths, which has seconds of its own.
     """
     if config.pipeline.skippipe.plan:
         return 1.0
     if config.memory.method == "none" or not config.memory.machine or config.pipeline.stages > 1:
-        return config.world.virtual.step_seconds  # of all stages; a plan knows one of them
+        return config.world.virtual.step_seconds  # of all stages; a memory plan is for one of them
     return prepared(config)[2].step
 
 
 class SketchedShares(Wrapping):
-    """An inner optimizer that will share states, for a run that is only planned."""
+    """Stands for an inner optimizer that shards states, in a run that is only planned."""
 
     def __init__(self, config: Config, model: nn.Module, inner: Optimizer) -> None:
         super().__init__(inner, [parameter for parameter in model.parameters() if parameter.requires_grad])
@@ -407,9 +401,9 @@ class SketchedShares(Wrapping):
         return portions_of(self._hosted, size)
 
     def share(self, position: int, size: int, spread: SpreadShares) -> None:
-        """Nothing is updated."""
+        """Nothing to update."""
 
 
 def sketched(config: Config, model: nn.Module, inner: Optimizer) -> Optimizer:
-    """What stands for `PlannedMemory.manage` where nothing is run."""
+    """Stands for `PlannedMemory.manage` in a run that is only planned."""
     return SketchedShares(config, model, inner) if sharers(config) > 1 else inner

@@ -1,10 +1,10 @@
-"""What a run leaves on disk.
+"""The files of a run.
 
-`rundir`          the run directory: names of its files, a new run's claim on it, one run at a time
-`writer`          writes all that workers report, in one process; `events`: what they may report; `loggers`: live tools
-`checkpoint`      checkpoints; `shard`: one worker's file; `checksums`: whether a file is intact
-`reshard`         going on from a checkpoint with other workers or stages
-`saved_run`       a finished run read back; `summary`: its result
-`timeline`        when a worker computed, waited and exchanged; `replica_spread`: how far replicas are apart
-`tokens`          the secret of a run on several machines
+`rundir`       the run directory: its files' names, a new run's claim on it, the lock for one run at a time
+`writer`       writes all that workers report, in one process; `events`: valid reports; `loggers`: live tools
+`checkpoint`   checkpoints; `reshard`: resuming one with other workers or stages
+`shard`        states and models in safetensors files, checked for values that are not finite; `checksums`
+`saved_run`    reads a finished run; `summary`: its results
+`timeline`     when a worker computed, waited and exchanged; `replica_spread`: the distance between replicas
+`tokens`       the credentials of a run on several machines
 """

@@ -1,13 +1,13 @@
-"""Checkpoints on disk: one file a worker (`shard`), then the manifest, whose presence is the commit. Loads no torch.
+"""Checkpoints on disk: one file per worker (`shard`), then the manifest, whose presence is the commit. Loads no torch.
 
     checkpoints/step-400/
-        worker-0.safetensors    that worker's state; of which run, worker and step it is stands in its header
-        manifest.json           written last: which files belong to it, and how long they are
+        worker-0.safetensors    that worker's state; its header names the run, worker and step
+        manifest.json           written last: the names and lengths of the files, and facts about the run
 
-Every file holds a checksum of the rest of itself. A checkpoint without a manifest, or with a file of another length,
-does not exist for readers; what is damaged, or of another run, worker or step, is refused when it is read. Every file
-is written beside its place, flushed and renamed, so a power cut leaves the checkpoint before it intact. What a
-lighthouse keeps lies in the same way in RUN/states: of each round, or step, a shard of each place, or stage.
+Every file holds a checksum of the rest of itself. Readers ignore a checkpoint without a manifest, or with a file of
+another length; they refuse a file that is damaged, or of another run, worker or step. Every file is written under
+another name, flushed and renamed, so a power cut leaves the previous checkpoint intact. RUN/states of a lighthouse has
+the same layout: for each round or step, a shard per island rank or stage.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class Checkpoints:
         self.folder = run / name
 
     def write_shard(self, step: int, worker: int, state: State, run: str = "") -> None:
-        """Write one worker's state for `step`. Workers do this side by side; `commit` comes after the last. run: what
-        tells this run from others, that of the manifest's facts.
+        """Write one worker's state for `step`. Workers do this concurrently; `commit` follows after the last. run: the
+        run's name, as in the manifest.
         """
         from isles.training.records.shard import write_state
 
@@ -43,19 +43,19 @@ class Checkpoints:
             write_state(partial, state, {"run": run, "worker": str(worker), "step": str(step)})
 
     def take_in(self, ranks: Sequence[int], fetch: Callable[[int, Path], int]) -> int | None:
-        """Have `fetch` put the shard of each of `ranks` at a path, and say of which step it is; commit them where that
-        is one step, which is returned. Errors of `fetch`: then nothing of them stays.
+        """Fetch the shards of `ranks`: `fetch` writes one to a path and returns its step. Commits them if all are of
+        one step, and returns that. If `fetch` raises, no file stays.
         """
-        coming = {rank: self.folder / "coming" / f"worker-{rank}.safetensors" for rank in ranks}
+        incoming = {rank: self.folder / "coming" / f"worker-{rank}.safetensors" for rank in ranks}
         shutil.rmtree(self.folder / "coming", ignore_errors=True)  # of an attempt that was cut off
         (self.folder / "coming").mkdir(parents=True)
         try:
-            steps = {fetch(rank, path) for rank, path in coming.items()}
+            steps = {fetch(rank, path) for rank, path in incoming.items()}
             if len(steps) > 1:
                 return None
             (step,) = steps
             self._at(step).mkdir(exist_ok=True)
-            for rank, path in coming.items():
+            for rank, path in incoming.items():
                 settle(path, self.shard(step, rank))
             self.commit(step, ranks, {}, keep=0)
             return step
@@ -65,10 +65,10 @@ class Checkpoints:
     def commit(
         self, step: int, ranks: Sequence[int], facts: Mapping[str, Any], keep: int, own: Iterable[int] | None = None
     ) -> None:
-        """Make the checkpoint of `step` exist; drop all but the newest `keep` (0: all). ranks: the workers whose state
-        it is, all that were left of the run. facts: for the manifest.
+        """Commit the checkpoint of `step`; delete all but the newest `keep` (0: keep all). ranks: the workers that
+        wrote it, all that remained in the run. facts: for the manifest.
 
-        own: the workers of this machine; None: all. The others' shards lie on other machines.
+        own: the workers of this machine; None: all. The others' shards are on other machines.
         """
         here = ranks if own is None else [worker for worker in own if worker in ranks]
         files = {path.name: path.stat().st_size for path in (self.shard(step, worker) for worker in here)}
@@ -78,20 +78,20 @@ class Checkpoints:
         self.thin(keep)
 
     def thin(self, keep: int) -> None:
-        """Drop all but the newest `keep`; 0: none."""
+        """Delete all but the newest `keep`; 0: none."""
         self._drop(self.steps()[:-keep] if keep else [])
 
     def go_back(self, step: int) -> None:
-        """Drop the checkpoints after `step`, from which the run goes on: before its workers write such again."""
+        """Delete the checkpoints after `step`, when a run resumes from it, before its workers write these again."""
         self._drop(later for later in self.steps() if later > step)
 
     def _drop(self, steps: Iterable[int]) -> None:
         for step in steps:
-            (self._at(step) / "manifest.json").unlink()  # first: half a deletion is then no checkpoint
+            (self._at(step) / "manifest.json").unlink()  # first, so that an interrupted deletion leaves no checkpoint
             shutil.rmtree(self._at(step))
 
     def steps(self) -> list[int]:
-        """Steps with a whole checkpoint, ascending."""
+        """Steps with a complete checkpoint, ascending."""
         found = []
         for manifest in self.folder.glob("step-*/manifest.json"):
             number = manifest.parent.name.removeprefix("step-")
@@ -103,20 +103,20 @@ class Checkpoints:
         return read_checked(self._at(step) / "manifest.json")
 
     def ranks(self, step: int) -> list[int]:
-        """The workers whose state the checkpoint of `step` is, ascending."""
+        """The workers that wrote the checkpoint of `step`, ascending."""
         return self.manifest(step)["ranks"]
 
     def absent(self, step: int) -> list[int]:
-        """Those of `ranks` whose shards do not lie here, but on other machines."""
+        """Those of `ranks` whose shards are on other machines."""
         return [worker for worker in self.ranks(step) if not self.shard(step, worker).exists()]
 
     def read_shard(self, step: int, worker: int) -> State:
-        """One worker's state, exactly as written; tensors on the CPU. ValueError where a file is damaged."""
+        """One worker's state, exactly as written; tensors on the CPU. ValueError if a file is damaged."""
         from isles.training.records.shard import read_state
 
         path = self.shard(step, worker)
         if not path.exists():
-            raise ValueError(f"{path}: worker {worker}'s state is not there; copy it from the machine that wrote it")
+            raise ValueError(f"{path}: worker {worker}'s state is missing; copy it from the machine that wrote it")
         try:
             state, notes = read_state(path)
         except ValueError as error:
@@ -130,14 +130,14 @@ class Checkpoints:
         return state
 
     def newest_sound(self, notify: Callable[[str], None]) -> int | None:
-        """The newest step of which no shard is damaged; None where there are none at all. notify: called with a line
-        for each that is newer. ValueError where all are: who begins anew in their stead loses what the run has learned.
+        """The newest step without a damaged shard; None if there are no steps. notify: called with a line of text for
+        each newer one. ValueError if all are damaged: to start anew instead would discard the training so far.
         """
         steps, damaged = self.steps(), list[Path]()
         while steps and (bad := [path for path in self.shards(steps[-1]) if not is_whole(path)]):
             damaged, steps = [*damaged, bad[0]], steps[:-1]
         if damaged and not steps:
-            raise ValueError(f"{self.folder}: no state there is intact: restore one, or start a new run")
+            raise ValueError(f"{self.folder}: all states are damaged: restore one, or start a new run")
         for path in damaged:
             notify(f"{path}: is damaged, so the run goes on from round {steps[-1]}")
         return steps[-1] if steps else None
@@ -146,8 +146,8 @@ class Checkpoints:
         return [self.shard(step, worker) for worker in self.ranks(step)]
 
     def replace(self, step: int, shards: Iterable[State], facts: Mapping[str, Any]) -> None:
-        """Put other shards, made one at a time, in the place of those of `step`. What was there stays whole until all
-        are written; only between two renames is there neither.
+        """Replace the shards of `step` by others, which are computed one at a time. The old ones stay intact until all
+        new ones are written; only between the two renames is there neither.
         """
         fresh = Checkpoints(self.folder / "replacing")
         shutil.rmtree(fresh.folder.parent, ignore_errors=True)  # of an attempt that was cut off
@@ -168,7 +168,7 @@ class Checkpoints:
         return self.folder / f"step-{step}"
 
     def shard(self, step: int, worker: int) -> Path:
-        """Where the state of a worker lies, or will."""
+        """Path of a worker's state."""
         return self._at(step) / f"worker-{worker}.safetensors"
 
     def _whole(self, manifest: Path) -> bool:
@@ -184,8 +184,8 @@ class Checkpoints:
 
 
 def rank_to_load(checkpoints: Checkpoints, step: int, rank: int) -> int:
-    """The worker whose state of `step` worker `rank` of a swarm goes on from: its own; where it was lost before, that
-    of a peer of the stage that it served. ValueError where nobody of that stage has saved.
+    """The worker whose state of `step` worker `rank` of a swarm loads: its own, or, if it was lost before, that of a
+    peer of its stage. ValueError if no peer of that stage has saved.
     """
     ranks = checkpoints.ranks(step)
     if rank in ranks:
@@ -194,13 +194,13 @@ def rank_to_load(checkpoints: Checkpoints, step: int, rank: int) -> int:
     alike = [other for other in ranks if stages[other] == stages[rank]]
     if not alike:
         raise ValueError(
-            f"after step {step} no worker of stage {stages[rank]} has saved: name an earlier step with --step"
+            f"after step {step} no peer of stage {stages[rank]} has saved: name an earlier step with --step"
         )
     return alike[0]
 
 
 def newest_whole(checkpoints: Checkpoints) -> int | None:
-    """The newest step after which somebody of every stage has saved; None: there is none."""
+    """The newest step after which a peer of every stage has saved; None: there is none."""
     for step in sorted(checkpoints.steps(), reverse=True):
         stages = _stages(checkpoints, step)
         if {stages[rank] for rank in checkpoints.ranks(step)} == set(stages):

@@ -1,7 +1,7 @@
-"""Files that tell whether a bit of them is another than was written: a checksum of all the rest lies in each. No torch.
+"""Files with a checksum (CRC-32) of the rest of themselves. Loads no torch.
 
 JSON           {"check": "1a2b3c4d", ...
-safetensors    its header's metadata begin with "check"; the others say what the file is of
+safetensors    the header's metadata begins with "check"; the other entries are the file's notes
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from isles.base.durable import write_text
 from isles.base.parsing import parse_json
 
 UNCHECKED = "00000000"
-"""Where the checksum of a safetensors file will be, as long as it is formed."""
+"""Placeholder of a safetensors file's checksum while it is computed."""
 CHECK_AT = 8 + len('{"__metadata__": {"check": "')
-"""Where it begins in the file."""
+"""Offset of the checksum in the file."""
 _END = CHECK_AT + len(UNCHECKED)
 _CHECK = re.compile(rb'\{"check": "([0-9a-f]{8})",\n')
 _LONGEST_HEADER = 1 << 28
@@ -32,7 +32,7 @@ def write_checked(path: Path, record: Mapping[str, Any], indent: int | None = No
 
 
 def read_checked(path: Path) -> dict[str, Any]:
-    """What `write_checked` wrote, or a person without a checksum. ValueError where it is damaged."""
+    """Read a file of `write_checked`, or one that a user wrote without a checksum. ValueError if it is damaged."""
     data = path.read_bytes()
     check = _CHECK.match(data)
     if check is not None and int(check[1], 16) != zlib.crc32(data[check.end() :]):
@@ -44,7 +44,7 @@ def read_checked(path: Path) -> dict[str, Any]:
 
 
 def read_notes(path: Path) -> dict[str, str]:
-    """What a safetensors file is of, by its metadata. ValueError where it is damaged, or has no checksum."""
+    """The metadata of a safetensors file. ValueError if the file is damaged, or has no checksum."""
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
         if size > _LONGEST_HEADER:
@@ -61,7 +61,7 @@ def read_notes(path: Path) -> dict[str, str]:
 
 
 def is_whole(path: Path) -> bool:
-    """Whether it is such a file of tensors, and not damaged."""
+    """Whether it is a safetensors file with a valid checksum."""
     try:
         return bool(read_notes(path))
     except (OSError, ValueError):

@@ -1,8 +1,8 @@
-"""What the workers of another machine may say, and in which words: the schema of what goes over a link during a run.
+"""The schema of the messages between machines during a run.
 
-A machine that has the token is one of the run, but what it says is data: steps are whole numbers of this run, a worker
-speaks for itself alone, texts have no control characters, nothing becomes a path. Anything else is `Unfit`, and its
-machine counts as lost, by name.
+A machine with the token is trusted to take part, but its messages are data: steps are whole numbers of this run, a
+worker reports only for itself, texts have no control characters, and nothing becomes a path. Any other message is
+`Unfit`, and its machine counts as lost, by name.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Schema:
         self.steps = _COUNT if of.run.tokens else of.run.steps  # workers may come to more
 
     def __call__(self, kind: str, value: Any, ranks: Container[int]) -> Any:
-        """The value of a message of that kind about the workers `ranks`, fit for use. Unfit where it is not."""
+        """The checked value of a message of `kind` about the workers `ranks`. Unfit if it is not valid."""
         if kind == "event":
             return self.event(table(value, "an event"), ranks)
         if kind == "done":
@@ -126,7 +126,7 @@ class Schema:
 
 @contextlib.contextmanager
 def checks_host_messages() -> Iterator[None]:
-    """While what node 0 says is looked at: what is unfit is the loss of node 0."""
+    """Context: an unfit message of node 0 counts as the loss of node 0."""
     try:
         yield
     except Unfit as error:
@@ -134,7 +134,7 @@ def checks_host_messages() -> Iterator[None]:
 
 
 def committed(command: Mapping[str, Any], config: Config) -> tuple[int, list[int]]:
-    """Step and workers of node 0's word that a checkpoint is whole. Unfit where it is none."""
+    """Step and workers of node 0's message that a checkpoint is complete. Unfit if it is none."""
     ranks = command.get("ranks")
     if not isinstance(ranks, list) or len(ranks) > config.world.workers:
         raise Unfit("ranks are no workers of this run")
@@ -148,7 +148,7 @@ def begun(facts: Mapping[str, Any], config: Config) -> int | None:
 
 
 def _result(result: dict[str, Any]) -> dict[str, Any]:
-    """What `Trainer.conclude` returns."""
+    """The schema of the results of `Trainer.conclude`."""
     known = {*_RESULTS, "val_loss", "val_loss_replica", "corpus_sha256", "memory", "channels"}
     if set(result) != known:
         raise Unfit("a result of another kind than isles'")

@@ -1,14 +1,14 @@
-"""How far the replicas are apart while they train, estimated without a message between workers.
+"""The distance between replicas during training, estimated without messages between workers.
 
-    worker    `Sample.read` at a logged step: the same few weights of everyone, as text -> world.report
-    launcher  `Spread.take`: once the samples of all who are left are there -> {"step": s, "replica_std": x} in
+    worker    `Sample.read` at a logged step: the same few weights at all workers, as text -> world.report
+    launcher  `Spread.take`: once the samples of all remaining workers are there -> {"step": s, "replica_std": x} in
               metrics.jsonl
 
 An exact figure would need a mean of all weights over all workers: bytes that the method does not send, and a wait for
-everybody that methods without one exist to avoid (on a virtual clock it would also change the run's time). The estimate
-is of sqrt(mean over replicas and weights of (w - mean w)^2) from at most `WEIGHTS` weights, so its relative error is a
-few per cent; it is exactly 0 where all replicas are equal. `summary.json` has the exact figure of the end. Where
-replicas lie in stages, each stage is sampled by itself and counts as much as it has weights.
+all workers, which some methods exist to avoid (on a virtual clock it would also change the run's time). The estimate is
+of sqrt(mean over replicas and weights of (w - mean w)^2) from at most `WEIGHTS` weights, so its relative error is a few
+per cent; it is exactly 0 if all replicas are equal. `summary.json` has the exact figure at the end. If replicas are cut
+into stages, each stage has its own sample, weighted by its number of weights.
 """
 
 from __future__ import annotations

@@ -1,29 +1,29 @@
-"""Making a checkpoint of some workers one of others, in the same directory, before a run goes on from it.
+"""Resharding: converts a checkpoint for other workers or stages, in the same directory, before a run resumes from it.
 
-`prepare` chooses the checkpoint and what its states must be made into:
+`prepare` chooses the checkpoint and the conversion:
 
-    nothing               the same workers and stages: an ordinary resume
+    none                  the same workers and stages: an ordinary resume
     other replicas        every replica, one at a time -> means of weights, inner state, anchors, momenta (bits
-                          unchanged where all were equal) -> M replicas: the means, and each worker's own counts
+                          unchanged if all were equal) -> M replicas: the means, and each worker's own counts
     other stages          states of a replica's stages -> weights, moments and flat vectors by name -> those of other
-                          stages, or of the whole
-    clusters with churn   shards by rank of all who ever came -> shards of the remaining ones, cluster after cluster,
-                          then standby workers; pipeline.ravnest.clusters and world.workers in config.toml follow
+                          stages, or of the whole model
+    clusters with churn   shards by rank of all workers that ever joined -> shards of the remaining ones, cluster by
+                          cluster, then standby workers; also sets pipeline.ravnest.clusters and world.workers in
+                          config.toml
 
-Other replicas. Weights in the middle of a round are averaged too: against the anchor they hold the mean of the steps
-since the last exchange, so none of those is lost. Exchanges in flight land when they are due, in the mean. Totals are
-conserved: those of workers that leave are added to those that stay, new workers begin at zero. Clocks go on from the
-latest. Where replicas are cut into stages, the stages of each are put together first and cut again last; as many
-replicas as before each go on with their own state.
+Other replicas. Weights in the middle of a round are averaged too: their difference to the anchor is the mean of the
+steps since the last exchange, so none of these is lost. Exchanges in flight land when they are due, in the mean. Totals
+are conserved: those of leaving workers are added to remaining ones, new workers start at zero. Clocks continue from the
+latest. If replicas are cut into stages, their stages are joined first and cut again last; if the number of replicas
+stays, each keeps its own state.
 
 Other stages. No bit of a weight, a moment, an anchor, a momentum or an exchange in flight changes; only hashes of
-vectors and what concerns a worker (totals, clocks, draws) are made anew. A method's own state is cut where it
-`keeps_flat` vectors. Scalars of an outer rule are each stage's own: as many stages as before go on with theirs, others
-where they are equal.
+vectors and a worker's own values (totals, clocks, draws) are new. A method's own state is cut if it `keeps_flat`
+vectors. Scalars of an outer rule belong to a stage: they stay if the number of stages does, or else must be equal.
 
-Clusters. Weights, moments, draws and the position in the text keep their bits: where two clusters or more were there
-and all of them whole, the run goes on to the same bits as if nobody had come or left since. A cluster that was not
-whole is dissolved: its remaining workers become standby, and the others read its text.
+Clusters. Weights, moments, draws and the position in the text keep their bits: if there were two clusters or more, and
+all of them intact, the run continues to the same bits as without the conversion. A broken cluster is dissolved: its
+remaining workers become standby, and the others read its text.
 """
 
 from __future__ import annotations
@@ -63,13 +63,13 @@ from isles.training.records.shard import State, join_state, split_state
 from isles.training.stage_runner import planned_cut, run_scheme
 from isles.training.step import carried_draws, new_draws
 
-_NORMS = ("progress", "left_ratio")  # of what the last round had to send: gauges, until the next one
+_NORMS = ("progress", "left_ratio")  # gauges, norms of the last round's vectors
 _SHARED = ("lr", "initial_lr", "betas", "eps", "fused")
-"""Settings in which groups of an inner optimizer are alike; by the others (weight decay, rows) they differ."""
+"""Settings that are equal in all groups of an inner optimizer; others (weight decay, rows) differ."""
 
 
 class StageLayout:
-    """What a worker holds of the model, by names: `model` is that part without numbers."""
+    """The tensors that a worker holds, by name. model: its part of the model, as a sketch without values."""
 
     def __init__(self, config: Config, model: nn.Module) -> None:
         if config.pipeline.boundary.kind != "none":
@@ -77,19 +77,19 @@ class StageLayout:
         inner = inner_optimizer(model, config.inner, method(config.method).usual_inner)
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         self.trained = {name: own.shape for name, own in model.named_parameters() if own.requires_grad}
-        """Shapes, in the order of its flat vectors."""
+        """Shapes by name, in the order of the flat vectors."""
         self.sizes = [shape.numel() for shape in self.trained.values()]
         self.stepped = [names[id(own)] for group in inner.param_groups for own in group["params"]]
         numbers, self.saved_names = count(), list(model.state_dict())
         self.groups = [
             {**group, "params": [next(numbers) for _ in group["params"]]}
-            | ({"fused": True} if "fused" in group else {})  # as where there are numbers
+            | ({"fused": True} if "fused" in group else {})  # as for a model with values
             for group in inner.param_groups
         ]
 
 
 def stage_layouts(config: Config, *, whole: bool = False) -> list[StageLayout]:
-    """Of each stage of a replica, or of the whole model."""
+    """The layouts of a replica's stages, or of the whole model."""
     model = sketch(config.model)
     if whole or config.pipeline.stages == 1:
         return [StageLayout(config, model)]
@@ -97,7 +97,7 @@ def stage_layouts(config: Config, *, whole: bool = False) -> list[StageLayout]:
 
 
 def first_blocks(config: Config) -> list[Any]:
-    """The first block of each stage after the first; where clusters are cut each in its own way, those of each."""
+    """The first block of each stage after the first; a list of these per cluster if clusters have their own cuts."""
     if config.pipeline.ravnest.clusters:
         return [list(cuts) for cuts in config.pipeline.ravnest.clusters]
     if config.pipeline.stages == 1:
@@ -106,15 +106,15 @@ def first_blocks(config: Config) -> list[Any]:
 
 
 def run_facts(config: Config) -> dict[str, Any]:
-    """What a manifest says of the run that it is of, and of its stages."""
+    """The manifest's facts about the run and its stages."""
     stages = config.pipeline.stages
     facts = {"isles_version": __version__, "method": config.method, "run": run_name(config), "stages": stages}
     return facts | ({"cut": first_blocks(config)} if stages > 1 else {})
 
 
 def with_stages(config: Config, stages: int, workers: int | None) -> Config:
-    """`config` in replicas of so many stages; workers: None: as many replicas as before. Batches stay as they are:
-    microbatches are what is accumulated without stages, so that sums are formed alike. ValueError as `Config`.
+    """`config` with replicas of `stages` stages. workers: None: as many replicas as before. Batches are unchanged:
+    microbatches become accumulated batches and vice versa, so that sums are formed alike. ValueError as `Config`.
     """
     if stages < 1:
         raise ValueError(f"--stages {stages}: choose 1 or more")
@@ -142,9 +142,7 @@ def with_stages(config: Config, stages: int, workers: int | None) -> Config:
 
 
 def with_boundary(saved: Config, config: Config) -> Config:
-    """`config`, which is `saved` with its stages cut anew, with boundaries for the same weights. ValueError where they
-    want others.
-    """
+    """`config` (`saved` with other cuts) with boundaries that fit the same weights. ValueError if there are none."""
     name, stages = boundary_name(saved.pipeline.boundary.kind), config.pipeline.stages
     before, after = first_blocks(saved), first_blocks(config)
     if before == after:
@@ -179,8 +177,8 @@ def with_boundary(saved: Config, config: Config) -> Config:
 def recut(
     states: Sequence[State], before: Sequence[StageLayout], after: Sequence[StageLayout], kind: type[ReplicaSync]
 ) -> Iterator[State]:
-    """The states of workers that hold `after` what those of `states` held `before`, of one replica. kind: its method.
-    The first of them inherits the replica's totals. ValueError: the method does not say where in its state what lies.
+    """Convert one replica's states from the layouts `before` to the layouts `after`. kind: its method. The first new
+    worker inherits the replica's totals. ValueError if the method does not declare the form of its state.
     """
     first, optimizers = states[0], [state["optimizer"] for state in states]
     if any(optimizer.get("frozen") for optimizer in optimizers):
@@ -217,8 +215,8 @@ def recut(
 def _outer_states(
     states: Sequence[State], before: Sequence[StageLayout], after: Sequence[StageLayout], kind: type[ReplicaSync]
 ) -> list[State]:
-    """What the method keeps (`outer_state`). ValueError where it does not say how, or where it is of several fragments,
-    or of bases that belong to places in the model.
+    """Convert the method's `outer_state`. ValueError if its form is not declared, it has several fragments, or it has
+    bases of single matrices.
     """
     if any(states) and not kind.keeps_flat:
         raise ValueError(f"{kind.__name__} does not say how its state is cut anew: resume with as many stages")
@@ -239,7 +237,7 @@ def _outer_states(
 
 
 def _entries(values: Sequence[Any], before: Sequence[StageLayout], after: Sequence[StageLayout]) -> list[Any]:
-    """One entry of all states: a flat vector, what holds such, or what is equal in all stages."""
+    """Convert one entry of all states: a flat vector, a container of these, or a value that all stages share."""
     first = values[0]
     if isinstance(first, Tensor) and [value.numel() for value in values] == [sum(one.sizes) for one in before]:
         parts: dict[str, Tensor] = {}
@@ -264,8 +262,8 @@ def _entries(values: Sequence[Any], before: Sequence[StageLayout], after: Sequen
 
 
 def _scalars(values: Sequence[dict[str, Tensor]], stages: int) -> list[dict[str, Tensor]]:
-    """Of an outer rule, by name: () of a stage, (S,) of a replica whose S stages were put together. ValueError where
-    other stages are wanted, and those that there are have come to other numbers.
+    """Convert an outer rule's scalars: () of one stage, (S,) of a replica whose S stages were joined. ValueError if the
+    number of stages changes and their scalars differ.
     """
     if values[0][next(iter(values[0]))].dim() == 0:
         return [{name: torch.stack([value[name] for value in values]) for name in values[0]}]
@@ -280,8 +278,8 @@ def _scalars(values: Sequence[dict[str, Tensor]], stages: int) -> list[dict[str,
 
 
 def inheriting(state: State, like: State, inherited: Sequence[State], everyone: Sequence[State]) -> State:
-    """`state` of a new worker with the totals of those that it takes the place of; zeros where there are none. like: a
-    worker that counts the same. everyone: of the latest of their clocks; message numbers begin anew.
+    """`state` of a new worker with the totals of the `inherited` workers; zeros if there are none. like: a state with
+    the same counters. everyone: the latest of their clocks is taken; message numbers start at zero.
     """
     counted = [one["optimizer"]["traffic"] for one in inherited]
     traffic = {
@@ -301,7 +299,7 @@ def inheriting(state: State, like: State, inherited: Sequence[State], everyone: 
 
 
 def cut_notes(saved: Config, config: Config, step: int) -> list[str]:
-    """What a user should know of stages that are cut anew."""
+    """Notices for the user on stages with other cuts."""
     old, new = saved.pipeline.stages, config.pipeline.stages
     stated = (
         f"going on in {new} stage{'s' if new > 1 else ''} a replica instead of {old} after step {step}, cut by name"
@@ -322,32 +320,32 @@ def cut_notes(saved: Config, config: Config, step: int) -> list[str]:
     return notes
 
 
-_PARTS = {  # of a worker's state, by the beginning of the paths of its tensors
+_PARTS = {  # names of the parts of a worker's state, by the first component of a tensor's path
     ".model": "weights",
     ".inner": "the inner optimizer's state",
     ".outer": "anchors and outer momenta",
 }
-_OWN = {  # what is each worker's own even where anchors agree, by a part of the path
+_OWN = {  # parts that differ between workers even if anchors agree, by a part of the path
     ".residual": "error feedback",
     ".thresholds": "thresholds",
     ".reference": "weights",
-    ".flights.": "what is under way",
+    ".flights.": "exchanges in flight",
     ".local_momentum": "local momenta",
 }
 
 
 def reshard_replicas(run: Path, step: int, saved: Config, config: Config) -> tuple[Config, int, list[str]]:
-    """Make the checkpoint of `run` after `step`, which `saved` wrote, one of `config`: the configuration with which it
-    is gone on from, the step, and what a user should know. ValueError where it cannot be; then nothing is changed.
+    """Convert the checkpoint of `run` after `step`, written with `saved`, to `config`; returns the configuration to
+    resume with, the step, and notices for the user. ValueError if that is impossible; then nothing is changed.
     """
     checkpoints = Checkpoints(run)
     before = len(checkpoints.ranks(step))
     config = ending_after(config, before // (saved.pipeline.stages * saved.world.inner), step)
     refuse_conflicts(config, "fixed workers")
-    kind_of(config.pipeline).refuse(config)  # what the method or the batch cannot be
+    kind_of(config.pipeline).refuse(config)  # ValueError if the method or the batch does not fit
     replicas, context = config.replicas_in_all, limits(config.model).context
     reader = {"context": context, "worker": replicas - 1, "workers": replicas, "seed": config.run.seed}
-    Loader(load_corpus(config.data), config.data, **reader)  # or refuses
+    Loader(load_corpus(config.data), config.data, **reader)  # ValueError if the data is too small
     old = _Replicas(checkpoints, step, saved, config)
     notes = cut_notes(saved, config, step) if old.is_cut else []
     with RunLock(run):
@@ -364,13 +362,13 @@ def reshard_replicas(run: Path, step: int, saved: Config, config: Config) -> tup
 
 
 def _loader(state: State, config: Config) -> State:
-    """Where replicas may read the batch in other parts."""
+    """The loader's state for other shares of the batch."""
     replicas = config.replicas_in_all
     return resharded(state, workers=replicas, batch_size=config.data.batch_size_per_worker(replicas))
 
 
 class _Replicas:
-    """The replicas of a checkpoint, each as if one worker held all of it."""
+    """The replicas of a checkpoint, each as the state of one worker that holds the whole model."""
 
     def __init__(self, checkpoints: Checkpoints, step: int, saved: Config, config: Config) -> None:
         self._checkpoints, self._step, self._ranks = checkpoints, step, checkpoints.ranks(step)
@@ -389,7 +387,7 @@ class _Replicas:
         return next(recut(states, self._parts, self._whole, self._kind)) if self.is_cut else states[0]
 
     def divided(self, states: Iterable[State]) -> Iterator[State]:
-        """The workers' states of those replicas. The first stage goes on with the replica's draws."""
+        """Cut the replicas' `states` into the workers' states. The first stage keeps the replica's draws."""
         for number, state in enumerate(states):
             parts = recut([state], self._whole, self._after, self._kind) if self.is_cut else [state]
             for stage, part in enumerate(parts):
@@ -397,9 +395,9 @@ class _Replicas:
 
 
 def _common(replicas: _Replicas, config: Config) -> tuple[State, dict[str, bool], list[State]]:
-    """What replicas have in common, by part whether it was equal in all, and each one's own."""
+    """The mean state of all replicas; whether each part was equal in all; and each replica's own values."""
     first = replicas.read(0)
-    method(config.method).regrouped(first["optimizer"]["outer"])  # refuses what has no mean, such as other shapes
+    method(config.method).regrouped(first["optimizer"]["outer"])  # ValueError for a state without a mean
     structure, tensors = split_state(_large(first))
     same = dict.fromkeys(tensors, True)
     sums: dict[str, Tensor] = {}
@@ -417,7 +415,7 @@ def _common(replicas: _Replicas, config: Config) -> tuple[State, dict[str, bool]
     means = {path: tensor if same[path] else (sums[path] / count).to(tensor.dtype) for path, tensor in tensors.items()}
     equal: dict[str, bool] = {}
     for path, is_same in same.items():
-        if ".ahead." not in path:  # of the old groups, and not gone on with
+        if ".ahead." not in path:  # sent ahead to members of the old groups, and dropped
             own_part = next((part for name, part in _OWN.items() if name in path), None)
             part = own_part or _PARTS["." + path.split(".")[1]]
             equal[part] = equal.get(part, True) and is_same
@@ -438,10 +436,10 @@ def _small(state: State) -> State:
 
 
 def _replica(common: State, every: Sequence[State], number: int, config: Config) -> State:
-    """The state of a new replica: the common one, with totals of its own. every: what each old one had of its own."""
+    """The state of a new replica: the common one, with its own totals. every: the own values of each old replica."""
     old, new = len(every), config.replicas_in_all
     nearest = every[number % old]
-    inherited = [every[other] for other in range(number, old, new)]  # none for one that is new
+    inherited = [every[other] for other in range(number, old, new)]  # empty for an additional replica
     draws = carried_draws(nearest) if number < old else new_draws(config.run.seed, number)
     return inheriting(common, nearest, inherited, every) | {"losses": nearest["losses"]} | draws
 
@@ -462,13 +460,13 @@ def _notes(equal: dict[str, bool], replicas: int, before: int, after: int, step:
 
 
 POSITIONS = "positions"
-"""In a manifest: of how many workers, whenever they came, the ranks of its shards are numbers."""
+"""Key in a manifest: the number of ranks, including those of workers that left or joined later."""
 
 
 def reshard_clusters(run: Path, step: int, config: Config, workers: int | None) -> tuple[Config, int, list[str]]:
-    """Make the checkpoint of `run` after `step` one of those who were left: the configuration with which it is gone on
-    from, the step, and what a user should know. workers: that were asked for, if any. ValueError where it cannot be;
-    then nothing is changed.
+    """Convert the checkpoint of `run` after `step` to the workers that remained; returns the configuration to resume
+    with, the step, and notices for the user. workers: the number that the user typed, if any. ValueError if that is
+    impossible; then nothing is changed.
     """
     checkpoints = Checkpoints(run)
     manifest, saved = checkpoints.manifest(step), checkpoints.ranks(step)
@@ -479,7 +477,7 @@ def reshard_clusters(run: Path, step: int, config: Config, workers: int | None) 
         raise ValueError(f"{run}: after step {step} no cluster was complete; name an earlier step with --step")
     nodes = [position for number in assignment.whole for position in assignment.clusters[number]]
     aside = [position for position in assignment.living if position not in nodes]
-    dropped = aside if len(assignment.whole) == 1 else []  # one cluster alone has nobody to load from
+    dropped = aside if len(assignment.whole) == 1 else []  # standby workers need another cluster to load from
     remaining = nodes + [position for position in aside if position not in dropped]
     if workers not in (None, len(remaining)):
         raise ValueError(f"--workers {workers}: after step {step} {len(remaining)} were left; leave it out")
@@ -498,12 +496,12 @@ def reshard_clusters(run: Path, step: int, config: Config, workers: int | None) 
         f"workers {', '.join(map(str, remaining))} are 0 to {len(remaining) - 1} now",
     ]
     if dropped:
-        notes.append(f"workers {', '.join(map(str, dropped))} were on standby: there is no second cluster to load from")
+        notes.append(f"workers {', '.join(map(str, dropped))} were standby and are dropped: there is only one cluster")
     return after, step, notes
 
 
 def _config(config: Config, assignment: ClusterAssignment, remaining: Sequence[int]) -> Config:
-    """Of a world of those alone."""
+    """`config` for a world of the `remaining` workers only."""
     own = config.world.virtual.step_factors
     factors = list(islice(cycle(own or (1.0,)), max(remaining) + 1))
     now = {"world.workers": len(remaining), "pipeline.stages": 1, "pipeline.cut": ()}
@@ -513,31 +511,31 @@ def _config(config: Config, assignment: ClusterAssignment, remaining: Sequence[i
 
 
 def _state(state: State, number: int, assignment: ClusterAssignment) -> State:
-    """That of worker `number` of now."""
-    place, serving = assignment.coordinates_of(number), state["server"]
-    if place is not None and serving is None:
+    """The state of a worker with its new `number`."""
+    coordinates, serving = assignment.coordinates_of(number), state["server"]
+    if coordinates is not None and serving is None:
         raise ValueError("the checkpoint was written while a worker was lost: name an earlier one with --step")
     transport: dict[str, Any] = state["transport"]
     if "clock" in transport:
-        transport = {**transport, "messages": {}, "latest": []}  # to others than now
+        transport = {**transport, "messages": {}, "latest": []}  # these are counters by the old ranks
     loader = None if serving is None else serving["loader"]
     if loader is not None:
         shared = resharded(loader, workers=len(assignment.clusters), batch_size=loader["batch_size"])
         serving = {**serving, "loader": {**shared, "consumed": state["read"]}}
     return {
         **state,
-        "server": serving if place is not None else None,
+        "server": serving if coordinates is not None else None,
         "assignment": assignment.to_plain(),
         "transport": transport,
     }
 
 
-_SECTIONS = {"model", "data", "inner", "replicas", "world", "run"}  # of every run's config.toml
+_SECTIONS = {"model", "data", "inner", "replicas", "world", "run"}  # required in a run's config.toml
 
 
 @dataclass(frozen=True)
 class Resumption:
-    """A run ready to go on: its configuration, the step of its checkpoint, and what a user should know."""
+    """A run that is ready to resume: its configuration, the step of its checkpoint, and notices for the user."""
 
     config: Config
     step: int
@@ -547,11 +545,11 @@ class Resumption:
 def prepare(
     run: Path, workers: int | None, stages: int | None = None, step: int | None = None, *, trust: bool = False
 ) -> Resumption:
-    """Make the checkpoint of `run` after `step` (None: the newest) one of `workers` workers in replicas of `stages`
-    stages (None: as config.toml says, or with `stages` alone as many replicas as before), and config.toml too. trust:
-    import what that names, whoever made the run.
+    """Convert the checkpoint of `run` after `step` (None: the newest), and config.toml, to `workers` workers in
+    replicas of `stages` stages. None: as in config.toml; if only `stages` is set, as many replicas as before. trust:
+    import code that config.toml names, whoever made the run.
 
-    ValueError: there is no such checkpoint, the run cannot be with so many workers or stages, or it is going on; then
+    ValueError if there is no such checkpoint, the run does not allow so many workers or stages, or it is running; then
     nothing is changed.
     """
     checkpoints = Checkpoints(run)
@@ -560,11 +558,11 @@ def prepare(
     own = read_config(str(path), {}, [], trust=trust)
     if POSITIONS in manifest:
         if stages is not None:
-            raise ValueError(f"--stages {stages}: clusters go on as they were; leave it out")
+            raise ValueError(f"--stages {stages}: clusters keep their stages; leave it out")
         return Resumption(*reshard_clusters(run, step, own, workers))
     if missing := _SECTIONS - read_toml(str(path)).keys():
         raise ValueError(
-            f"{path}: damaged, for it has no [{sorted(missing)[0]}], as every run's own: take it from a copy"
+            f"{path}: damaged: the section [{sorted(missing)[0]}] is missing; restore the file from a copy"
         )
     if stages is None:
         _refuse_other_cut(own, manifest)
@@ -572,7 +570,8 @@ def prepare(
         config = own if workers is None else read_config(str(path), {"world.workers": workers}, [], trust=trust)
     else:
         config, cut = with_stages(own, stages, workers), tuple(manifest.get("cut", ()))
-        saved = changed(own, {"pipeline.stages": manifest["stages"], "pipeline.cut": cut})  # whatever own says by now
+        # config.toml may have been edited since: the checkpoint's own stages count
+        saved = changed(own, {"pipeline.stages": manifest["stages"], "pipeline.cut": cut})
         config = with_boundary(saved, config)
     kind = kind_of(config.pipeline)
     if first_blocks(saved) == first_blocks(config):
@@ -589,16 +588,16 @@ def prepare(
 
 
 def _refuse_reshard(run: Path, checkpoints: Checkpoints, step: int, config: Config) -> None:
-    """ValueError where the states after `step` cannot be made those of other workers or stages."""
+    """ValueError if the states after `step` cannot be converted to other workers or stages."""
     ranks = checkpoints.ranks(step)
     if kind_of(config.pipeline).has_peers:
         raise ValueError(
-            f"{run}: after step {step} workers {', '.join(map(str, ranks))} saved; clusters and swarms resume with "
-            "all workers of before, clusters from a checkpoint that all wrote (--step names an earlier one)"
+            f"{run}: after step {step} only workers {', '.join(map(str, ranks))} saved; clusters and swarms resume "
+            "with the same workers, clusters from a checkpoint that all wrote (name an earlier one with --step)"
         )
     if elsewhere := checkpoints.absent(step):
         raise ValueError(
-            f"{run}: after step {step} the states of workers {', '.join(map(str, elsewhere))} lie on other machines: "
+            f"{run}: after step {step} the states of workers {', '.join(map(str, elsewhere))} are on other machines: "
             f"copy them here, into {checkpoints.folder}, and resume without --nodes"
         )
     by_plan = bool(config.pipeline.skippipe.plan)
@@ -608,7 +607,7 @@ def _refuse_reshard(run: Path, checkpoints: Checkpoints, step: int, config: Conf
 
 
 def _refuse_other_cut(config: Config, manifest: dict[str, Any]) -> None:
-    """ValueError where config.toml has another cut than the checkpoint, by itself."""
+    """ValueError if config.toml has another cut than the checkpoint."""
     stages, here = config.pipeline.stages, first_blocks(config)
     if stages != manifest["stages"]:
         raise ValueError(
@@ -623,7 +622,7 @@ def _refuse_other_cut(config: Config, manifest: dict[str, Any]) -> None:
 
 
 def _chosen(checkpoints: Checkpoints, run: Path, step: int | None) -> int:
-    """The checkpoint to go on from. ValueError where there is none."""
+    """The checkpoint to resume from. ValueError if there is none."""
     steps = checkpoints.steps()
     if not run.exists():
         raise ValueError(f"{run}: there is nothing of that name; give the directory of a run")
@@ -631,7 +630,5 @@ def _chosen(checkpoints: Checkpoints, run: Path, step: int | None) -> int:
         raise ValueError(f"{run}: no complete checkpoint there; set run.checkpoint_every, or start again")
     chosen = steps[-1] if step is None else step
     if chosen not in steps:
-        raise ValueError(
-            f"--step {chosen}: there is no complete checkpoint of it; there are {', '.join(map(str, steps))}"
-        )
+        raise ValueError(f"--step {chosen}: no complete checkpoint of it; there are {', '.join(map(str, steps))}")
     return chosen

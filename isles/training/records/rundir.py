@@ -1,11 +1,10 @@
-"""The run directory: the names of its files, how the first ones are written, whose it is, and what a run that failed
-leaves in it. Loads no torch.
+"""The run directory: the names of its files, its lock, a new run's first files, and what stays after a failure. Loads
+no torch.
 
-One run a directory at a time: a lock that ends with the process that holds it, however that ends.
-
-The kernel's own lock on RUN/run.lock (flock), so nothing has to be cleaned up after a crash. The file holds the process
-id for the message. On a network file system without locks the run goes on unlocked. Who removes the file by hand takes
-the lock away: the run that held it notices before it writes, and takes it back, or ends where another run has it.
+Only one run uses a directory at a time. The lock is the kernel's own (flock) on RUN/run.lock, so it ends with its
+process, and a crash leaves nothing to clean up. The file holds the process id for the message. On a network file system
+without locks the run goes on unlocked. If a user deletes the file, the lock is gone: the run notices this before it
+writes, and takes the lock again, or ends if another run has it.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ class RunLock:
         self._handle = _take(self._path)
 
     def keep(self, notify: Callable[[str], None]) -> None:
-        """Take the lock again if somebody has removed its file. OSError where another run holds it by now."""
+        """Take the lock again if its file was deleted. OSError if another run holds it by now."""
         if not self._is_ours():
             try:
                 handle = _take(self._path)
@@ -102,7 +101,9 @@ CONFIG, METRICS, TIMELINE, SUMMARY, LOGS = "config.toml", "metrics.jsonl", "time
 
 @contextlib.contextmanager
 def lock_run(out: Path) -> Iterator[RunLock]:
-    """`out`, made where it is missing, as this run's alone. ValueError where it is another's or cannot be made."""
+    """Context: `out`, created if missing, locked for this run. ValueError if another run holds it, or it cannot be
+    created.
+    """
     with contextlib.ExitStack() as stack:
         try:
             out.mkdir(parents=True, exist_ok=True)
@@ -113,7 +114,7 @@ def lock_run(out: Path) -> Iterator[RunLock]:
 
 
 def save_config(text: str, out: Path) -> None:
-    """RUN/config.toml, with a record that what it names was typed here."""
+    """Write RUN/config.toml, with a record that its user typed the names in it here."""
     write_text(out / CONFIG, text)
     vouch(out, names_in(parse_toml(text)))
 
@@ -126,8 +127,8 @@ def as_json(record: dict[str, Any], indent: int | None = None) -> str:
 
 @contextlib.contextmanager
 def run_directory(out: Path, resume: int | None, node_spec: NodeSpec) -> Iterator[RunLock]:
-    """`out` as this run's alone until it ends: claimed where the run is new; where it fails, with a word about what is
-    left; else without empty logs. ValueError as `lock_run` and `claim`; OSError, with the mend, for a full disk.
+    """Context: `out`, locked for this run; claimed if the run is new. After a failure its error names what is left;
+    otherwise empty logs are deleted. ValueError as `lock_run` and `claim`; OSError, with a remedy, for a full disk.
     """
     try:
         with lock_run(out) as lock:
@@ -148,7 +149,7 @@ def run_directory(out: Path, resume: int | None, node_spec: NodeSpec) -> Iterato
 
 
 def claim(out: Path) -> None:
-    """Begin a new run in `out`, which is held. ValueError where it holds another run."""
+    """Start a new run in the locked `out`. ValueError if it holds another run."""
     there = [name for name in (CONFIG, SUMMARY) if (out / name).exists()]
     if there or _has_begun(out):
         raise ValueError(f"--out {out}: holds a run already ({(there or [METRICS])[0]}); name another directory")
@@ -157,7 +158,7 @@ def claim(out: Path) -> None:
 
 
 def clean_up_failed(error: BaseException, out: Path, node_spec: NodeSpec) -> None:
-    """After a run that failed: remove what is of no use, and note on the error how to go on."""
+    """After a failed run: delete useless files, and note on the error how to go on."""
     steps = Checkpoints(out).steps()
     clear_logs(out, all_of_them=isinstance(error, ValueError))
     if not _has_begun(out) and not steps:
@@ -176,7 +177,7 @@ def clean_up_failed(error: BaseException, out: Path, node_spec: NodeSpec) -> Non
 
 
 def go_on(out: Path, node_spec: NodeSpec) -> str:
-    """What to do once there is room again."""
+    """The remedy for a full disk."""
     if Checkpoints(out).steps():
         return f"make room and go on with: isles resume {out}{node_spec.flags}"
     return "make room and start again (no checkpoint was written yet, see run.checkpoint_every)"

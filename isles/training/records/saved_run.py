@@ -20,7 +20,7 @@ from isles.training.stage_runner import planned_cut, run_scheme
 
 @dataclass(frozen=True)
 class SavedRun:
-    """What evaluation, generation and export need of a run."""
+    """A finished run, for evaluation, generation and export."""
 
     config: Config
     model: Any
@@ -48,7 +48,7 @@ def encoded(tokenizer: Tokenizer, text: str) -> torch.Tensor:
 
 
 def load_weights(model: nn.Module, weights: Path, of: str) -> None:
-    """Fill `model` from a safetensors file. of: what the model is made from, for the line that says it does not fit.
+    """Fill `model` from a safetensors file. of: the origin of the model's configuration, for the message.
 
     ValueError: the file is missing, damaged, or of another model.
     """
@@ -75,7 +75,7 @@ def refuse_broken(model: nn.Module, weights: Path) -> None:
 
 
 def start_file(start: str) -> Path:
-    """The weights that `run.start` names. ValueError where there are none."""
+    """The file of weights that `run.start` names. ValueError if there is none."""
     path = Path(start).expanduser()
     weights = path / "model.safetensors" if path.suffix != ".safetensors" else path
     if not weights.is_file():
@@ -84,17 +84,17 @@ def start_file(start: str) -> Path:
 
 
 def start_weights(model: nn.Module, start: str) -> None:
-    """Begin from the weights that `run.start` names. ValueError where there are none, or of another model."""
+    """Load the weights that `run.start` names. ValueError if there are none, or they are of another model."""
     load_weights(model, start_file(start), "[model], which run.start must be of")
 
 
 def load_run(run: Path, *, device: str = "auto", trust: bool = False, masked: bool = True) -> SavedRun:
-    """The consolidated model of the run directory `run`, ready to be evaluated. device: in the place of its
-    `model.device`. trust: import what it names, whoever made it. masked: with the masks of boundary "dct", if it was
-    trained with them. ValueError where there is none, or for masked = False where there are no masks.
+    """The consolidated model of the run directory `run`, ready to be evaluated. device: replaces its `model.device`.
+    trust: import code that it names, whoever made the run. masked: with the masks of boundary "dct", if it was trained
+    with them. ValueError if there is no model, or for masked = False if there are no masks.
     """
     weights = run / "model.safetensors"
-    if not weights.is_file():  # said before the configuration is looked for
+    if not weights.is_file():  # first: a directory without a model may have no configuration either
         raise ValueError(f"{run}: no model.safetensors there; name the directory of a finished run")
     config = read_config(str(run / "config.toml"), {"model.device": device}, [], trust=trust)
     model = build(config.model, seed=config.run.seed)

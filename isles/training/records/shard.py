@@ -1,17 +1,15 @@
-"""A state in one file: a safetensors file that holds its tensors by their place in it, and beside them, as one tensor
-of bytes, everything else as JSON. So lie checkpoints on disk, states that a lighthouse keeps, and those that one worker
-hands to another. No pickle.
+"""States and models in safetensors files, and checks that they are finite. No pickle.
 
-Tensors into a safetensors file, one after the other: what lies on a device or on disk is in memory one at a time.
+A state is one file: its tensors under their paths in the nested state, and everything else as JSON in one more tensor
+of bytes. Checkpoints, the lighthouse's states and state transfers between workers have this format.
 
-The library's own `save_file` wants all of them in the host's memory, each with a storage to itself. The format: 8 bytes
-of length, a JSON header of that length with each tensor's dtype, shape and place, then the bytes, little-endian.
+The format of safetensors: 8 bytes of length, a JSON header of that length with each tensor's dtype, shape and offsets,
+then the bytes, little-endian. Tensors are written one at a time, so that only one that is on a device or on disk is in
+memory; the library's `save_file` needs all of them in the host's memory, each with a storage of its own.
 
-Whether what is about to be kept is made of numbers: looked at before a checkpoint counts and a model is saved.
-
-A loss that is a number says nothing of the step that came of it, so weights are looked at by themselves. Parameters
-must be finite; buffers may hold infinities (a causal mask does), and so may an optimizer's state; nothing may hold a
-NaN. A worker whose numbers are no numbers any more says which ones, since when, and what to change.
+Before a checkpoint is committed or a model saved, its values are checked, as a finite loss does not show that the step
+after it gave finite weights. Parameters must be finite; buffers and optimizer state may hold infinities (a causal mask
+does); no tensor may hold a NaN. The error names the tensor, the step and the setting to change.
 """
 
 from __future__ import annotations
@@ -61,7 +59,7 @@ def _bytes(tensor: Tensor) -> memoryview:
 
 
 def copy_to_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copies of them, in one piece of the host's memory, which goes when the last of them does."""
+    """Copies of `tensors` in one buffer in the host's memory, which is freed with the last of them."""
     order = _aligned(tensors)
     buffer = torch.empty(sum(tensors[name].nbytes for name in order), dtype=torch.uint8, device="cpu")
     parts = buffer.split([tensors[name].nbytes for name in order])
@@ -74,17 +72,17 @@ def copy_to_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], notes: Mapping[str, str] | None = None) -> None:
-    """Write them, with notes for whoever reads the header. OSError where that fails: no part of the file stays then."""
+    """Write `tensors` to `path`. notes: the header's metadata. OSError if that fails; then the file is deleted."""
     try:
         with path.open("wb") as file:
             write_into(file, tensors, notes or {})
     except OSError:
-        path.unlink(missing_ok=True)  # it would take room from what is written next
+        path.unlink(missing_ok=True)  # free the space for what is written next
         raise
 
 
 def save_model(model: nn.Module, path: Path) -> None:
-    """Write the weights as safetensors, one after the other, all or nothing; tied tensors once, by the first name."""
+    """Write the weights as safetensors, one at a time, all or nothing; tied tensors once, under the first name."""
     distinct, tied = dict[str, Tensor](), dict[str, str]()
     names = dict[tuple[Any, ...], str]()
     for name, tensor in sorted(model.state_dict().items()):
@@ -98,7 +96,7 @@ def save_model(model: nn.Module, path: Path) -> None:
 
 
 def write_into(file: BinaryIO, tensors: Mapping[str, Tensor], notes: Mapping[str, str]) -> None:
-    """Write them into `file`, which is empty. Where the first of `notes` is "check", it becomes the file's checksum."""
+    """Write `tensors` into the empty `file`. If the first of `notes` is "check", it becomes the file's checksum."""
     order = _aligned(tensors)
     header, end = dict[str, object]({"__metadata__": dict(notes)} if notes else {}), 0
     for name in order:
@@ -116,14 +114,14 @@ def write_into(file: BinaryIO, tensors: Mapping[str, Tensor], notes: Mapping[str
         piece = _bytes(tensors[name])
         file.write(piece)
         checksum = zlib.crc32(piece, checksum) if "check" in notes else 0
-        del piece  # and what it may have copied
+        del piece  # before the next one is copied from its device
     if "check" in notes:
         file.seek(CHECK_AT)
         file.write(f"{checksum:08x}".encode())
 
 
 def _aligned(tensors: Mapping[str, Tensor]) -> list[str]:
-    """Their names in an order in which, one behind the other, each is aligned."""
+    """The names, by item size, descending: written in this order, each tensor is aligned."""
     return sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))
 
 
@@ -134,8 +132,8 @@ _TENSOR, _PAIRS, _TUPLE = "__tensor__", "__pairs__", "__tuple__"
 
 
 def split_state(state: Any) -> tuple[Any, dict[str, Tensor]]:
-    """A nested state of dicts, lists, tuples, tensors, numbers, strings and None as JSON-able structure and flat
-    tensors, the same ones.
+    """Split a nested state of dicts, lists, tuples, tensors, numbers, strings and None into a JSON-able structure and
+    its tensors by path (not copied).
     """
     tensors: dict[str, Tensor] = {}
 
@@ -177,13 +175,13 @@ def join_state(structure: Any, tensors: Mapping[str, Tensor]) -> Any:
 
 
 def write_state(path: Path, state: State, notes: Mapping[str, str] | None = None) -> None:
-    """Write a state to `path`. notes: what it is of. OSError: no part of the file stays then."""
+    """Write a state to `path`. notes: its run, worker and step. OSError if that fails; then the file is deleted."""
     write_tensors(path, _packed(state), _checked(notes))
 
 
 def read_state(path: Path) -> tuple[State, dict[str, str]]:
-    """The state in `path`, exactly as written, with tensors on the CPU, and what it is of. ValueError where the file is
-    damaged, or none of these.
+    """Read the state in `path`, exactly as written, with tensors on the CPU, and its notes. ValueError if the file is
+    damaged, or is no state.
     """
     try:
         notes = read_notes(path)
@@ -193,7 +191,7 @@ def read_state(path: Path) -> tuple[State, dict[str, str]]:
 
 
 class StateCopy:
-    """A copy of `state` in the host's memory, as it is now, to be written later."""
+    """A copy of the current `state` in the host's memory, to be written later."""
 
     def __init__(self, state: State) -> None:
         self._tensors = copy_to_host(_packed(state))
@@ -203,14 +201,14 @@ class StateCopy:
         write_tensors(path, self._tensors, _checked(None))
 
     def to_bytes(self) -> bytes:
-        """What `write` would write."""
+        """The bytes that `write` writes."""
         file = BytesIO()
         write_into(file, self._tensors, _checked(None))
         return file.getvalue()
 
 
 def state_from_bytes(data: bytes) -> State:
-    """Of `StateCopy.to_bytes`. ValueError where it is none."""
+    """Decode `StateCopy.to_bytes`. ValueError if it is no state."""
     try:
         return _unpacked(load(data))
     except (SafetensorError, LookupError, TypeError, ValueError, AttributeError) as error:
@@ -231,12 +229,12 @@ def _checked(notes: Mapping[str, str] | None) -> dict[str, str]:
     return {"check": UNCHECKED, **(notes or {})}
 
 
-_IN_FLIGHT = ("flights", "ahead")  # what a round that is skipped has left there is never used
+_IN_FLIGHT = ("flights", "ahead")  # not checked: values that a skipped round left there are never used
 
 
 def not_finite(weights: Mapping[str, Tensor], parameters: Container[str]) -> str | None:
-    """The first of the named weights that is not to be kept. parameters: the names of those that must be finite, the
-    others may be infinite.
+    """The name of the first invalid tensor. parameters: names of those that must be finite; others may hold infinities,
+    but no NaN.
     """
     for name, tensor in weights.items():
         if tensor.is_floating_point() and not (tensor.isfinite().all() if name in parameters else _has_no_nan(tensor)):
@@ -245,7 +243,7 @@ def not_finite(weights: Mapping[str, Tensor], parameters: Container[str]) -> str
 
 
 def first_nan(state: Any) -> str | None:
-    """Path of the first tensor with a NaN in a worker's state (`Trainer.state_dict`), of what its next steps use."""
+    """Path of the first tensor with a NaN in a worker's state (`Trainer.state_dict`), without exchanges in flight."""
     return next((path for path, tensor in _tensors(state, ()) if not _has_no_nan(tensor)), None)
 
 
@@ -267,7 +265,7 @@ def _tensors(state: Any, path: tuple[str, ...]) -> Iterator[tuple[str, Tensor]]:
 
 
 def refuse_losses(config: Config, rank: int, last: int, losses: Sequence[Tensor], each: int = 1) -> None:
-    """WorkerFailed where a loss of the inner steps up to `last` is no number any more. each: losses of a step."""
+    """WorkerFailed if a loss of the inner steps up to `last` is not finite. each: number of losses per step."""
     values = torch.stack(list(losses)).tolist() if losses else []
     for number, loss in enumerate(values):
         if not math.isfinite(loss):
@@ -276,8 +274,8 @@ def refuse_losses(config: Config, rank: int, last: int, losses: Sequence[Tensor]
 
 
 def refuse_state(config: Config, rank: int, step: int, state: Mapping[str, Any], parameters: Container[str]) -> None:
-    """WorkerFailed where weights, or what the next steps make of them, are no numbers after `step`. state: "model", the
-    weights by name where they are apart, and more. parameters: names of those that must be finite.
+    """WorkerFailed if weights or other tensors of `state` are invalid after `step`. state: under "model" the weights by
+    name, if they are not in the optimizer's state. parameters: names of those that must be finite.
     """
     broken = not_finite(state.get("model", {}), parameters) or first_nan(state)
     if broken is not None:
@@ -285,7 +283,7 @@ def refuse_state(config: Config, rank: int, step: int, state: Mapping[str, Any],
 
 
 class NotFinite(WorkerFailed):
-    """Numbers of the run left the range of floats: its rates are too high."""
+    """Values of the run are not finite: its learning rates are too high."""
 
 
 def _diverged(config: Config, rank: int, what: str) -> NotFinite:

@@ -1,4 +1,4 @@
-"""What a run comes to, from what its workers return. Loads no torch."""
+"""The summary of a run, from its workers' results. Loads no torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MEAN_HEADER = 32  # bytes beside a mean
 
 
 def by_channel(results: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
-    """Means over the workers of what they counted."""
+    """Means over the workers of their counters."""
     sums: dict[str, dict[str, float]] = {}
     for result in results:
         for name, counts in result["channels"].items():

@@ -46,7 +46,8 @@ class Timeline:
             self._segment = start, end
 
     def take(self, step: int, spans: list[ClockSpan], offset: float) -> list[SpanRecord]:
-        """Add what was recorded up to inner step `step`; the first `MAX_SPANS` spans once they are full, else nothing.
+        """Add the records up to inner step `step`; returns the first `MAX_SPANS` spans once there are that many, else
+        nothing.
 
         offset: seconds of the run before this worker's clock began.
         """
@@ -69,13 +70,13 @@ class Timeline:
         return full
 
     def rest(self) -> list[SpanRecord]:
-        """What was taken and not handed out yet."""
+        """The remaining spans, which `take` has not returned."""
         left, self._head = [*(self._head or ()), *self._tail], None
         self._tail.clear()
         return left
 
     def tasks(self, step: int, played: Sequence[Span], offset: float) -> list[SpanRecord]:
-        """Records of what inner step `step` consisted of."""
+        """Records of the tasks of inner step `step`."""
         return [
             self._record(step, TASK_KINDS[task.kind], "pipeline", start + offset, end + offset)
             | {"microbatch": task.microbatch}

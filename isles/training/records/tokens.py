@@ -1,9 +1,9 @@
-"""The token of a run on several machines: who makes it, where each machine keeps it, when it is removed.
+"""The token of a run on several machines: where it is created, where each machine saves it, when it is deleted.
 
-HOME/tokens/HALF/    what `isles token` has made on this machine, by the first half of the token
-RUN/credentials/     node 0: the key, the certificate and the secret; another node: the token alone
+HOME/tokens/HALF/    tokens that `isles token` has made on this machine, by the first half of the token
+RUN/credentials/     node 0: the key, the certificate and the secret; another node: the token only
 
-They are removed from RUN when the run is complete; until then `isles resume` finds them there.
+They are deleted from RUN when the run is complete; until then `isles resume` finds them there.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _TOKEN = "token"
 
 
 def read_token(text: str | None, nodes: int) -> Token | None:
-    """What --token says, or where it is not given ISLES_TOKEN; None where neither is. ValueError where --token is of no
-    use, or no token.
+    """The token of --token, or else of ISLES_TOKEN; None if there is neither. ValueError if --token has no effect here,
+    or is no token.
     """
     if nodes == 1:
         if text is not None:
@@ -34,7 +34,7 @@ def read_token(text: str | None, nodes: int) -> Token | None:
 
 
 def make_token() -> Token:
-    """A new token, for a run whose node 0 is this machine. ValueError where it cannot be kept."""
+    """Create a token, for a run whose node 0 is this machine. ValueError if it cannot be saved."""
     new = _tokens() / f"new-{os.getpid()}"
     try:
         shutil.rmtree(new, ignore_errors=True)
@@ -48,9 +48,8 @@ def make_token() -> Token:
 
 
 def host_credentials(run: Path, typed: Token | None) -> tuple[Credentials, bool]:
-    """Those of node 0 of the run in the directory `run`, and whether they were made now, so that nobody has heard of
-    the token. ValueError where the key of the token that was given is not on this machine, or its certificate has
-    expired.
+    """The credentials of node 0 of the run in the directory `run`, and whether they are new, so that no other machine
+    knows the token. ValueError if the key of a passed token is not on this machine, or its certificate has expired.
     """
     folder = run / CREDENTIALS
     if typed is not None and not (folder.exists() and credentials.read(folder).token == typed):
@@ -70,7 +69,7 @@ def host_credentials(run: Path, typed: Token | None) -> tuple[Credentials, bool]
 
 
 def node_token(run: Path, typed: Token | None) -> Token:
-    """The token of another node of the run in the directory `run`, kept there. ValueError where there is none."""
+    """The token of another node of the run in the directory `run`, saved there. ValueError if there is none."""
     folder = run / CREDENTIALS / _TOKEN
     if typed is None:
         if not folder.exists():

@@ -1,4 +1,4 @@
-"""What a run leaves on the disk while it goes on: everything that workers report goes through here, in one process."""
+"""Writes a run's files during the run: all reports of workers go through here, in one process."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from isles.training.records.rundir import CONFIG, METRICS, TIMELINE, RunLock, as
 
 
 class Records:
-    """Takes in what workers report: lines for metrics.jsonl, notices, and shards, committed when those of all who are
-    left are there.
+    """Handles the workers' reports: lines of metrics.jsonl, notices, and shards, which are committed once those of all
+    remaining workers are written.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Records:
         self.loggers.log(record)
 
     def _commit(self, step: int) -> None:
-        """Once all who are left have written `step`. The shard of one that is lost is not part of it."""
+        """Commit `step` once all remaining workers have written it. A lost worker's shard is not part of it."""
         if self.left and self.shards[step] >= self.left:
             self.lock.keep(self.on_notice)
             del self.shards[step]
@@ -96,7 +96,7 @@ class Records:
             commit(self.config, self.out, step, ranks, self.node_group)
 
     def _lose(self, worker: int) -> None:
-        """What waited for `worker` alone waits no more."""
+        """Commit the steps that only waited for `worker`."""
         self.left.discard(worker)
         for step in sorted(self.shards):
             self._commit(step)
@@ -118,8 +118,8 @@ class Records:
 
 
 def _sampling(config: Config) -> dict[int, int]:
-    """The stage of each worker that sends samples: one of those that hold the same, where there are replicas of it.
-    Clusters may be cut differently, and send none.
+    """The stage of each worker that sends samples: one per island, if there are several replicas. Clusters, whose cuts
+    may differ, send none.
     """
     if kind_of(config.pipeline).has_peers:
         return {}
@@ -129,7 +129,7 @@ def _sampling(config: Config) -> dict[int, int]:
 
 
 def write_config(config: Config, out: Path) -> None:
-    """RUN/config.toml, once, with the files that it names and a record that what it names was typed here."""
+    """Write RUN/config.toml, once, with the files that it names and a record that its user typed their names here."""
     path = out / CONFIG
     if not path.exists():
         names = referenced_names(config)

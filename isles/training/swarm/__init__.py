@@ -2,5 +2,5 @@
 
 `trainer`   `SwarmTrainer`: the trainer of one peer; `ElasticSwarmTrainer`: the same in a member of a lighthouse's run
 `step`      its `StepRunner`, from microbatches to gradients
-`connect`   takes part in a run from its start to its end; `isles swarm peer` calls it
+`connect`   one peer in a lighthouse's run, from joining to its end; `isles swarm peer` calls it
 """

@@ -1,12 +1,11 @@
-"""Taking part in a swarm over a lighthouse, as one peer, until the run ends or this peer is told to leave.
+"""One peer of a swarm in a lighthouse's run, until the run ends or this peer is asked to leave.
 
-    member -> request work -> start with the others, or ask those at work to be let in -> train -> the end
-      ^                                                                                     |
-      +------- again, as another member: the others have lost this peer, or a stage its last -+
+    member -> request work -> start with the others, or ask a running swarm to join -> train -> the end
+      ^                                                                                  |
+      +---- again, as another member: the others have lost this peer, or a stage all its peers
 
-Member ids are never used twice. So a peer that the others have counted out, that stood still for too long, or whose
-swarm has lost a whole stage joins again as another member. Nothing is lost with that: its state is that of the others,
-or is saved at the lighthouse.
+Member ids are never used twice. So a peer that the others have removed, that was paused for too long, or whose swarm
+has lost a whole stage joins again as another member. No state is lost by that: the others or the lighthouse have it.
 """
 
 from __future__ import annotations
@@ -36,24 +35,24 @@ from isles.training.elastic.support import among_peers
 from isles.training.interrupts import first_interrupt
 from isles.training.kinds import kind_of
 from isles.training.stage_runner import planned_cut
-from isles.training.swarm.step import identity, split_sequence
+from isles.training.swarm.step import identity, identity_hash
 from isles.training.swarm.trainer import ANYWHERE, ElasticSwarmTrainer, OwnMember, PeerWork
 
-_ASK = 0.2  # seconds from one question to the next while there is nothing to do
-_SOON = 1.0  # seconds until a peer comes again
-_SLOW = 60.0  # seconds without a piece of a state
+_ASK = 0.2  # seconds between two requests while there is nothing to do
+_SOON = 1.0  # seconds until a peer joins again
+_SLOW = 60.0  # seconds without a part of a state, after which its transfer fails
 _LAST = 3.0  # seconds for the last reports
-_MOST = 1 << 40  # bytes of a state
-_LONGEST_OUTAGE = 600.0  # seconds without the lighthouse, where there is nothing to do without it
+_MOST = 1 << 40  # most bytes of a state
+_LONGEST_OUTAGE = 600.0  # seconds that a peer without work waits for a lighthouse that does not answer
 MemberEndReason = Literal["finished", "left", "again"]
 
 
 def take_part(address: str, token: Token, here: LocalSettings, wish: int, *, notify: Callable[[str], None]) -> str:
-    """Join the run at `address`, wishing to serve stage `wish` or `ANYWHERE`, and train until the run ends or this peer
-    has left; how it ended, in a line.
+    """Join the run at `address`, to serve stage `wish` (or `ANYWHERE`), and train until the run ends or this peer has
+    left. Returns how it ended, as one line of text.
 
-    ValueError, in one line, for what a person can fix; OSError where nobody answers, or the run goes on without this
-    peer.
+    ValueError, in one line, for what a user can fix; OSError if the lighthouse does not answer, or the run goes on
+    without this peer.
     """
     leaving = threading.Event()
     current: list[SwarmParticipant] = []
@@ -85,8 +84,8 @@ def take_part(address: str, token: Token, here: LocalSettings, wish: int, *, not
 
 
 class SwarmParticipant(OwnMember):
-    """One peer in one member, until `stack` ends. wish, notify: as in `take_part`. leaving: set once this peer
-    is to leave.
+    """One peer as one member, until `stack` ends. wish, notify, errors: as in `take_part`. leaving: set when this peer
+    is asked to leave.
     """
 
     def __init__(
@@ -115,19 +114,19 @@ class SwarmParticipant(OwnMember):
 
     def number(self) -> int:
         """A number that all peers of one configuration and the same cut points share."""
-        return split_sequence(identity(self.config, planned_cut(self.config)))
+        return identity_hash(identity(self.config, planned_cut(self.config)))
 
     @property
     def step(self) -> int:
         return 0 if self._trainer is None else self._trainer.steps_done()
 
     def leave(self) -> None:
-        """Leave, as soon as the others can do without this peer."""
+        """Ask to leave as soon as the others can go on without this peer."""
         if self._trainer is not None:
             self._trainer.leave()
 
     def run(self) -> MemberEndReason:
-        """Train until there is nothing more to do in this member; "again": come back in another one."""
+        """Train until this member ends; "again": join again as another member."""
         part = self._part()
         if not isinstance(part, StartSwarm | JoinSwarm):
             return part
@@ -139,11 +138,11 @@ class SwarmParticipant(OwnMember):
             self.client.look()
             if isinstance(self.client.ended, Over):
                 return self._over(self.client.ended)
-            self.notify(f"{printable(str(error), 300)}: coming again")
+            self.notify(f"{printable(str(error), 300)}: joining again")
             return self._again()
 
     def _part(self) -> StartSwarm | JoinSwarm | MemberEndReason:
-        """Ask the lighthouse what to do until it says so, or how this member has ended."""
+        """Request work from the lighthouse until it assigns some; or how this member has ended."""
         last_reason, answered_at = "", time.monotonic()
         while not self.leaving.is_set():
             part = self.client.part(self.wish, self._run)
@@ -215,18 +214,18 @@ class SwarmParticipant(OwnMember):
             path.unlink()
 
     def _fetch_saved(self, stage: int, step: int) -> tuple[Path, dict[str, Any]]:
-        """Fetch the state of `stage` after `step` that the lighthouse keeps: (its file, the facts told beside it).
-        CommError where it does not come.
+        """Fetch the lighthouse's state of `stage` after `step`; returns its file and its facts. CommError if the
+        transfer fails.
         """
         path = self.folder / f"kept-{stage}.safetensors"
         try:
             asked = FetchRequest(source=LIGHTHOUSE, what=state_of(stage, step), most=_MOST, seconds=_SLOW)
             return path, self.transfers.fetch(asked, path)
         except StateUnavailable as why:
-            raise CommError(f"the state of stage {stage} after step {step} could not be fetched ({why})") from None
+            raise CommError(f"the state of stage {stage} after step {step} was not received ({why})") from None
 
     def _conclude(self, trainer: PeerWork, result: dict[str, Any]) -> None:
-        """Hand in the model, or wait while the first peer does; where that one is lost, put it together again."""
+        """Publish the model, or wait while the first peer does; if that one is lost, gather it again."""
         while True:
             if result["parameters"]:
                 self.transfers.publish(MODEL, self.folder / "model.safetensors", {})
@@ -246,7 +245,7 @@ class SwarmParticipant(OwnMember):
             result = trainer.conclude(self.folder)
 
     def _meet(self, member: int) -> None:
-        """Somebody is there. In a session's thread."""
+        """Receive from `member` from now on. Called in a session's thread."""
         self._there.add(member)
         if self._trainer is not None:
             self._trainer.inbox.queue.meet(member)
@@ -261,7 +260,7 @@ class SwarmParticipant(OwnMember):
             self._report_counters()
 
     def _report_counters(self) -> None:
-        """What was sent which way, and what was refused."""
+        """Report the bytes sent by each path, and the refused messages."""
         lost = {} if self._trainer is None else dict(self._trainer.inbox.queue.lost)
         for member, why in lost.items():
             if isinstance(why, Malformed | Refused) and member not in self._named:

@@ -1,4 +1,4 @@
-"""A peer of a swarm as a `StepRunner`: microbatches by number, the swarm's step, and the model put together."""
+"""A peer of a swarm as a `StepRunner`: microbatches by number, the swarm's step, and the gathered model."""
 
 from __future__ import annotations
 
@@ -31,7 +31,14 @@ from isles.pipeline.swarm.evaluation import SwarmEvaluator, gathered, state_byte
 from isles.pipeline.swarm.outer import OwnSwarm
 from isles.pipeline.swarm.peer import StageWork, SwarmPeer
 from isles.pipeline.swarm.placement import NOWHERE, Rebalancer, StageChange, StagePlacement
-from isles.pipeline.swarm.stage_recovery import StageStateServer, enter, hint, take, take_neighbours, welcome
+from isles.pipeline.swarm.stage_recovery import (
+    StageStateServer,
+    enter,
+    fetch_neighbour_states,
+    fetch_state,
+    rebuild,
+    welcome,
+)
 from isles.pipeline.swarm.swarm import StageLost, Swarm, SwarmStep
 from isles.pipeline.wire import StageForm
 from isles.replicas.start import same_weights, spread_from_first
@@ -43,31 +50,30 @@ from isles.training.step import Left, Text
 from isles.training.worker import PartsMaker
 
 _AHEAD = 3
-"""Microbatches that an origin has under way for each peer of the longest way, where nothing else is said."""
+"""`in_flight = "auto"`: microbatches in flight per peer; the origins share them."""
 
 
 NewStage = tuple[Stage, Scheme, Text | None]
-"""A stage, what crosses its boundaries, and its text where it is the first."""
+"""A stage, its boundary scheme, and its text if it is the first."""
 
 
 class Swarmed:
     """One peer of a swarm.
 
-    parts: of its trainer, with the stage and the text that it serves at the start, and scheme: what crosses its
-    boundaries; text: None where its stage is not the first. present: ranks that
-    are there from the start. met: ranks that it listens to from the start; None: all.
+    parts: of its trainer, with the first stage that it serves, its boundary scheme, and its text (None if the stage is
+    not the first). present: ranks that take part from the start. met: ranks that it receives from at the start; None:
+    all.
 
-    last: what all peers know of the newest step. step: its number. moves, rebuilt: stages that this peer came to, and
-    those of them that it made anew. tokens: that this peer has read for microbatches it has counted. block_norm: of the
-    newest gradient of this stage's blocks.
+    last: the agreed results of the last step; step: its number. moves, rebuilt: number of stages that this peer moved
+    to, and of those that it rebuilt. tokens: read here for microbatches that this peer has counted. block_norm: of the
+    last gradient of this stage's blocks.
     """
 
     reads = False
     played: Sequence[Span] = ()
     owner: Any
-    """The trainer: `state_bytes`, this peer's state between two steps, for peers that come to its stage; `become`,
-    which makes this worker a peer of another stage from such a state; `revive`, the same for a stage that has no peer
-    left, from states of its neighbours.
+    """The trainer, with `state_bytes`: this peer's state between two steps, for new peers of its stage; `become`: serve
+    another stage from such a state; `revive`: serve a stage that has no peer left, from its neighbours' states.
     """
 
     def __init__(
@@ -96,7 +102,7 @@ class Swarmed:
         self._is_arranged = self._has_declined = False
 
     def _inbox(self, met: Sequence[int] | None) -> PeerInbox:
-        """The messages between all who may ever be in the run."""
+        """The inbox for messages between all ranks, including those of peers that join later."""
         config, world = self.config, self.world
         largest = max(state_bytes(self._sketch(), piece) for piece in self.cut.pieces)
         lengths = message_lengths(
@@ -107,11 +113,11 @@ class Swarmed:
             microbatches=config.pipeline.microbatches,
             ever=world.size,
         )
-        group, run = world.world.among(range(world.size), "pipeline"), split_sequence(identity(config, self.cut))
+        group, run = world.world.among(range(world.size), "pipeline"), identity_hash(identity(config, self.cut))
         return PeerInbox(MessageQueue(group, run=run, lengths=lengths, channels=LARGE, met=met))
 
     def _swarm(self, inbox: PeerInbox, present: Sequence[int], autocast: Context) -> Swarm:
-        """The swarm as it begins, with this worker in it where it is `present`."""
+        """The swarm at the start; this worker is a member if it is `present`."""
         config, world, pipeline, group = self.config, self.world, self.config.pipeline, inbox.queue.group
         work = StageWork(
             self.stage, group, self._form(), pipeline.microbatches, shares=self._shares(), autocast=autocast
@@ -130,15 +136,15 @@ class Swarmed:
         return kind(peer, self._trained(), StagePlacement(stages, balance))
 
     def enter(self, others: Sequence[int], wish: int = NOWHERE) -> int:
-        """Come to a swarm that is at work, of which `others` are; the step that this peer begins with. wish: the stage
-        that it wants to serve. Left where none of them is there any more.
+        """Join the running swarm of `others`; returns this peer's first step. wish: the stage that it wants to serve.
+        Left if all of them are lost.
         """
         try:
             step, change = enter(self.swarm, others, wish)
         except PeerLost:
             raise Left from None
         if step > self.config.run.steps:
-            raise Malformed(-1, f"a welcome to step {step}, which this run has not")
+            raise Malformed(-1, f"a welcome to step {step}, beyond the end of this run")
         here = [self.swarm.stages[peer] for peer in self.swarm.agreement.members]
         self.swarm.peer.room = origin_room(self.config.pipeline, here)
         self._move(change)
@@ -147,7 +153,7 @@ class Swarmed:
 
     @property
     def norm(self) -> float:
-        """Of the newest step's gradient: the whole one's, or with pipeline.clip = "stage" this stage's."""
+        """Norm of the last step's gradient: over all stages, or with pipeline.clip = "stage" of this stage."""
         assert self.last is not None
         return self.last.norm if self.config.pipeline.clip == "model" else self.last.stage_norm
 
@@ -157,9 +163,9 @@ class Swarmed:
         self._transfers.open()
         self.swarm.number = self.step
         self.last = self.swarm.step(self._rebuild if self.rebuilds else None)
-        self._tell_losses()
+        self._report_lost()
         if isinstance(self.swarm, OwnSwarm):
-            self._transfers.close()  # until what it exchanges has landed
+            self._transfers.close()  # until the exchange has landed: the weights are between two valid states
         self.block_norm = gradient_norm(self.stage)
         if self.swarm.is_needed and not self._has_declined:
             self._decline()
@@ -169,7 +175,7 @@ class Swarmed:
         return torch.tensor(self.last.loss, device=next(self.stage.parameters()).device, dtype=torch.float32)
 
     def take_last(self) -> bool:
-        """Leave the gradient of the last step for an update, where it is still to come; whether it was."""
+        """Put the last step's gradient into the parameters if its update is pending; returns whether it is."""
         if not isinstance(self.swarm, DelayedSwarm):
             return False
         assert self.last is not None
@@ -178,17 +184,15 @@ class Swarmed:
         return True
 
     def _decline(self) -> None:
-        """Tell that this peer cannot leave, for nobody could go on without it; who started the run may stop it then."""
+        """Report that this peer cannot leave, as its stage would have no peer; the launcher may then stop the run."""
         self._has_declined = True
         stage = self.swarm.stages[self.swarm.me]
-        notice = (
-            f"worker {self.swarm.me}, the last of stage {stage}, was asked to leave, and no other peer can replace it"
-        )
-        self.world.report({"notice": notice})
+        notice = f"worker {self.swarm.me} is asked to leave, but is the last of stage {stage}"
+        self.world.report({"notice": f"{notice}, with no peer to take its place"})
         self.world.leaving.decline()
 
     def _arrange(self) -> list[StageChange]:
-        if self._is_arranged:  # it has just come
+        if self._is_arranged:  # it has just joined
             self._is_arranged = False
             return []
         changes = self.swarm.arrange()
@@ -219,7 +223,7 @@ class Swarmed:
         return loss if self.swarm.me == self.swarm.peers(0)[0] else None
 
     def whole(self, optimizer: ReplicaSync) -> nn.Module | None:
-        optimizer.consolidate()  # the mean over the peers of a stage, where they are not alike
+        optimizer.consolidate()  # the mean over the peers of a stage, if their weights differ
         whole = self._sketch()
         if self.text is not None:
             whole = on_host(self.config.model, self.config.run.seed)
@@ -228,34 +232,34 @@ class Swarmed:
 
     @property
     def _between(self) -> Callable[[], None] | None:
-        """What mends stages that are lost between two steps, where nobody can begin."""
+        """The callback that rebuilds stages lost between two steps, when no peer can join."""
         return partial(self._rebuild, comers=False) if self.rebuilds else None
 
     def _rebuild(self, *, comers: bool = True) -> None:
-        """Have stages served again that have lost all of their peers."""
-        changes = hint(self.swarm, self.step, self.config.pipeline.swarm.stage_patience, comers=comers)
-        self._take_up(changes, " and makes it of its neighbours, for it had no peer left")
+        """Assign peers to the stages that have lost all of theirs."""
+        changes = rebuild(self.swarm, self.step, self.config.pipeline.swarm.stage_patience, comers=comers)
+        self._take_up(changes, " and rebuilds it from its neighbours, as it had no peer left")
 
     def _take_up(self, changes: Iterable[StageChange], more: str = "") -> None:
-        """Move where a change is this peer's; the first member tells of all, of its own too."""
+        """Apply this peer's own change; the first member reports all changes."""
         for change in changes:
             if change.peer == self.swarm.me:
                 self._move(change)
             if self.swarm.me == self.swarm.agreement.members[0]:
-                whence = "comes" if change.before == NOWHERE else f"goes from stage {change.before}"
-                notice = f"worker {change.peer} {whence} to stage {change.after} before step {self.step}{more}"
+                move = "joins" if change.before == NOWHERE else f"moves from stage {change.before} to"
+                notice = f"worker {change.peer} {move} stage {change.after} before step {self.step}{more}"
                 self.world.report({"notice": notice})
 
     def _move(self, change: StageChange) -> None:
-        """Take over the state of the new stage from one that has it; where nobody has, make it of its neighbours."""
+        """Copy the new stage's state from a donor; if there is none, rebuild it from its neighbours."""
         donors, agreement = self.swarm.donors, self.swarm.agreement
         if donors:
-            state = take(agreement.inbox, donors, agreement.patience)
+            state = fetch_state(agreement.inbox, donors, agreement.patience)
             if state is None:
                 raise StageLost(change.after)
             self.serve(*self.owner.become(change.after, state))
         else:
-            self.serve(*self.owner.revive(change.after, take_neighbours(self.swarm, change.after)))
+            self.serve(*self.owner.revive(change.after, fetch_neighbour_states(self.swarm, change.after)))
             self.rebuilt += 1
         self.moves += 1
 
@@ -265,7 +269,7 @@ class Swarmed:
         self.swarm.peer.work.shares = self._shares()
         self.swarm.parameters = self._trained()
 
-    def _tell_losses(self) -> None:
+    def _report_lost(self) -> None:
         agreement = self.swarm.agreement
         missed, agreement.missed = agreement.missed, []
         for peer in missed if self.swarm.me == agreement.members[0] else ():
@@ -289,7 +293,7 @@ class Swarmed:
         return whole
 
     def _microbatch(self, number: int) -> Tensor:
-        """A function of the seed, the step and the number, so any origin can run it."""
+        """The text of microbatch `number`, by seed, step and number only, so any origin can run it."""
         assert self.text is not None
         sequences = self.swarm.peer.work.form.sequences
         first = (self.swarm.number - 1) * self.rows + number * sequences
@@ -297,25 +301,26 @@ class Swarmed:
 
 
 def identity(config: Config, cut: Cut) -> str:
-    """What all peers of a run must agree on, as text: `of_all`, and the cut."""
+    """The settings that must be equal at all peers, as text: `of_all`, and the cut."""
     return of_all(config) + repr([piece.blocks.start for piece in cut.pieces])
 
 
 def of_all(config: Config) -> str:
-    """The configuration without what each machine says for itself; texts are compared by their tokens."""
+    """The configuration without each machine's own settings, as text; data is compared elsewhere, by its tokens."""
     data, model = replace(config.data, path="", cache="", tokenizer="bytes"), replace(config.model, device="auto")
     model, world = replace(model, hf=model.hf and "-"), replace(config.world, threads=1)
     return to_toml(replace(config, data=data, model=model, world=world))
 
 
-def split_sequence(identity: str) -> int:
-    """56 bits of the hash of `identity`, for the heads of messages."""
+def identity_hash(identity: str) -> int:
+    """56 bits of the hash of `identity`, for the headers of messages."""
     return int.from_bytes(hashlib.sha256(identity.encode()).digest()[:7], "little")
 
 
 def begin_alike(config: Config, world: Mesh, cut: Cut, stage: Stage, present: Sequence[int]) -> None:
-    """Diverged, naming the odd one, unless all who are there have one configuration, and peers of a stage the same
-    weights; those are the first one's. Before an optimizer is made: it may remember what it begins with.
+    """Check that all present ranks have the same configuration, and copy the weights of each stage's first peer to the
+    others. Diverged, naming the different one, otherwise. Call it before an optimizer is created: it may save the
+    initial weights.
     """
     stages = [coordinate.stage for coordinate in world.layout.coordinates]
     alike = [rank for rank in present if stages[rank] == stages[world.rank]]
@@ -328,15 +333,13 @@ def begin_alike(config: Config, world: Mesh, cut: Cut, stage: Stage, present: Se
 
 
 def stage_costs(cut: Cut) -> list[float]:
-    """What a sample costs at each stage, in the unit of `cut.costs`."""
+    """Cost of a sample at each stage, in the unit of `cut.costs`."""
     blocks = [sum(cut.costs.blocks[number] for number in piece.blocks) for piece in cut.pieces]
     return [own + (cut.costs.head if piece.leaves else 0.0) for own, piece in zip(blocks, cut.pieces, strict=True)]
 
 
 def origin_room(pipeline: PipelineConfig, stages: Sequence[int]) -> int | None:
-    """Microbatches that an origin has under way at most; None: as many as there are. stages: by peer, `NOWHERE` for who
-    is not there.
-    """
+    """The most microbatches that an origin has in flight; None: no limit. stages: by peer, `NOWHERE` if absent."""
     in_flight, origins = pipeline.in_flight, max(stages.count(0), 1)
     here = sum(stage != NOWHERE for stage in stages)
     room = {"auto": -(-_AHEAD * here // origins), "1f1b": max(stages, default=0) + 1, "all": None}

@@ -1,10 +1,8 @@
-"""One peer of a run in a swarm: `Trainer`, whose steps are the swarm's.
+"""One peer of a run in a swarm: a `Trainer` whose steps are the swarm's.
 
-What a peer has in its member of a lighthouse's run, what its peer asks of whatever trains there, and the trainer of a
-swarm there, which offers its states to the lighthouse.
-
-Ranks are members, so its world has as many ranks as a run can give members. Who serves in the other members the peers
-agree on among themselves.
+Also for a member of a lighthouse's run: `OwnMember` (its transport, data and files), `PeerWork` (the interface of what
+trains there), and `ElasticSwarmTrainer`, which publishes its states for the lighthouse. There ranks are member ids, so
+the world has as many ranks as a run can assign ids; the peers agree among themselves on each member's stage.
 """
 
 from __future__ import annotations
@@ -49,18 +47,18 @@ from isles.training.trainer import Trainer
 from isles.training.worker import PartsMaker, deadlines
 
 _FAREWELL = 2.0
-"""Seconds in which what a peer has sent before it leaves must be gone. The others need none of it by then."""
+"""Seconds a leaving peer waits for its pending sends. The others need none of them by then."""
 
 
 class SwarmParts(PartsMaker):
-    """What a `SwarmTrainer` is handed. See there."""
+    """Builds the parts of a `SwarmTrainer`. Arguments as there."""
 
     def __init__(
         self, config: Config, world: Mesh, corpus: Corpus | None, *, present: Sequence[int], met: Sequence[int] | None
     ) -> None:
         super().__init__(config, world, corpus)
         self._present, self._met = present, met
-        alone = world.world.among([world.rank])  # what it knows of others the swarm tells it
+        alone = world.world.among([world.rank])  # the swarm supplies the other peers later
         self._peers = alone if config.method == "none" else SwarmRoster(alone)
 
     @override
@@ -78,7 +76,7 @@ class SwarmParts(PartsMaker):
         coordinates = self.world.layout.coordinates
         everyone = self.world.world.among(
             sorted(self._present, key=lambda rank: coordinates[rank].stage)
-        )  # who reads first
+        )  # in order of stages: the first one has the text
         return broadcast_from_first(everyone, self.text is not None and self.text.validates)
 
     @override
@@ -100,10 +98,10 @@ class SwarmTrainer(Trainer):
     """A `Trainer` whose steps are those of a swarm.
 
     Without an outer method all peers of a stage have the same gradient, so their weights are equal after every step,
-    and there is nothing to compare or to average. With one, their weights differ between its exchanges, which go by
-    messages among the peers that the swarm has agreed on.
+    and there is nothing to average. With one, their weights differ between its exchanges, which are among the peers
+    that the swarm has agreed on.
 
-    present: ranks that are there from the start; None: all. met: ranks that this worker listens to from the start;
+    present: ranks that take part from the start; None: all. met: ranks that this worker receives from at the start;
     None: all.
     """
 
@@ -125,11 +123,11 @@ class SwarmTrainer(Trainer):
 
     @override
     def run(self, out: Path | None) -> dict[str, Any] | None:
-        """As `Trainer.run`; None also where this peer was asked to leave, or has come too late."""
+        """As `Trainer.run`; None also if this peer was asked to leave, or has joined too late."""
         self.world.leaving.can(self.leave)
         try:
             if self.world.rank not in self._present:
-                with self.step_clock.step():  # it is blocked for so long
+                with self.step_clock.step():  # so that the wait counts as blocked time
                     self._enter()
             return super().run(out)
         except Left:
@@ -137,11 +135,11 @@ class SwarmTrainer(Trainer):
             return None
 
     def _enter(self) -> None:
-        """Come to a swarm that is at work; here ranks are numbered in the order in which workers come."""
+        """Join a running swarm; ranks are numbered in the order in which workers join, so lower ones are there."""
         self.model_step.enter(range(self.world.rank))
 
     def leave(self) -> None:
-        """As soon as the others can do without it. May be called in any thread."""
+        """Ask to leave as soon as the others can go on without this peer. Thread-safe."""
         self.model_step.swarm.leaving = True
 
     @property
@@ -149,7 +147,7 @@ class SwarmTrainer(Trainer):
         return self.model_step.swarm.has_departed
 
     def _depart(self) -> None:
-        """Leave for good; the others know, and nothing that this peer has begun is left undone."""
+        """Complete pending sends and report that this peer has left, once the others know."""
         self.model_step.swarm.agreement.inbox.queue.settle(_FAREWELL)
         self.world.leaving.has_left = True
         if self.model_step.last is not None:
@@ -165,7 +163,7 @@ class SwarmTrainer(Trainer):
         return self._state().to_bytes()
 
     def _state(self) -> StateCopy:
-        """This peer's state between two steps; what another one `become`s from."""
+        """This peer's state between two steps, the input of another peer's `become`."""
         optimizer = self.optimizer
         held = {"model": optimizer.weights(), "inner": optimizer.inner_state(), "steps": optimizer.steps}
         held |= {"outer": optimizer.outer_state(), "norm": self.model_step.block_norm}
@@ -173,7 +171,7 @@ class SwarmTrainer(Trainer):
         return StateCopy({**held, "schedule": self.schedule.state_dict()})
 
     def become(self, stage: int, received: Tensor) -> NewStage:
-        """Serve `stage` from now on, with the state that a peer of it gave."""
+        """Serve `stage` with the state `received` from one of its peers, (n,) uint8."""
         state = _read(received, self.config.run.steps)
         served = self._rebuilt(stage)
         self.optimizer.load_weights(state["model"])
@@ -186,8 +184,8 @@ class SwarmTrainer(Trainer):
         return served
 
     def revive(self, stage: int, received: Sequence[Tensor]) -> NewStage:
-        """Serve `stage`, which nobody does any more, made of the states that peers of its neighbours gave: CheckFree's
-        mean of their blocks, empty moments, a higher rate.
+        """Serve `stage`, which has no peer left, rebuilt from the `received` states of its neighbours: CheckFree's mean
+        of their blocks, empty moments, a higher learning rate.
         """
         states = [_read(each, self.config.run.steps) for each in received]
         served, cut = self._rebuilt(stage), self.model_step.cut
@@ -224,7 +222,7 @@ class SwarmTrainer(Trainer):
     @override
     def state_dict(self) -> dict[str, Any]:
         self.model_step.swarm.close()
-        self.model_step.swarm.agreement.inbox.queue.settle()  # whoever resumes finds the lines as idle
+        self.model_step.swarm.agreement.inbox.queue.settle()  # a resumed run starts with idle links too
         return super().state_dict()
 
     @override
@@ -247,13 +245,14 @@ class SwarmTrainer(Trainer):
 
     @override
     def conclude(self, out: Path | None) -> dict[str, Any]:
-        """Tokens are those of the steps, told by who puts the model together: some who read them may be gone. If that
-        one is lost before the model is written and judged, the next of stage 0 does it all.
+        """The peer that writes the model reports the tokens of all steps, as peers that read some may be lost. If that
+        peer is lost before the model is written and validated, the next one of stage 0 does it again.
         """
         self._take_last()
         read = self.config.run.steps * self.model_step.rows * limits(self.config.model)[0]
         agreement = self.model_step.swarm.agreement
-        agreement.patience = max(agreement.patience, self.config.world.eval_deadline)  # a whole model takes its time
+        # the others wait while one peer gathers, writes and validates the whole model
+        agreement.patience = max(agreement.patience, self.config.world.eval_deadline)
         while True:
             result = super().conclude(out)
             has_model = int(result["parameters"] > 0)
@@ -261,7 +260,7 @@ class SwarmTrainer(Trainer):
                 return result | {"tokens": has_model * read}
 
     def _take_last(self) -> None:
-        """The last update, where it is still to come."""
+        """Apply the last update if it is still pending (delayed updates)."""
         with self.step_clock.step():
             if not self._is_concluded and self.model_step.take_last():
                 self.optimizer.step()
@@ -271,7 +270,7 @@ class SwarmTrainer(Trainer):
 
 
 def _read(received: Tensor, last: int) -> Any:
-    """What `SwarmTrainer._state` made, in a run of `last` steps. Malformed where it is not."""
+    """Decode a `SwarmTrainer._state` of a run of `last` steps. Malformed if it is none."""
     try:
         state = state_from_bytes(received.numpy().tobytes())
         integer(state, "steps", 0, last)
@@ -282,14 +281,14 @@ def _read(received: Tensor, last: int) -> Any:
 
 
 FetchPart = Callable[[int], tuple[Path, dict[str, Any]]]
-"""Fetches a part of the state that the lighthouse keeps: its file, and the facts told beside it."""
-_RETAINED = 2  # steps of which a peer goes on to offer its state
+"""Fetches a part of the state that the lighthouse has: returns its file and its facts."""
+_RETAINED = 2  # a peer serves its states of this many steps
 
 
 class OwnMember(ABC):
-    """What a member of a run trains with.
+    """A member's resources for training.
 
-    transport: between members. transfers: through which this peer serves its states. folder: for files on their way.
+    transport: between members. transfers: serves this peer's states. folder: for temporary files of states.
     """
 
     config: Config
@@ -303,22 +302,22 @@ class OwnMember(ABC):
 
     @abstractmethod
     def report(self, event: Any) -> None:
-        """What the trainer tells whoever started it."""
+        """Report an event of the trainer to the user and the lighthouse."""
 
     @abstractmethod
     def stop_here(self, step: int) -> bool:
-        """Whether this peer ends after `step` without the others' leave."""
+        """Whether this peer stops after `step` at once, without an agreement."""
 
     def mesh(self, stages: Mapping[int, int]) -> Mesh:
-        """The world as this peer sees it. stages: of the members that are known, its own included."""
+        """The mesh of all member ids. stages: of the known members, including this one."""
         members = range(MAX_MEMBERS)
         coordinates = [Coordinate(member, stages.get(member, 0), 0 if member in stages else 1) for member in members]
         world = Group(self.transport, tuple(members), "control", deadlines(self.config), Ledger())
         return Mesh(world=world, layout=Layout(tuple(coordinates)), report=self.report, stop_here=self.stop_here)
 
     def publish(self, name: str, facts: dict[str, Any], write: Callable[[Path], None]) -> None:
-        """Offer a state under `name` in place of the one before the last. facts: told beside it, JSON-able. write: puts
-        the state into a file.
+        """Serve a state under `name`, and stop serving the one before the last. facts: JSON-able, sent with it. write:
+        writes the state to a file.
         """
         self.transfers.publish(name, self.folder / f"{name}.safetensors", facts, write)
         self._offered.append(name)
@@ -328,60 +327,60 @@ class OwnMember(ABC):
 
 
 class PeerWork(ABC):
-    """What trains as one member. inbox: its messages to those in the others."""
+    """Interface of the trainer of one member. inbox: for its messages to other members."""
 
     inbox: PeerInbox
 
     @abstractmethod
     def steps_done(self) -> int:
-        """The newest step that it has done."""
+        """The last completed step."""
 
     @property
     @abstractmethod
     def has_left(self) -> bool:
-        """Whether it is to leave, and has: the others know, or all that nobody else has is at the lighthouse."""
+        """Whether this peer was asked to leave and may go: the others know, or the lighthouse has its state."""
 
     @property
     @abstractmethod
     def first(self) -> int:
-        """The member that puts the model together at the end."""
+        """The member that gathers and writes the model at the end."""
 
     @abstractmethod
     def go_on_from(self, step: int, retained: FetchPart) -> None:
-        """Begin after `step`. ValueError where what is kept is none of this run's."""
+        """Start from the lighthouse's states of `step`. ValueError if they are not of this run."""
 
     @abstractmethod
     def run(self, out: Path | None) -> dict[str, Any] | None:
-        """To the end; None where it has left, or has been told to stop."""
+        """Train to the end and return the results; None if this peer has left or was stopped."""
 
     @abstractmethod
     def conclude(self, out: Path | None) -> dict[str, Any]:
-        """Put the model together again, with who is left: who was to do it is lost."""
+        """Gather the model again with the remaining peers, after the loss of the one that was to do it."""
 
     @abstractmethod
     def leave(self) -> None:
-        """As soon as the others can do without it. May be called in any thread."""
+        """Ask to leave as soon as the others can go on without this peer. Thread-safe."""
 
     @abstractmethod
     def beat(self) -> SwarmBeat | None:
-        """How it is at work now; None before it is. May be called in any thread."""
+        """The current status for the lighthouse; None before training. Thread-safe."""
 
 
 HOLDERS = 2
-"""Peers of a stage that offer its state to the lighthouse, so that one of them may be lost meanwhile."""
+"""Number of peers of a stage that serve its state for the lighthouse: one of them may be lost meanwhile."""
 ANYWHERE = -1
 
 
 class ElasticSwarmTrainer(SwarmTrainer, PeerWork):
     """A `SwarmTrainer` whose ranks are members.
 
-    part: who begin together and at which stages, or whom of a swarm that is at work this peer asks to be let in. wish:
-    the stage that it wants to serve. await_saved: see `SwarmClient.await_saved`.
+    part: the members that start together and their stages, or those of a running swarm that this peer asks to join.
+    wish: the stage that it wants to serve. await_saved: see `SwarmClient.await_saved`.
 
-    No step begins that would take the run further than `run.checkpoint_every` steps from the newest states that the
-    lighthouse keeps, so no more is lost with all peers. States are offered twice in so many steps: those of before are
-    on their way while the next half is trained. A lighthouse that is away, or slower than half of
-    `world.pipeline_deadline`, is not waited for: peers without a word of each other for longer end the run.
+    A step waits while it is more than `run.checkpoint_every` steps after the newest states at the lighthouse, so the
+    loss of all peers costs no more than these steps. States are published twice in that many steps, so that one
+    transfer runs while the next half is trained. The wait ends if the lighthouse is away, or after half of
+    `world.pipeline_deadline`: peers that hear nothing of each other for longer than the deadline end the run.
     """
 
     def __init__(
@@ -394,7 +393,7 @@ class ElasticSwarmTrainer(SwarmTrainer, PeerWork):
         self._not_awaited = self._noticed_until = 0  # steps
         self._member = member
         self._ended_at, self.handed_over = member.transport.now(), 0
-        """The step of which all gave their states, for a stage's last peer wants to go."""
+        """`handed_over`: the step whose states all peers published, as a stage's last peer wants to leave."""
         world = member.mesh(stages or {member.transport.rank: max(wish, 0)})
         super().__init__(member.config, world, member.corpus, present=sorted(stages), met=sorted(stages))
         self.inbox = self.model_step.swarm.agreement.inbox
@@ -453,7 +452,7 @@ class ElasticSwarmTrainer(SwarmTrainer, PeerWork):
         return SwarmBeat(self.epoch, self.optimizer.steps, members, stages, seconds, queue, counted, since, ())
 
     def _hold_back(self) -> None:
-        """Where the next step would be too far from what is kept."""
+        """Wait while the next step would be too far from the states at the lighthouse."""
         every = self.config.run.checkpoint_every
         done, seconds = self.optimizer.steps, self.config.world.pipeline_deadline / 2
         oldest = done + 1 - every
@@ -463,12 +462,10 @@ class ElasticSwarmTrainer(SwarmTrainer, PeerWork):
         if self._await_saved(oldest, seconds):
             return
         if time.monotonic() - began >= seconds:
-            self._not_awaited = done  # the states after that are waited for again
+            self._not_awaited = done  # do not wait again for states up to this step
         if self.world.rank == self.model_step.swarm.agreement.members[0] and done >= self._noticed_until:
             self._noticed_until = done + every
-            notice = (
-                f"the lighthouse does not keep the states of step {oldest} or a later one: training goes on without"
-            )
+            notice = f"the lighthouse has no states of step {oldest} or later: training continues without them"
             self.world.report({"notice": f"{notice}, and more than run.checkpoint_every = {every} steps may be lost"})
 
     @override
@@ -478,7 +475,7 @@ class ElasticSwarmTrainer(SwarmTrainer, PeerWork):
 
     @override
     def _save(self, out: Path, step: int) -> None:
-        """The first peers of a stage offer its state."""
+        """Publish the stage's state, at the first `HOLDERS` peers of the stage."""
         swarm, me = self.model_step.swarm, self.world.rank
         swarm.close()
         stage = swarm.stages[me]

@@ -16,7 +16,7 @@ from isles.comm.mesh import Mesh
 from isles.models.cuts import pieces
 from isles.models.stages import Stage
 from isles.network.clusters import NO_FIGURES, ClusterGrowth, ModelLoad
-from isles.pipeline.ravnest.agreement import ClusterAgreement, ask_in, cluster_inbox, let_in
+from isles.pipeline.ravnest.agreement import ClusterAgreement, admit_joiners, cluster_inbox, request_admission
 from isles.pipeline.ravnest.assignment import ClusterAssignment
 from isles.pipeline.ravnest.averaging import ClusterAverage, SharedSegment, refinement
 from tests.pipeline.ravnest.averages import THREE
@@ -96,7 +96,7 @@ class ChangingNode:
         trained = agreement.trains and self.stage is not None
         held = {name: own.detach().clone() for name, own in self.stage.named_parameters()} if trained else {}  # type: ignore[union-attr]
         told = Averaged(whole, agreement.assignment, held)
-        let_in(agreement, {"round": number})
+        admit_joiners(agreement, {"round": number})
         while agreement.repair() and not agreement.has_departed:
             self.serve()
             self.average.load(number)
@@ -115,7 +115,7 @@ def change(world: Mesh, accounting: MessageAccounting) -> dict[int, Averaged]:
     else:
         world.transport.compute(accounting.comes[rank])
         try:
-            welcome = ask_in(inbox, range(rank), NO_FIGURES)
+            welcome = request_admission(inbox, range(rank), NO_FIGURES)
         except CommError:  # everybody whom it could have met has gone
             return {}
         assert welcome is not None

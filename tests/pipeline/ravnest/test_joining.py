@@ -23,8 +23,14 @@ from isles.network.clusters import (
     form_clusters,
     is_encoded_node,
 )
-from isles.pipeline.peers.inbox import ASK, COMERS, VOTE
-from isles.pipeline.ravnest.agreement import ClusterAgreement, ClusterWelcome, ask_in, cluster_inbox, let_in
+from isles.pipeline.peers.inbox import ASK, MAX_JOINERS, VOTE
+from isles.pipeline.ravnest.agreement import (
+    ClusterAgreement,
+    ClusterWelcome,
+    admit_joiners,
+    cluster_inbox,
+    request_admission,
+)
 from isles.pipeline.ravnest.assignment import ClusterAssignment
 
 LOAD = ModelLoad(flops=(1e9,) * 4, weights=(1e6,) * 4, saved=(1e5,) * 4, stream=1e4)
@@ -72,7 +78,7 @@ def test_seats_over_all_that_can_happen(seed: int) -> None:
         }
         latest += len(came)
         leaving = [position for position in assignment.living if draw.random() < 0.1]
-        before = assignment.met(came, leaving)
+        before = assignment.with_joiners(came, leaving)
         assignment = before.repaired(growth)
         assert assignment == before.repaired(growth)
         named = [position for cluster in assignment.clusters for position in cluster] + [*assignment.standby]
@@ -95,7 +101,7 @@ def test_seats_over_all_that_can_happen(seed: int) -> None:
             if position in assignment.leaving
         ]
         assert not retained or len(assignment.whole) == 1
-        assignment = assignment.joined(assignment.complete)
+        assignment = assignment.with_loaded(assignment.complete)
         assert not assignment.handovers and not set(assignment.living) & assignment.lost
         again = ClusterAssignment.of_plain(assignment.to_plain(), latest)
         assert again == assignment
@@ -104,7 +110,7 @@ def test_seats_over_all_that_can_happen(seed: int) -> None:
 
 
 def test_what_are_no_seats_is_refused() -> None:
-    good = ClusterAssignment.of([[2], []], range(4)).met({4: NO_FIGURES}, [1]).to_plain()
+    good = ClusterAssignment.of([[2], []], range(4)).with_joiners({4: NO_FIGURES}, [1]).to_plain()
     assert ClusterAssignment.of_plain(good, 5).to_plain() == good
     bad: list[Any] = [
         None, [], [good], good[:-1], [[[0, 0], [2]], *good[1:]], [[[0, 9], [2]], *good[1:]],
@@ -120,16 +126,16 @@ def test_a_new_cluster_holds_the_model_and_spares_stay() -> None:
     small = node(0.6 * LOAD.least)
     (three,) = form_clusters([small] * 3, LOAD)  # two have too little
     assignment = ClusterAssignment.of([[2], [1]], range(4))
-    grown = assignment.met(dict.fromkeys((4, 5, 6), encode_node(small)), ()).repaired(GROWTH)
+    grown = assignment.with_joiners(dict.fromkeys((4, 5, 6), encode_node(small)), ()).repaired(GROWTH)
     assert grown.clusters[2:] == (tuple(4 + number for number in three.nodes),) and grown.cuts[2] == three.split.cuts
-    assert grown.out == {2} and grown.joined([2]).whole == [0, 1, 2]
-    assert assignment.met(dict.fromkeys((4, 5), encode_node(small)), ()).repaired(GROWTH).standby == (4, 5)
-    assert assignment.met(dict.fromkeys((4, 5, 6), NO_FIGURES), ()).repaired(GROWTH).clusters[2:] == ((4, 5),)
+    assert grown.out == {2} and grown.with_loaded([2]).whole == [0, 1, 2]
+    assert assignment.with_joiners(dict.fromkeys((4, 5), encode_node(small)), ()).repaired(GROWTH).standby == (4, 5)
+    assert assignment.with_joiners(dict.fromkeys((4, 5, 6), NO_FIGURES), ()).repaired(GROWTH).clusters[2:] == ((4, 5),)
     keeping = ClusterGrowth(LOAD, spares=2)
-    assert assignment.met(dict.fromkeys((4, 5, 6), NO_FIGURES), ()).repaired(keeping).standby == (4, 5, 6)
+    assert assignment.with_joiners(dict.fromkeys((4, 5, 6), NO_FIGURES), ()).repaired(keeping).standby == (4, 5, 6)
     limited = ClusterGrowth(LOAD, most=2)
-    assert assignment.met(dict.fromkeys((4, 5), NO_FIGURES), ()).repaired(limited).standby == (4, 5)
-    tiny = assignment.met({4: encode_node(node(1e5)), 5: NO_FIGURES}, ()).without([0])
+    assert assignment.with_joiners(dict.fromkeys((4, 5), NO_FIGURES), ()).repaired(limited).standby == (4, 5)
+    tiny = assignment.with_joiners({4: encode_node(node(1e5)), 5: NO_FIGURES}, ()).without([0])
     assert tiny.repaired(GROWTH).clusters[0] == (5, 1)  # the first has not the memory for the place
 
 
@@ -144,7 +150,7 @@ def agree(world: Mesh, how: str) -> Any:
     queue = agreement.inbox.queue
     if world.rank == 2:
         lost, leaves, told = 1 << 60 if how == "who" else 0, 7 if how == "leaves" else 0, -5 if how == "told" else 0
-        rows = [1, told] + [0] * (2 * COMERS - 2) if told else [0] * (2 * COMERS)
+        rows = [1, told] + [0] * (2 * MAX_JOINERS - 2) if told else [0] * (2 * MAX_JOINERS)
         word = numbers(2, lost, leaves, *rows, *([0] if how == "long" else []))
         for other in (0, 1):
             queue.send(other, MessageHeader(VOTE, 0, agreement.inbox.epoch + 1, 1), word.view(torch.uint8))
@@ -178,13 +184,13 @@ def knock(world: Mesh, how: str) -> Any:
         world.transport.compute(9.0)
         return None
     if world.rank == 3:
-        welcome = ask_in(inbox, range(2), NO_FIGURES)
+        welcome = request_admission(inbox, range(2), NO_FIGURES)
         assert welcome is not None
         return welcome.epoch, welcome.assignment.standby, dict(welcome.facts)
     agreement = ClusterAgreement(inbox, world.world, ClusterAssignment.of([[1]], range(2)), GROWTH)
     world.transport.compute(2.0)
     agreement.settle()
-    comers = let_in(agreement, {"step": 4})
+    comers = admit_joiners(agreement, {"step": 4})
     world.transport.compute(3.0)
     return comers, dict(inbox.queue.refused)
 

@@ -33,7 +33,7 @@ def test_seats_over_losses(seed: int) -> None:
             assert set(moved) <= assignment.lost and (not moved or number in repaired.complete)
         lacking = [sum(p in repaired.lost for p in repaired.clusters[number]) for number in repaired.out]
         assert all(not count or count > len(repaired.standby) for count in lacking)
-        assignment = repaired.joined(repaired.complete)
+        assignment = repaired.with_loaded(repaired.complete)
         assert not assignment.complete
         assert all(assignment.trains(p) for number in assignment.whole for p in assignment.clusters[number])
 

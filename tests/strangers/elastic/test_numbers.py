@@ -163,7 +163,7 @@ def test_lines_of_rounds_that_this_run_has_not(tmp_path: Path) -> None:
     made.membership = RoundsCoordinator(made.rules)
     start = StartRecord(member=1, first=4, donor=0, copied=3, has=1 << 39, size=5, at=1.0)
     for told in (asdict(line) | {"round": 1 << 39}, asdict(start)):
-        with pytest.raises(ValueError, match="rounds that this run has not"):
+        with pytest.raises(ValueError, match="beyond the end of this run"):
             made._note(1, told)
 
 
@@ -205,7 +205,7 @@ def test_clusters_begin_at_a_step_of_the_run() -> None:
         with pytest.raises(ValueError, match="whole number"):
             _restore(worker, {"step": step, "read": read, "parameters": {}})
     for held in (None, [], {"w": 3}):
-        with pytest.raises(ValueError, match="not one of clusters"):
+        with pytest.raises(ValueError, match="not of a run in clusters"):
             _restore(worker, {"step": 3, "read": 5, "parameters": held})
     _restore(worker, {"step": 3, "read": 5, "parameters": {}})
     assert begun == [(3, 5)]
@@ -213,4 +213,4 @@ def test_clusters_begin_at_a_step_of_the_run() -> None:
     for more in ({"step": HUGE}, {"since": 21}, {"step": True}, {"before": 1 << 60}):
         welcome = ClusterWelcome(epoch=1, assignment=None, facts=good | more)  # type: ignore[arg-type]
         with pytest.raises(Unfit):
-            ClusterWorker.come(worker, welcome)
+            ClusterWorker.join(worker, welcome)

@@ -165,7 +165,7 @@ def test_a_killed_worker_takes_its_cluster_out_of_the_run(tmp_path: Path, after:
     assert (tmp_path / "mark").exists() and "the others go on without it" in error
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["workers"] == workers - 1 and summary["val_loss"] is not None
-    assert ("in place of one that was lost" in error) == (workers == 7)
+    assert ("in place of a lost worker" in error) == (workers == 7)
     assert (tmp_path / "run" / "model.safetensors").exists()
 
 

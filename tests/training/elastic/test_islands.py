@@ -172,7 +172,7 @@ def test_without_churn_they_are_those_of_the_fixed_world(
         assert [process.returncode for process in world.started] == [0, 0, 0], world.logs()
         assert all(
             re.search(rf"{line}worker [01]: direct, fingerprint [0-9a-f-]{{19}}\n", world.logs())
-            for line in ("isles: ", "place 1: ")
+            for line in ("isles: ", "island rank 1: ")
         )
         links = json.loads((tmp_path / "run" / "summary.json").read_text())["links"]
         assert links["direct"] > 4 * links["relayed"], links  # it may be that they begin before they have met

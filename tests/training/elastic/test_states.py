@@ -227,7 +227,7 @@ def test_a_damaged_state_is_not_begun_with(tmp_path: Path) -> None:
     before, told = kept_rounds(tmp_path, [5])
     assert before == 3
     assert "step-5/worker-0.safetensors: is damaged, so the run goes on from round 3" in told
-    with pytest.raises(ValueError, match="no state there is intact: restore one, or start a new run"):
+    with pytest.raises(ValueError, match="all states are damaged: restore one, or start a new run"):
         kept_rounds(tmp_path, [3, 5])
     assert Checkpoints(tmp_path / "none").newest_sound(print) is None
 
@@ -264,9 +264,7 @@ def test_nobody_begins_anew_where_a_state_is_kept() -> None:
     for _ in range(2):
         assert not late.take()
     assert late.acts == ["load"] * late.reloads and late.reloads == 2 and late.has == -1
-    assert late.notices[-1].startswith(
-        "the state that the lighthouse keeps could not be fetched (nothing arrived within 60 s)"
-    )
+    assert late.notices[-1].startswith("could not fetch the state that the lighthouse saved (nothing came within 60 s)")
     with pytest.raises(RendezvousFailed, match="RUN/states"):
         late.take()
     first = Told(StateNotFound("there is none"))

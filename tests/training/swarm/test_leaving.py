@@ -62,7 +62,7 @@ def test_somebody_takes_the_place_of_the_last_of_a_stage(well: dict[str, Tensor]
 def test_where_nobody_can_all_stop_and_are_resumed(tmp_path: Path) -> None:
     alone = ("pipeline.swarm.peers=[1,1,1]", "world.workers=3", "run.steps=40")  # it has steps left when it hears of it
     code, error = run(tmp_path, 1, 9, *alone)
-    assert code == 130 and "the last of stage 1, was asked to leave, and no other peer can replace it" in error, error
+    assert code == 130 and "the last of stage 1, with no peer to take its place" in error, error
     code, _, error = isles("resume", "run", "--trust", folder=tmp_path)
     assert code == 0, error
     (tmp_path / "well").mkdir()

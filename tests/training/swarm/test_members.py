@@ -376,7 +376,7 @@ def test_a_swarm_that_begins_again_says_from_where(tmp_path: Path) -> None:
         run.until(lambda epoch=epoch: len([line for line in run.notices if said in line]) == epoch - 1)
         coordinator.saved = 5 * (epoch - 1)
     told = [line.removeprefix(said) for line in run.notices if said in line]
-    assert told == ["0, because no state is saved (run.checkpoint_every)", "5"]
+    assert told == ["0, as no states were saved (run.checkpoint_every)", "5"]
     run.stop()
 
 

@@ -62,7 +62,7 @@ def test_the_command_takes_a_trace(tmp_path: Path) -> None:
     trace = write(tmp_path / "trace.jsonl", EVENTS)
     code, out, error = isles("simulate", "plain.toml", "--churn", trace, "--json", *sets, folder=tmp_path)
     assert code == 0, error
-    assert "worker 7 comes to stage" in error and "joins" in out
+    assert "worker 7 joins stage" in error and "joins" in out
     assert "worker 3 of stage 1 was lost by step" in error
 
 

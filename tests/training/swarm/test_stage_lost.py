@@ -147,7 +147,7 @@ def test_a_mutant_that_copies_one_neighbour_fails(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize(
     ("stage", "words"),
-    [(0, "no other stage has its embedding"), pytest.param(2, "no other stage has its head", marks=pytest.mark.long)],
+    [(0, "no other stage has its embedding"), pytest.param(2, "nobody else has its head", marks=pytest.mark.long)],
 )
 def test_first_and_last_stage_end_the_run(stage: int, words: str) -> None:
     with pytest.raises(StageLost, match=f"stage {stage} has no peer left: {words}"):
@@ -174,7 +174,7 @@ def test_processes_go_on(tmp_path: Path) -> None:
     words = fragile(tmp_path / "mark", 1, 27, *more)
     code, _, error = isles("train", "plain.toml", "--out", "run", *words, folder=tmp_path)
     assert code == 0, error
-    assert "to stage 1 before step" in error and "makes it of its neighbours" in error
+    assert "to stage 1 before step" in error and "rebuilds it from its neighbours" in error
     assert all(bool(tensor.isfinite().all()) for tensor in load_file(str(tmp_path / "run/model.safetensors")).values())
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert max(line.get("rebuilt", 0) for line in lines) == 1

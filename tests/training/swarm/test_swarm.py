@@ -228,6 +228,6 @@ def test_a_lost_stage_or_peer_is_resumed(tmp_path: Path, peers: str) -> None:
             (out / "summary.json").unlink()
             (out / "model.safetensors").unlink()
             code, _, error = isles("resume", str(out), "--trust", folder=tmp_path)
-            assert code == 0 and "begin with what their stages' peers saved" in error, error
+            assert code == 0 and "start from the states of their stages' peers" in error, error
         found[name] = load_file(str(out / "model.safetensors"))
     assert furthest(found["well"], found["killed"]) < 1e-12
