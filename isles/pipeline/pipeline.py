@@ -261,12 +261,17 @@ class Pipeline:
         return None if filled is None else self.scheme.unsplit(filled)
 
 
-def refuse_misfit(name: str, boundary: Boundary, width: int) -> None:
-    """ValueError if a user's own boundary fails on a small stream, or its output has not the declared sizes."""
-    x_BTD, tokens = (
-        torch.zeros(1, 2, width, dtype=torch.float32, device="cpu"),
-        torch.zeros(1, 3, dtype=torch.int64, device="cpu"),
-    )
+def own_boundary(config: PipelineConfig, width: int) -> Boundary:
+    """The user's own boundary that `config` names. ValueError if it cannot be made, fails on a small stream, or its output
+    has not the declared sizes.
+    """
+    name = config.boundary.kind
+    try:
+        boundary = make("boundary", name, config.options_of("boundary"), width)
+    except ValueError as error:
+        raise ValueError(f"pipeline.{error}") from error
+    x_BTD = torch.zeros(1, 2, width, dtype=torch.float32, device="cpu")
+    tokens = torch.zeros(1, 3, dtype=torch.int64, device="cpu")
     try:
         payload, side = boundary.encode(x_BTD, tokens)
         made = tuple(payload.shape), 0 if side is None else side.numel()

@@ -48,7 +48,6 @@ def lighthouse(
     """
     from isles.cli.train import new_directory, refuse_too_many
     from isles.comm.tcp import outward_address, refuse_unknown
-    from isles.launch.workers import refuse_too_many
     from isles.training.lighthouse.server import LighthouseAddress
 
     end_in_order()

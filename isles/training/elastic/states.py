@@ -43,29 +43,6 @@ from isles.replicas.loop.outer import OuterSync, adopt, donor_state, land_missed
 from isles.training.config.world import JoinState
 from isles.training.records.shard import StateCopy, first_nan, read_state, write_tensors
 
-STATE, ANCHORS = "state", "anchors"
-"""Names of a worker's state: in full, or anchors and outer momenta only."""
-MODEL = "model"
-"""Name of a worker's final model; at the lighthouse: of the run's model."""
-COPIES, BESIDE = 16, 1 << 20
-"""A state has at most this many times the model's bytes, plus `BESIDE` bytes of its file's header."""
-
-
-def server_name(member: int, island_rank: int) -> str:
-    """The name of the state server of the worker at `island_rank` in the island of `member`."""
-    return f"{member}/{island_rank}" if island_rank else str(member)
-
-
-def saved_name(island_rank: int) -> str:
-    """The lighthouse's name of the state of a rank in an island."""
-    return f"{STATE}-{island_rank}" if island_rank else STATE
-
-
-def state_of(stage: int, step: int) -> str:
-    """Name of the state of a swarm's stage after a step."""
-    return f"stage-{stage}-step-{step}"
-
-
 FRESH = 2
 """Rounds during which a copied state is sent to new joiners."""
 WARM_UP = 2
