@@ -262,8 +262,8 @@ class Pipeline:
 
 
 def own_boundary(config: PipelineConfig, width: int) -> Boundary:
-    """The user's own boundary that `config` names. ValueError if it cannot be made, fails on a small stream, or its output
-    has not the declared sizes.
+    """The user's own boundary that `config` names. ValueError if it cannot be made, fails on a small stream, or its
+    output has not the declared sizes.
     """
     name = config.boundary.kind
     try:
