@@ -129,8 +129,8 @@ def test_a_run_priced_as_itself(tmp_path: Path) -> None:
         ("1B, A100, 3, 4", [], 'write it as "1B"'),
         ("1B, 2", [], "has no unit"),
         ("0.12M, 0s", [], "a step of 0 s"),
-        ("1B", ["world.virtual.step_jitter=0.1"], "world.virtual.step_jitter makes the run hang on time"),
-        ("1B", ["world.virtual.pause_every=60"], "world.virtual.pause_every makes the run hang on time"),
+        ("1B", ["world.virtual.step_jitter=0.1"], "world.virtual.step_jitter makes the run depend on time"),
+        ("1B", ["world.virtual.pause_every=60"], "world.virtual.pause_every makes the run depend on time"),
     ],
 )
 def test_refused(text: str, more: list[str], said: str) -> None:
