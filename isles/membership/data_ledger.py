@@ -332,12 +332,10 @@ class DataLedger:
             held = incarnation.held(living) if is_lost else until
             missed, assignments = self._unread(replace(incarnation, assignments=assignments), held)
             backlog += missed
-            incarnation = incarnation.without(
-                self._forgone
-            )  # some of them go on from then, with what they have from a donor
-            spread = incarnation.spread(
-                going_on if is_lost else going_on - {incarnation.member}
-            )  # where that member began again: it, too
+            # Some of those that are forgone go on from then, with what they have from a donor.
+            incarnation = incarnation.without(self._forgone)
+            # Of one that is lost the member itself is among those who go on, where it began again.
+            spread = incarnation.spread(going_on if is_lost else going_on - {incarnation.member})
             minded = tuple(t for t in assignments if (t.until or until) > spread + 1)
             skipped = frozenset(round for round in incarnation.skipped if round >= until)
             incarnation = replace(incarnation, assignments=minded, skipped=skipped)

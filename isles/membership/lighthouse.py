@@ -466,13 +466,10 @@ class Lighthouse:
 
     def _presence(self, key: str, there: bool) -> None:
         """The connection of a worker came or broke: with it that of its member, perhaps."""
-        names = [
-            name for name in key.split("/") if name.isdecimal() and len(name) <= 9
-        ]  # a place if it is not 0, a member
-        if (
-            len(names) != key.count("/") // 2
-            or not 0 <= (island_rank := int(names[0]) if names[1:] else 0) < self._island_size
-        ):
+        # The worker's rank in its island, if that is not 0; and the member.
+        names = [name for name in key.split("/") if name.isdecimal() and len(name) <= 9]
+        island_rank = int(names[0]) if names[1:] else 0
+        if len(names) != key.count("/") // 2 or not 0 <= island_rank < self._island_size:
             return
         member = int(names[-1])
         if not there:

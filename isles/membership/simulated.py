@@ -384,9 +384,8 @@ class SimulatedMembership:
     def _join(self, member: int) -> None:
         if self.is_over:
             return
-        if self._lighthouse is None or member > len(
-            self.incarnations
-        ):  # members are given in the order of those who come
+        # Members are given in the order of those who come.
+        if self._lighthouse is None or member > len(self.incarnations):
             self._at(self.timeline.now + BACK, partial(self._join, member))
             return
         self.incarnations[member] = self.timeline.now, None

@@ -180,14 +180,10 @@ class PeerConnections:
         self._ways: dict[int, str] = {}  # what was said of each
         self._unreached: dict[int, float] = {}  # since when
         self._dialling = threading.Semaphore(_AT_ONCE)
-        self._incoming: dict[
-            tuple[int, int], list[ssl.SSLSocket]
-        ] = {}  # by (member, lane): on which this worker is to send
+        self._incoming: dict[tuple[int, int], list[ssl.SSLSocket]] = {}  # by (member, lane): this worker is to send
         self._awaits: set[tuple[int, int]] = set()
         self._changed = threading.Condition()
-        self._up_changes: list[
-            bool
-        ] = []  # how the lighthouse came and went, since it was last told where this worker is
+        self._up_changes: list[bool] = []  # how the lighthouse came and went since it knows where this worker is
         self._closed = False
 
     def listen(self, host: str, port: int, *, announced: str = "", relays: bool = False) -> None:

@@ -178,8 +178,9 @@ class Stream:
         whole = len(self._back) // _BACK.size * _BACK.size
         replies = [*_BACK.iter_unpack(bytes(self._back[:whole]))]
         del self._back[:whole]
+        now = time.monotonic_ns()  # before anything is handled, which would count as time on the way
         for kind, number in replies:
-            trip = (time.monotonic_ns() - number) / 1e9
+            trip = (now - number) / 1e9
             if kind != ALIVE:
                 handle(kind, number)
             elif 0 < trip < self.lease:  # else it has said so unasked

@@ -77,10 +77,8 @@ class SwarmLighthouseServer(LighthouseServer):
             self.lighthouse.wait(self._is_asked, LOOK)
             self.refused.look()
             if self.coordinator.epoch > epoch:
-                epoch, step = (
-                    self.coordinator.epoch,
-                    self.coordinator.saved or "0, for no state is kept (run.checkpoint_every)",
-                )
+                epoch = self.coordinator.epoch
+                step = self.coordinator.saved or "0, for no state is kept (run.checkpoint_every)"
                 self.on_notice(f"all peers were lost: the run begins again at step {step}")
             if self.stopping.is_set():
                 return None
@@ -130,10 +128,8 @@ class SwarmLighthouseServer(LighthouseServer):
     def _summary(self, holder: int, seconds: float) -> SummaryTable:
         results = [self.results[holder], *(one for member, one in self.results.items() if member != holder)]
         summary = summarise(self.config, results, seconds)
-        peers, restarts = (
-            self.coordinator.peers.values(),
-            [one for one in self._journal.entries if one["event"] == "restart"],
-        )
+        peers = self.coordinator.peers.values()
+        restarts = sum(one["event"] == "restart" for one in self._journal.entries)
         summary |= {
             "replicas": 1,
             "replica_std": 0.0,
@@ -142,7 +138,7 @@ class SwarmLighthouseServer(LighthouseServer):
             "deaths": sum(not peer.connected and not peer.left for peer in peers),
             "leaves": sum(peer.left for peer in peers),
             "begun": self.coordinator.epoch,
-            "outages": len(restarts) + bool(self._journal.entries),
+            "outages": restarts + bool(self._journal.entries),
             "links": self.links(),
             "refused": self.refused.table(),
         }
