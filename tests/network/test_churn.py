@@ -55,7 +55,7 @@ def test_a_file_is_read_as_it_was_written(tmp_path: Path) -> None:
         ('{"at": 1, "kill": 9}', "trace.jsonl: kill of worker 9 at 1 s: there is no such worker then"),
         ('{"at": 1, "kill": 0}\n{"at": 2, "leave": 0}', "leave of worker 0"),
         ('{"at": 1, "resume": 0}', "it is not paused"),
-        ('{"at": 1, "pause": 0}\n{"at": 2, "pause": 0}', "it stands still; resume it first"),
+        ('{"at": 1, "pause": 0}\n{"at": 2, "pause": 0}', "it is paused; resume it first"),
         ('{"at": 2, "join": 1}\n\n{"at": 1, "join": 1}', "order the lines by time"),
         ('{"at": 1, "join": 1}\nhello', "trace.jsonl:2: 'hello' is no event"),
         ("[" * 500, "is no event"),

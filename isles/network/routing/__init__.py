@@ -1,3 +1,3 @@
-"""The way of every microbatch through the workers of a pipeline, who does what when, and how long that takes. Ways that
-leave stages out and exchange others are SkipPipe's (arXiv 2502.19913).
+"""The route of every microbatch through the workers of a pipeline, the schedule of their tasks, and the time that it
+takes. Routes that skip and swap stages are SkipPipe's (arXiv 2502.19913).
 """
