@@ -72,7 +72,7 @@ class Poisson:
     def __post_init__(self) -> None:
         if not 0 <= self.per_second < math.inf or not 0 <= self.repair < math.inf:
             raise ValueError(
-            raise ValueError(f"churn: rate {self.per_second}/s, repair {self.repair} s: both must be finite and 0 or more")
+                f"churn: rate {self.per_second}/s, repair {self.repair} s: both must be finite and 0 or more"
             )
 
     def events(self, workers: int, seconds: float, seed: int) -> list[ChurnEvent]:
