@@ -267,7 +267,7 @@ class RoundsCoordinator(CoordinatorState):
         """Take in what a worker says of itself; the refusal where it is not of this run."""
         worker = self.workers.get(member)
         if worker is None or worker.state in ("left", "banned"):
-            return [Reply(Refusal(f"member {member} is not of this run any more: join again"))]
+            return [Reply(Refusal(f"member {member} is no longer in this run: join again"))]
         worker.seconds = beat.seconds or worker.seconds
         becomes_ready = worker.state == "outside" and beat.ready == worker.call
         if becomes_ready or beat.round > worker.round or beat.skipped or beat.seen:
@@ -404,16 +404,16 @@ def unfit(membership: RoundsCoordinator, message: Any) -> None:
     seconds = claim.seconds if isinstance(claim, Beat | Delivered) else 0.0
     steps = claim.steps if isinstance(claim, Delivered) else 1
     if not 0 <= seconds <= _LONGEST or not 0 < steps <= last * membership.rules.sync_every:
-        raise ValueError("seconds that no step takes, or steps that nobody can have done")
+        raise ValueError("impossible seconds of a step, or an impossible number of steps")
     match claim:
         case Beat(round=round, skipped=skipped, seen=seen):
             if not all(0 <= one <= last for one in (round, *skipped, *(newest for _, newest in seen))):
-                raise ValueError("a round that this run has not")
+                raise ValueError("a round that this run does not have")
             if not all(member in membership.workers for member, _ in seen):
-                raise ValueError("the work of a member that this run has not")
+                raise ValueError("the work of an unknown member")
         case Done() | PeerReport() | Delivered():
             attempt, whose = getattr(claim, "attempt", 0), getattr(claim, "member", None)
             if not 0 < claim.round <= membership.newest_round + MARGIN or not 0 <= attempt < 1 << 20:
-                raise ValueError("an answer of a round that nobody is in")
+                raise ValueError("an answer for a round that no member is in")
             if whose is not None and whose not in membership.workers:
-                raise ValueError("the share of a member that this run has not")
+                raise ValueError("the share of an unknown member")

@@ -84,7 +84,7 @@ def add_sequence(number: int, message: bytes) -> bytes:
 def split_sequence(numbered: bytes) -> tuple[int, bytes]:
     """The arguments of `add_sequence`. ValueError where it is too short."""
     if len(numbered) < _NUMBER.size:
-        raise ValueError("an order without a number")
+        raise ValueError("a notification without a number")
     return _NUMBER.unpack_from(numbered)[0], numbered[_NUMBER.size :]
 
 

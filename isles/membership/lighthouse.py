@@ -126,7 +126,7 @@ class AddressBook:
         is_reached = bool(announced.host or announced.port)
         host, island_rank = announced.host or self._seen(announced.session), (member, announced.island_rank)
         if not 0 <= announced.island_rank < _ISLAND_SIZE or (is_reached and not (host and 0 < announced.port < 65536)):
-            raise ValueError("an address that is none")
+            raise ValueError("an invalid address")
         if member >= 0 and self._certificates.get(member, ())[announced.island_rank : announced.island_rank + 1] != (
             announced.certificate,
         ):

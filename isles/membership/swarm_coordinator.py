@@ -134,7 +134,7 @@ class SwarmCoordinator(Coordinator):
         """What a worker says; None where no peer of a swarm says that. ValueError for what cannot be."""
         peer = self.peers.get(member)
         if peer is None or peer.left:
-            return [Reply(Rejoin(f"member {member} is not of this run any more"))]
+            return [Reply(Rejoin(f"member {member} is no longer in this run"))]
         match message:
             case RequestWork():
                 self._wait(now, member, message)

@@ -111,7 +111,7 @@ def unfit(world: Mesh) -> str:
         group.broadcast(torch.tensor([len(text)], dtype=torch.int64))
         group.broadcast(torch.frombuffer(bytearray(text), dtype=torch.uint8))
         return ""
-    with pytest.raises(Malformed, match="a decision that is none: kind") as told:
+    with pytest.raises(Malformed, match="an invalid decision: kind") as told:
         island_size.next_decision(lambda: Decision(kind="end"))
     return str(told.value)
 

@@ -144,7 +144,7 @@ def test_it_believes_the_lighthouse_alone(tmp_path: Path) -> None:
             answer = forged.answer(where, decision, attachment=attachment, seconds=5.0)
             assert answer == (None, b"never")
         assert not wait.done()
-        assert world.sessions[0].refused[-1, "an order that is not the lighthouse's"] == 4
+        assert world.sessions[0].refused[-1, "a notification that is not the lighthouse's"] == 4
 
 
 def test_what_is_overheard_proves_no_other_word(tmp_path: Path) -> None:
@@ -181,7 +181,7 @@ def test_an_order_that_was_overheard_is_obeyed_once(tmp_path: Path) -> None:
             assert world.sessions[2].answer(where, order, attachment=proof, seconds=5.0) == (None, b"never")
         assert not wait.done() and not world.leaders[0].is_silent(2)
         for session in (firsts[0], world.sessions[0]):
-            assert session.refused[-1, "an order that was said before"] == 1
+            assert session.refused[-1, "a replayed notification"] == 1
         world.lighthouse.notify([0], Silent(2))  # said again by the lighthouse it counts
         settled(wait, seconds=5.0)
         until(lambda: world.leaders[0].is_silent(2), 5.0)

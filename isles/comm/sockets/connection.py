@@ -294,7 +294,7 @@ class Connection:
                 continue
             lane = lanes[urgent]
             if len(lane) + length > self._longest:
-                raise BadFrame("a message longer than any")
+                raise BadFrame("a message beyond the size limit")
             while length:
                 piece = await self._reader.read(length)
                 if not piece:

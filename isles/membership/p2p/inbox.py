@@ -108,7 +108,7 @@ class Inbox:
                     known.posted[tag] = receive
             self._changed.notify_all()
         for old in abandoned:
-            old.ended("nobody waits for it any more")
+            old.ended("it is no longer waited for")
         if has_passed:
             ended(RoundClosed(sender, ANOTHER))
         elif whole is not None:
@@ -231,7 +231,7 @@ class Inbox:
         if head.offset or head.number < 0 or head.total < 0:
             return self._refuse(sender, head, "pieces that do not fit together")
         if head.total > _LONGEST:
-            return self._refuse(sender, head, "a message longer than any")
+            return self._refuse(sender, head, "a message beyond the size limit")
         if head.number <= known.newest:
             return _Coming(head)  # it has come before, and is taken again to nowhere
         if self._is_over(head.tag):
@@ -239,7 +239,7 @@ class Inbox:
         receive = known.posted.get(head.tag)
         if receive is not None:
             if head.total != len(receive.out):
-                return self._refuse(sender, head, "another length than was asked for")
+                return self._refuse(sender, head, "another length than the receive's")
             return None if receive.cut is not None else _Coming(head, receive)
         size = max(head.total, _LEAST)
         others = sum(other.bytes for other in self._senders.values())
@@ -321,4 +321,4 @@ class Inbox:
         for other in [other for other in known.unclaimed if old(other)]:
             self._drop_unclaimed(known, other)
         found = [known.posted.pop(other) for other in [other for other in known.posted if old(other)]]
-        return [receive for receive in found if receive.end("nobody waits for it any more")]
+        return [receive for receive in found if receive.end("it is no longer waited for")]

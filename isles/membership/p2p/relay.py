@@ -109,7 +109,7 @@ class TicketExchange:
                 tuned(end).send(TICKET[:1])  # else a short message waits for the answer to the one before
             self._join(first, connection)
         elif ticket in self._used or not hmac.compare_digest(ticket, _ticket(self._key, ticket[:_NUMBER])):
-            raise ConnectionError("a ticket of nobody")
+            raise ConnectionError("a forged or used ticket")
         else:
             self._used.append(ticket)
             self._first[ticket] = connection

@@ -231,7 +231,7 @@ class Outgoing:
             message.work.finished(RoundClosed(self._peer))
             self._transport.passed(self._peer, message.tag)
         elif kind == REFUSED:
-            message.work.finished(PeerLost(self._peer, "it refused what was sent to it"))
+            message.work.finished(PeerLost(self._peer, "it refused a message"))
         elif kind == TAKEN:
             message.work.finished()
 
@@ -451,7 +451,7 @@ class ElasticTransport(OnHostClock):
         `soon`. LinkLost where it is not reached.
         """
         if self._peers is None:
-            raise LinkLost("nobody is reached from here")
+            raise LinkLost("this worker reaches no peers")
         stream = self._peers.connect(peer, lane, soon=soon)
         if stream is not None:
             stream.sends = True
