@@ -195,7 +195,7 @@ def order(command: Any) -> Any:
     try:
         return read(_Order, command, "an order")
     except Unfit:
-        raise LinkLost("what it sends is not what isles sends") from None
+        raise LinkLost("it sends something else than isles messages") from None
 
 
 def await_outcome(link: Link) -> None:
@@ -250,7 +250,7 @@ class NodeHandle:
             return rank, kind, from_plain(value) if kind in _ERRORS else self._check(kind, value, self.ranks)
         except (TypeError, ValueError) as error:
             why = f": {printable(str(error))}" if isinstance(error, Unfit) else ""
-            raise LinkLost(f"what it sends is not what isles sends{why}") from None
+            raise LinkLost(f"it sends something else than isles messages{why}") from None
 
 
 class ProcessHandle(NodeHandle):

@@ -21,7 +21,7 @@ from isles.membership.p2p.stream import PairHello, as_dialler, show
 from tests.membership.sessions import Workers, workers
 from tests.membership.test_transport import within
 
-UNSHOWN = "it does not show that its certificate is its own"
+UNSHOWN = "it does not prove that it owns its certificate"
 ONE, TWO = "0123456789abcdef" * 2, "f" * 32
 
 

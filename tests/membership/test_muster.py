@@ -199,7 +199,7 @@ def test_seats_are_bounded_and_never_used_twice() -> None:
     assert "most workers, 3" in world.join().reason
     world.gone(0, 1, 2)
     assert [world.join(), world.join()] == [Admitted(3), Admitted(4)]
-    assert "has given its 5 members" in world.join().reason
+    assert "has issued its 5 member ids" in world.join().reason
 
 
 @pytest.mark.parametrize("count", [3, 4, 7])

@@ -281,7 +281,7 @@ def another_certificate_than_before(one: Attacker) -> None:
         assert one.ask(REQUESTS, encode(said), one.word) == NEVER
 
 
-@case("lighthouse", "a report that cannot be", OWN)
+@case("lighthouse", "an invalid report", OWN)
 def a_report_of_two_megabytes(one: Attacker) -> None:
     assert one.ask(REPORTS, b"[" + b"0," * (1 << 20) + b"0]", one.word) == NEVER
 
@@ -347,4 +347,4 @@ def another_version(one: Attacker) -> None:
 @case("lighthouse", "another version, text or number of workers")
 def a_hello_without_a_certificate(one: Attacker) -> None:
     answer = decode(one.ask(HELLO, encode(Hello(one.version, one.corpus, "", ())))[0] or b"")
-    assert "shows the certificate of each" in answer.reason
+    assert "show the certificate of each" in answer.reason

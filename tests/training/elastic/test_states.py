@@ -253,11 +253,11 @@ class Told:
 
 def test_nobody_begins_anew_where_a_state_is_kept() -> None:
     """It is asked for again; then the worker ends, and the state stays."""
-    late = Told(StateUnavailable("nothing came within 60 s"))
+    late = Told(StateUnavailable("nothing arrived within 60 s"))
     for _ in range(2):
         assert not late.take()
     assert late.acts == ["load"] * late.reloads and late.reloads == 2 and late.has == -1
-    assert late.notices[-1].startswith("the state that the lighthouse keeps did not come (nothing came within 60 s)")
+    assert late.notices[-1].startswith("the state that the lighthouse keeps did not come (nothing arrived within 60 s)")
     with pytest.raises(RendezvousFailed, match="RUN/states"):
         late.take()
     first = Told(StateNotFound("there is none"))
