@@ -163,10 +163,10 @@ class MembershipClient(LighthouseClient):
         self._load: Load | None = None
         self._training, self._answers = False, True
         self._answered_at = -math.inf
-        self._is_asking = self._again = False
-        self._next: Callable[[], None] | None = None  # cancels the next beat
+        self._is_beating = self._beat_again = False
+        self._cancel_beat: Callable[[], None] | None = None  # cancels the next beat
         self._abandoned: frozenset[int] = frozenset()
-        self._met = -1  # the newest view whose fingerprints are known here
+        self._newest_recorded = -1  # the newest view whose fingerprints are known here
         self._silent: dict[int, float] = {}  # by suspected member, until when
         self._notifications = Notifications(session, entry, 0)
         session.serve(notify_key(entry.member, 0), self._on_notification)
@@ -365,42 +365,42 @@ class MembershipClient(LighthouseClient):
     @override
     def close(self) -> None:
         with self.changed:
-            if self._next is not None:
-                self._next()
+            if self._cancel_beat is not None:
+                self._cancel_beat()
         super().close()
 
     # Beats
 
     def beat_now(self) -> None:
         """Send a beat now, or after the reply to the present one. Call with `changed` held."""
-        if self._is_asking or self._closed:
-            self._again = True
+        if self._is_beating or self._closed:
+            self._beat_again = True
             return
-        if self._next is not None:
-            self._next()
-        self._is_asking, self._again = True, False
+        if self._cancel_beat is not None:
+            self._cancel_beat()
+        self._is_beating, self._beat_again = True, False
         beat = self.state.beat()
         self.send(beat, partial(self._answered, beat, self.session.now()))
 
     def _answered(self, beat: Beat, began: float, answer: Any) -> None:
         ack = None
         with self.changed:
-            self._is_asking = False
+            self._is_beating = False
             if isinstance(answer, BeatReply):
                 self._answers, self._answered_at = True, self.session.now()
                 ack = self.state.answered(beat, answer)
             elif isinstance(answer, Refusal):
                 self.ended = self.ended or Over(answer.reason)
             self.changed.notify_all()
-        self._follow()
+        self._apply_views()
         if ack is not None:
             self.say(ack)
         with self.changed:
-            if self._again or (answer is None and not self.session.beats and self.ended is None):
+            if self._beat_again or (answer is None and not self.session.beats and self.ended is None):
                 self.beat_now()
             elif self.session.beats and not self._closed:
                 pause = (BEAT if self._training else _SOON) - (self.session.now() - began)
-                self._next = self.session.later(self._beat, max(pause, _AGAIN))
+                self._cancel_beat = self.session.later(self._beat, max(pause, _AGAIN))
 
     def _beat(self) -> None:
         with self.changed:
@@ -408,7 +408,7 @@ class MembershipClient(LighthouseClient):
 
     # Notifications
 
-    def _follow(self) -> None:
+    def _apply_views(self) -> None:
         """Apply what the state now says of others: record the fingerprints in new views, cancel waits for members that
         the next view excludes against their wish, and cancel all waits in a round that goes on without this worker.
         """
@@ -417,8 +417,8 @@ class MembershipClient(LighthouseClient):
             new, views = self._abandoned - before, [*self.state.views.values()]
             round = self.state.round if self._training and self.is_called else None
         for view in views:
-            if self.meets is not None and view.number > self._met:
-                self._met = view.number
+            if self.meets is not None and view.number > self._newest_recorded:
+                self._newest_recorded = view.number
                 self.meets(view)
         if self.transfers is not None:
             for member in new:
@@ -437,16 +437,16 @@ class MembershipClient(LighthouseClient):
             with self.changed:
                 if message == self._load:  # a repetition: a beat would cause another one
                     return
-                ack = self._take_in(message)
+                ack = self._apply_message(message)
                 if ack is not None:
                     self.say(ack)
                 self.beat_now()
                 self.changed.notify_all()
-            self._follow()
+            self._apply_views()
         if not isinstance(message, Proposal):
             cancel_waits(self.transfers, message)
 
-    def _take_in(self, message: Any) -> Ack | None:
+    def _apply_message(self, message: Any) -> Ack | None:
         """Apply a notification; returns the answer to a proposal. Call with `changed` held."""
         match message:
             case Proposal():

@@ -104,7 +104,7 @@ class Peer:
         self.name, self.there, self.send, self.close_link = name, there, send, close_link
         self.is_hub = close_link is None
         self.serves: set[str] = set()
-        self.is_at: set[str] = set()
+        self.present_at: set[str] = set()
         self.watches: dict[int, str] = {}
         self.pending: set[int] = set()  # numbers of questions to answer
         self.asked = 0  # own unanswered questions
@@ -135,7 +135,7 @@ class Hub:
         self._key = secrets.token_bytes(32)
         self._tickets = TicketExchange(self._key, self._carry)
         self._listener = Listener(
-            listening, self._admit, seconds=SILENCE, mine=mine, refused=self._turned_away, raw=self._tickets.take
+            listening, self._admit, seconds=SILENCE, mine=mine, refused=self._on_rejected, raw=self._tickets.take
         )
 
     def close(self) -> None:
@@ -167,17 +167,17 @@ class Hub:
             self._ask(peer, frame, urgent)
         elif kind in (FrameKind.REPLY, FrameKind.REFUSAL):
             self._answer(peer, frame, urgent)
-        elif not peer.is_hub and (len(key) > _LENGTH or self._names(peer) >= _NAMES):
+        elif not peer.is_hub and (len(key) > _LENGTH or self._name_count(peer) >= _NAMES):
             self._refused.note(-1, "too many addresses")
         elif kind == FrameKind.WATCH:
             peer.watches[frame.number] = key
             found = [one for one in self._present if matches(key, one)]
-            self._tell(peer, Frame(FrameKind.SEEN, frame.number, payload="\n".join(found).encode("ascii")))
-        elif kind == FrameKind.SERVE and self._may(peer, key, SERVED_BY_MEMBERS):
+            self._send_or_close(peer, Frame(FrameKind.SEEN, frame.number, payload="\n".join(found).encode("ascii")))
+        elif kind == FrameKind.SERVE and self._is_allowed(peer, key, SERVED_BY_MEMBERS):
             peer.serves.add(key)
             self._serving.setdefault(key, {})[peer] = None
-        elif kind == FrameKind.PRESENT and self._may(peer, key, PRESENT_AS_MEMBERS):
-            peer.is_at.add(key)
+        elif kind == FrameKind.PRESENT and self._is_allowed(peer, key, PRESENT_AS_MEMBERS):
+            peer.present_at.add(key)
             there = self._present.setdefault(key, set())
             there.add(peer)
             if len(there) == 1:
@@ -192,7 +192,7 @@ class Hub:
                 del self._serving[key]
         for number in [*peer.pending]:
             self._not_from(peer, number, Frame(FrameKind.NOBODY, 0))
-        for key in peer.is_at:
+        for key in peer.present_at:
             self._present[key].discard(peer)
             if not self._present[key]:
                 del self._present[key]
@@ -221,7 +221,7 @@ class Hub:
             link.abort()
             self.leave(peer)
 
-    def _turned_away(self, address: str, why: str) -> None:
+    def _on_rejected(self, address: str, why: str) -> None:
         _LOG.debug("turned away %s: %s", address, why)
 
     def ticket(self) -> bytes:
@@ -285,19 +285,19 @@ class Hub:
 
     # Presence
 
-    def _may(self, peer: Peer, key: str, allowed: tuple[str, ...]) -> bool:
+    def _is_allowed(self, peer: Peer, key: str, allowed: tuple[str, ...]) -> bool:
         return peer.is_hub or any(matches(one, key) for one in allowed)
 
-    def _names(self, peer: Peer) -> int:
-        return len(peer.serves) + len(peer.is_at) + len(peer.watches)
+    def _name_count(self, peer: Peer) -> int:
+        return len(peer.serves) + len(peer.present_at) + len(peer.watches)
 
     def _changed(self, key: str, kind: FrameKind) -> None:
         for peer in [*self._peers.values()]:
             for number, pattern in peer.watches.items():
                 if matches(pattern, key):
-                    self._tell(peer, Frame(kind, number, payload=key.encode("ascii")))
+                    self._send_or_close(peer, Frame(kind, number, payload=key.encode("ascii")))
 
-    def _tell(self, peer: Peer, frame: Frame) -> None:
+    def _send_or_close(self, peer: Peer, frame: Frame) -> None:
         """Send a frame that must not be dropped. If the queue is full, disconnect the client, which then reconnects."""
         if not peer.send(frame, True) and peer.close_link is not None:
             peer.close_link()

@@ -51,11 +51,13 @@ class MemberState:
         self._newest_round = 0  # of any member, as of the last reply
         self._asked = 0  # the newest round whose group is final
         self._promises: dict[int, Proposal] = {}
-        self._parted: dict[int, int] = {}  # by member excluded against its wish: the first round of the view without it
+        self._excluded: dict[
+            int, int
+        ] = {}  # by member excluded against its wish: the first round of the view without it
         self.left_out: dict[int, int] = {}  # by member: the newest view when the others landed a round without it
         self._broken: frozenset[int] = frozenset()
         self._groups: dict[int, RoundMembers] = {}
-        self._cells: dict[int, View | None] = {}  # by round: the view whose data slice it reads
+        self._slice_views: dict[int, View | None] = {}  # by round: the view whose data slice it reads
         self._skipped: set[int] = set()
         self._seen: dict[int, int] = {}
 
@@ -66,20 +68,20 @@ class MemberState:
 
         The first answer for a round is final.
         """
-        if round not in self._cells:
+        if round not in self._slice_views:
             since = self._since()
-            if not self._cells and since is not None:  # rounds that the others did without it
+            if not self._slice_views and since is not None:  # rounds that the others did without it
                 self._skipped.update(range(since, round))
             view = self._own(round) if self._decided(round) and self._may_read(round) else None
-            self._cells = {**{r: v for r, v in self._cells.items() if r > round - _RETAINED}, round: view}
+            self._slice_views = {**{r: v for r, v in self._slice_views.items() if r > round - _RETAINED}, round: view}
             if view is None:
                 self._skipped.add(round)
             self.round = max(self.round, round)
-        return self._cells[round]
+        return self._slice_views[round]
 
     def skip(self, round: int) -> None:
         """Do no step of `round`: earlier work counts in its mean."""
-        self._cells[round] = None
+        self._slice_views[round] = None
         self._skipped.add(round)
         self.round = max(self.round, round)
 
@@ -128,7 +130,7 @@ class MemberState:
     def abandoned(self) -> frozenset[int]:
         """Members excluded against their wish by a proposed view, or by one that begins after this round."""
         promised = {member for promise in self._promises.values() for member in promise.lost}
-        return frozenset(promised | {member for member, since in self._parted.items() if since > self.round})
+        return frozenset(promised | {member for member, since in self._excluded.items() if since > self.round})
 
     def connection(self, member: int, *, broken: bool) -> None:
         """The transport reports that a connection broke or opened."""
@@ -143,19 +145,19 @@ class MemberState:
         self.round = self._answered = self._asked = 0  # earlier rounds on unassigned data are not reported
         self.call, self.ready = max(self.call, load.call), load.call
         self._entered = self._issued
-        self._cells, self._groups, self._skipped = {}, {}, set()
-        self._seen, self._parted = {load.donor: round} if load.donor >= 0 else {}, {}
+        self._slice_views, self._groups, self._skipped = {}, {}, set()
+        self._seen, self._excluded = {load.donor: round} if load.donor >= 0 else {}, {}
 
     def first(self, ahead: int = 0) -> int | None:
         """The first round of a worker that has begun none with its present state, once other members are in a view with
         it, or `ahead` rounds earlier: the round that they are in. None: not yet.
         """
-        since = None if self._cells else self._since()
+        since = None if self._slice_views else self._since()
         return None if since is None or since > self._newest_round + ahead else max(since, self._newest_round - 1)
 
     def is_known(self, round: int) -> bool:
         """Whether the lighthouse's replies go far enough for this worker to read its own data slice of `round`."""
-        return not self._cells or round <= self._answered + 1
+        return not self._slice_views or round <= self._answered + 1
 
     def view_of(self, round: int) -> View | None:
         """The newest view known that covers `round`."""
@@ -209,8 +211,8 @@ class MemberState:
     def _take(self, view: View) -> None:
         self.views[view.number] = view
         if (promise := self._promises.get(view.number)) is not None:
-            later = {member: since for member, since in self._parted.items() if since > self.round}
-            self._parted = later | dict.fromkeys(promise.lost, view.since)
+            later = {member: since for member, since in self._excluded.items() if since > self.round}
+            self._excluded = later | dict.fromkeys(promise.lost, view.since)
 
     def _decided(self, round: int) -> bool:
         return not any(promise.since <= round for promise in self._promises.values())
@@ -226,7 +228,7 @@ class MemberState:
 
     def _may_read(self, round: int) -> bool:
         """Whether no later view can begin with `round`, and the lighthouse misses at most this one report."""
-        new = not self._cells  # no round begun: earlier replies were about a former state
+        new = not self._slice_views  # no round begun: earlier replies were about a former state
         return round < self._newest_round + MARGIN and (new or round <= self._answered + 1)
 
     def _own(self, round: int) -> View | None:

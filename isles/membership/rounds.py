@@ -226,7 +226,7 @@ class RoundLeader:
         self.client, self.alone, self.member = client, alone, alone.ranks[0]
         self.deliveries = Deliveries(client, alone)
         self._begun: dict[int, float] = {}  # by round, when its exchange began
-        self._took: deque[float] = deque(maxlen=_SAMPLES)
+        self._durations: deque[float] = deque(maxlen=_SAMPLES)
         self._state: RoundState | None = None  # the newest round that lands by a decision of the lighthouse
         self._view = -1  # its view
         self._opened = 0.0
@@ -268,7 +268,7 @@ class RoundLeader:
             self.note(round, tuple(members), PeerLost.__name__)  # `note` retains an earlier cause
             return False
         if len(members) > 1 and round in self._begun:
-            self._took.append(self._now() - self._begun[round])
+            self._durations.append(self._now() - self._begun[round])
         accepted = self.is_answer_used(round, members)
         if len(members) > 1:
             self.note(round, tuple(members), WHOLE if accepted else PeerLost.__name__)
@@ -307,7 +307,7 @@ class RoundLeader:
                 return postponed
             self._state, self._view = RoundState(self.member, round, 0, round_members.members), round_members.view
         if (
-            self._lacks(self._state)
+            self._has_lost_member(self._state)
             and (decision := self.client.finish_round(round, self._state.attempt, None)) is not None
         ):
             self._state = self._state.apply(decision)  # do not wait for a lost member
@@ -326,7 +326,7 @@ class RoundLeader:
         if digest is not None:
             part = part.answered(attempt)
             if attempt == 0:
-                self._took.append(self._now() - self._opened)
+                self._durations.append(self._now() - self._opened)
         elif error is not None:
             self.client.report_peer(round, attempt, error)
         decision = self.client.finish_round(round, attempt, digest)
@@ -341,7 +341,7 @@ class RoundLeader:
             kind="retry" if decision is not None and part.phase == "exchanging" else "postpone", round=round
         )
 
-    def _lacks(self, part: RoundState) -> bool:
+    def _has_lost_member(self, part: RoundState) -> bool:
         return part.phase == "exchanging" and any(
             self.client.lost(member) for member in part.members if member != self.member
         )
@@ -356,10 +356,10 @@ class RoundLeader:
     def _patience(self) -> float:
         """Seconds to wait for a partner."""
         longest = self.alone.deadlines.outer
-        if len(self._took) < _ENOUGH:
+        if len(self._durations) < _ENOUGH:
             return min(_FIRST, longest)
-        usual = median(self._took)
-        spread = median(abs(one - usual) for one in self._took)
+        usual = median(self._durations)
+        spread = median(abs(one - usual) for one in self._durations)
         return min(max(_LEAST, usual + _SPREADS * spread), longest)
 
 
@@ -381,7 +381,7 @@ class ElasticRoster:
 
     def group(self, round: int) -> Group:
         if round not in self._answers:
-            group = self._met(self._island.next_decision(lambda: self._lead.exchange(round)))
+            group = self._group_of(self._island.next_decision(lambda: self._lead.exchange(round)))
             self._answers = {**{r: a for r, a in self._answers.items() if r > round - RETAINED}, round: group}
         return self._answers[round]
 
@@ -406,7 +406,7 @@ class ElasticRoster:
 
     def start_round(self, round: int) -> tuple[Group, int] | None:
         made = self._island.next_decision(lambda: self._lead.start_round(round))
-        return (self._met(made), made.attempt) if made.kind == "exchange" else None
+        return (self._group_of(made), made.attempt) if made.kind == "exchange" else None
 
     def finish_round(
         self, round: int, attempt: int, digest: int | None, error: CommError | None = None
@@ -439,7 +439,7 @@ class ElasticRoster:
         assert self._leader is not None, "a follower is never asked"
         return self._leader
 
-    def _met(self, made: Decision) -> Group:
+    def _group_of(self, made: Decision) -> Group:
         """The group of an exchange, with its deadline. Raises Malformed."""
         if made.kind != "exchange" or not made.members:
             raise Malformed(-1, f"the leader of this island decides on {made.kind!r} instead of an exchange")

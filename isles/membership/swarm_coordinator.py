@@ -95,7 +95,7 @@ class SwarmCoordinator(Coordinator):
         self.ended: str | None = None
         """Set once the run is over: its reason, "" for a regular end."""
         self._run: int | None = None
-        self._came = self._ended_at = -1.0
+        self._last_joined = self._ended_at = -1.0
         super().__init__(entries, until)
 
     # Calls
@@ -207,7 +207,7 @@ class SwarmCoordinator(Coordinator):
         peer = self.peers[member]
         peer.heard_at, peer.serving = now, None
         if peer.wish is None:
-            peer.wish, self._came = seek.stage, now
+            peer.wish, self._last_joined = seek.stage, now
         self._form(now)
         self._reply(self._part(member))
 
@@ -267,7 +267,7 @@ class SwarmCoordinator(Coordinator):
         counts = Counter(found.values())
         whole = all(counts[stage] >= wanted for stage, wanted in enumerate(self.rules.peers))
         some = self.epoch > 0 and all(counts[stage] >= self.rules.least for stage in range(len(self.rules.peers)))
-        if whole or (some and now - self._came >= AGAIN):
+        if whole or (some and now - self._last_joined >= AGAIN):
             members = sorted(found)
             self._record(
                 "begin", epoch=self.epoch + 1, step=self.saved, members=members, stages=[found[s] for s in members]

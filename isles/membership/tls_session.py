@@ -159,7 +159,7 @@ class Session:
         self.refused, self.port, self.taken = Rejections(), 0, 0
         self._hub: Hub | None = None
         self._uplink: Uplink | None = None
-        self._own = Peer("", "", self._came)
+        self._own = Peer("", "", self._handle_frame)
         self._numbers = count(1)
         self._asked: dict[int, tuple[Answered, TimerHandle]] = {}
         self._serves: dict[str, Callable[[Query], None]] = {}
@@ -293,7 +293,7 @@ class Session:
 
     def connect(self, token: Token, host: str, port: int, seconds: float) -> None:
         """Connect to a hub. LinkLost if that fails within `seconds`."""
-        self._uplink = Uplink(token, host, port, self._came, self._lost)
+        self._uplink = Uplink(token, host, port, self._handle_frame, self._lost)
         loop.run(self._uplink.start(seconds))
         self._thread.start()
 
@@ -331,18 +331,18 @@ class Session:
         if frame.size <= MAX_MESSAGE:
             self._say(frame, urgent)
 
-    def _came(self, frame: Frame, urgent: bool) -> bool:
+    def _handle_frame(self, frame: Frame, urgent: bool) -> bool:
         """Handle a frame of the hub."""
         self.taken += frame.size
         if frame.kind == FrameKind.ASK:
-            self._was_asked(frame)
+            self._handle_question(frame)
         elif frame.kind in (FrameKind.SEEN, FrameKind.GONE):
             self._todo.put(lambda: self._seen(frame))
         else:
             self._settle(frame)
         return True
 
-    def _was_asked(self, frame: Frame) -> None:
+    def _handle_question(self, frame: Frame) -> None:
         size = frame.size + _OF_ITSELF
         if self._queued + size > _QUEUED:
             self.refused.note(-1, "more messages at once than can be handled")

@@ -98,7 +98,7 @@ def test_who_dials_shows_a_key(tmp_path: Path) -> None:
 
         def is_let_in(shows: credentials.Credentials, certificates: tuple[str, ...], signs: str) -> bool:
             near, far = socket.socketpair()
-            hosted = aside.submit(host._let_in, far)
+            hosted = aside.submit(host._authenticate, far)
             with as_dialler(near, credentials.Token(to, found.peer_key), PairHello(1, 0, True)) as talk:
                 show(talk, shows, certificates, signs)
                 try:

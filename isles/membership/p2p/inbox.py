@@ -58,7 +58,7 @@ class Receive:
 
 
 @dataclass(eq=False)
-class _Coming:
+class _ArrivingMessage:
     """A message that is arriving: into a posted receive, into a buffer of its own (`unclaimed`), or to be discarded."""
 
     head: Head
@@ -79,7 +79,7 @@ class _Sender:
     posted: dict[Tag, Receive] = field(default_factory=dict)
     unclaimed: dict[Tag, list[bytearray]] = field(default_factory=dict)
     bytes: int = 0
-    coming: _Coming | None = None
+    coming: _ArrivingMessage | None = None
 
 
 class Inbox:
@@ -128,7 +128,7 @@ class Inbox:
                 head.offset,
             ):
                 self._abandon(known)
-                coming = known.coming = self._comes(sender, known, head)
+                coming = known.coming = self._begin_message(sender, known, head)
                 if coming is None:
                     return None
             coming.next = head.offset + head.size
@@ -226,34 +226,34 @@ class Inbox:
 
     # Under the lock
 
-    def _comes(self, sender: int, known: _Sender, head: Head) -> _Coming | None:
+    def _begin_message(self, sender: int, known: _Sender, head: Head) -> _ArrivingMessage | None:
         """A new message begins; None while there is no room for it."""
         if head.offset or head.number < 0 or head.total < 0:
             return self._refuse(sender, head, "pieces that do not fit together")
         if head.total > _LONGEST:
             return self._refuse(sender, head, "a message beyond the size limit")
         if head.number <= known.newest:
-            return _Coming(head)  # a repetition: read and discard it
+            return _ArrivingMessage(head)  # a repetition: read and discard it
         if self._is_over(head.tag):
-            return _Coming(head, result=ROUND_CLOSED)
+            return _ArrivingMessage(head, result=ROUND_CLOSED)
         receive = known.posted.get(head.tag)
         if receive is not None:
             if head.total != len(receive.out):
                 return self._refuse(sender, head, "another length than the receive's")
-            return None if receive.cut is not None else _Coming(head, receive)
+            return None if receive.cut is not None else _ArrivingMessage(head, receive)
         size = max(head.total, _LEAST)
         others = sum(other.bytes for other in self._senders.values())
         if known.bytes + size <= UNEXPECTED and others + size <= UNEXPECTED_OF_ALL:
             known.bytes += size
-            return _Coming(head, unclaimed=bytearray(head.total))
+            return _ArrivingMessage(head, unclaimed=bytearray(head.total))
         if known.held_back != head.number:
             known.held_back = head.number
             self.refused.note(sender, "more unexpected messages than are buffered")
         return None
 
-    def _refuse(self, sender: int, head: Head, why: str) -> _Coming:
+    def _refuse(self, sender: int, head: Head, why: str) -> _ArrivingMessage:
         self.refused.note(sender, why)
-        return _Coming(head, result=REFUSED)
+        return _ArrivingMessage(head, result=REFUSED)
 
     def _abandon(self, known: _Sender) -> None:
         """Discard what has arrived of the present message."""

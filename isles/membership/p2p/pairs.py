@@ -58,8 +58,8 @@ class KnownMembers:
 
     def __init__(self, member: int, identity: str, refused: Rejections, notice: Callable[[str], None]) -> None:
         self._refused, self._notice, self._lock = refused, notice, threading.Lock()
-        self._named: dict[int, str] = {}  # fingerprints in views
-        self._met = {member: identity}  # fingerprints on connections, and this worker's own
+        self._in_views: dict[int, str] = {}  # fingerprints in views
+        self._shown_by = {member: identity}  # fingerprints on connections, and this worker's own
         self._warned: set[tuple[int, str]] = set()
 
     def meet(self, view: View) -> list[int]:
@@ -67,30 +67,30 @@ class KnownMembers:
         others = list[int]()
         for member, identity in zip(view.members, view.identities, strict=False):
             with self._lock:
-                self._named[member] = identity
-                met = self._met.get(member, identity)
+                self._in_views[member] = identity
+                met = self._shown_by.get(member, identity)
                 if met != identity:
-                    del self._met[member]
+                    del self._shown_by[member]
             if met != identity:
-                self._is_another(member, met, identity)
+                self._report_mismatch(member, met, identity)
                 others.append(member)
         return others
 
     def check(self, member: int, identity: str) -> None:
         """Check the fingerprint that a connection of `member` shows. LinkLost if views name another one."""
         with self._lock:
-            named = self._named.get(member, identity)
+            named = self._in_views.get(member, identity)
             if named == identity:
-                self._met[member] = identity
+                self._shown_by[member] = identity
         if named != identity:
-            self._is_another(member, identity, named)
+            self._report_mismatch(member, identity, named)
             raise LinkLost("views name another fingerprint")
 
     def spoken(self, member: int) -> str:
         """The short fingerprint of the connection with `member`."""
-        return spoken(self._met.get(member, ""))
+        return spoken(self._shown_by.get(member, ""))
 
-    def _is_another(self, member: int, identity: str, named: str) -> None:
+    def _report_mismatch(self, member: int, identity: str, named: str) -> None:
         why = f"its fingerprint is {spoken(identity)}, but views name {spoken(named)}"
         self._refused.note(member, why)
         if (member, identity) not in self._warned:
@@ -199,7 +199,7 @@ class PeerConnections:
         worker relays for others. A notice says whether the lighthouse can reach it. ValueError if the address cannot be
         bound.
         """
-        tickets = TicketExchange(self._entry.key.encode("ascii"), self._carried) if relays else None
+        tickets = TicketExchange(self._entry.key.encode("ascii"), self._count_relayed) if relays else None
         self._listener = PairListener(host, port, self._mine.token.fingerprint, self._welcome, tickets)
         self._announced, self._relays = announced, relays
         self._announce()
@@ -207,7 +207,7 @@ class PeerConnections:
     def start(self, transport: ElasticTransport) -> None:
         """Hand connections to `transport` from now on."""
         self._transport = transport
-        self._session.serve(self._key(self._entry.member), self._asked)
+        self._session.serve(self._key(self._entry.member), self._on_dial_request)
         if self._listener is None:
             self._announce()
         self._session.watch(UP, self._on_up_change)
@@ -250,13 +250,13 @@ class PeerConnections:
         if found is None:
             raise LinkLost("the lighthouse does not say where it is")
         self._known.check(peer, identity_of(found.certificates))
-        link = self._directly(peer, lane, found)
+        link = self._connect_directly(peer, lane, found)
         if link is not None:
             return self._stream(peer, lane, link, "direct")
         if not soon:
             return None
         try:
-            return self._stream(peer, lane, *self._relayed(peer, lane, found))
+            return self._stream(peer, lane, *self._connect_relayed(peer, lane, found))
         except OSError as error:
             raise LinkLost(str(error)) from None
 
@@ -266,7 +266,7 @@ class PeerConnections:
             self._notice(f"worker {peer}: {way}, fingerprint {self._known.spoken(peer)}")
         return Stream(link, way, self._lease, lane)
 
-    def _directly(self, peer: int, lane: int, found: PeerAddress) -> ssl.SSLSocket | None:
+    def _connect_directly(self, peer: int, lane: int, found: PeerAddress) -> ssl.SSLSocket | None:
         if time.monotonic() - self._unreached.get(peer, -_LOOK) < _LOOK:
             return None
         try:
@@ -275,7 +275,7 @@ class PeerConnections:
         except (OSError, LinkLost):
             self._unreached[peer] = time.monotonic()
         try:
-            return self._dialled(peer, lane, found) if self._listens else None
+            return self._ask_to_dial(peer, lane, found) if self._listens else None
         except LinkLost:
             self._unreached[peer] = time.monotonic()
         return None
@@ -285,12 +285,12 @@ class PeerConnections:
         link.sendall(PAIR)
         return self._shown(link, lane, found, sends=sends)
 
-    def _dialled(self, peer: int, lane: int, found: PeerAddress) -> ssl.SSLSocket:
+    def _ask_to_dial(self, peer: int, lane: int, found: PeerAddress) -> ssl.SSLSocket:
         """Ask `peer` to dial this worker, and wait for it."""
         with self._changed:
             self._awaits.add((peer, lane))
         try:
-            self._call(peer, lane, found, _LIGHTHOUSE, bytes(TICKET_SIZE))
+            self._request_dial(peer, lane, found, _LIGHTHOUSE, bytes(TICKET_SIZE))
             with self._changed:
                 self._changed.wait_for(lambda: self._incoming.get((peer, lane)) or self._closed, _CALL)
                 if came := self._incoming.pop((peer, lane), []):
@@ -300,7 +300,7 @@ class PeerConnections:
             with self._changed:
                 self._awaits.discard((peer, lane))
 
-    def _relayed(self, peer: int, lane: int, found: PeerAddress) -> tuple[ssl.SSLSocket, str]:
+    def _connect_relayed(self, peer: int, lane: int, found: PeerAddress) -> tuple[ssl.SSLSocket, str]:
         """A relayed connection, and a text that names the relay."""
         if found.relay >= 0:
             with suppress(OSError, LinkLost, ValueError):
@@ -312,7 +312,7 @@ class PeerConnections:
         return self._connect_by_ticket(peer, lane, found, _LIGHTHOUSE, ticket), "relayed"
 
     def _connect_by_ticket(self, peer: int, lane: int, found: PeerAddress, relay: int, ticket: bytes) -> ssl.SSLSocket:
-        self._call(peer, lane, found, relay, ticket)
+        self._request_dial(peer, lane, found, relay, ticket)
         return self._shown(self._meet(relay, ticket), lane, found, sends=True)
 
     def _meet(self, relay: int, ticket: bytes) -> socket.socket:
@@ -332,7 +332,7 @@ class PeerConnections:
         show(tls, self._mine, self._shows, host)
         return tls
 
-    def _call(self, peer: int, lane: int, found: PeerAddress, relay: int, ticket: bytes) -> None:
+    def _request_dial(self, peer: int, lane: int, found: PeerAddress, relay: int, ticket: bytes) -> None:
         """Ask `peer` to dial this worker, or with a ticket the relay. LinkLost if it does not answer."""
         payload = _REQUEST.pack(self._entry.member, self._island_rank, lane, relay, ticket)
         proof = authenticate(bytes.fromhex(found.peer_key), _ASKS, payload)
@@ -361,7 +361,7 @@ class PeerConnections:
 
     # Asked by other workers
 
-    def _asked(self, query: Query) -> None:
+    def _on_dial_request(self, query: Query) -> None:
         """Another worker asks to be dialled. Runs in the session's thread, so the dialling is left to a thread."""
         note = self._session.refused.note
         if len(query.payload) != _REQUEST.size:
@@ -380,14 +380,14 @@ class PeerConnections:
         else:
             query.reply()
             threading.Thread(
-                target=self._go, args=(member, lane, relay, ticket), name=f"isles-dials-{member}", daemon=True
+                target=self._dial_back, args=(member, lane, relay, ticket), name=f"isles-dials-{member}", daemon=True
             ).start()
 
-    def _go(self, member: int, lane: int, relay: int, ticket: bytes) -> None:
+    def _dial_back(self, member: int, lane: int, relay: int, ticket: bytes) -> None:
         try:
             with suppress(OSError, LinkLost):
                 if ticket != bytes(TICKET_SIZE):
-                    tls, hello = self._let_in(self._meet(relay, ticket), member)
+                    tls, hello = self._authenticate(self._meet(relay, ticket), member)
                     self._take(hello, tls, "relayed")
                 elif (found := self._find(member)) is not None and found.host:
                     hello = PairHello(member, self._island_rank, True, lane)
@@ -397,7 +397,7 @@ class PeerConnections:
 
     def _welcome(self, connection: socket.socket) -> None:
         """Accept a connection that another worker has dialled. LinkLost if it is not authenticated."""
-        tls, hello = self._let_in(tuned(connection))
+        tls, hello = self._authenticate(tuned(connection))
         if hello.sends:
             self._take(hello, tls, "direct")
             return
@@ -408,7 +408,7 @@ class PeerConnections:
                 return
         tls.close()
 
-    def _let_in(self, link: socket.socket, member: int | None = None) -> tuple[ssl.SSLSocket, PairHello]:
+    def _authenticate(self, link: socket.socket, member: int | None = None) -> tuple[ssl.SSLSocket, PairHello]:
         """Authenticate a dialler, as `member` if that is agreed. LinkLost if it fails."""
         tls, hello = as_host(link, self._mine, lambda hello: self._token_of(hello, member))
         try:
@@ -434,7 +434,7 @@ class PeerConnections:
         else:
             self._transport.take(hello.member, Stream(tls, way, self._lease, hello.lane))
 
-    def _carried(self, size: int) -> None:
+    def _count_relayed(self, size: int) -> None:
         if self._transport is not None:
             self._transport.carries(size)
 

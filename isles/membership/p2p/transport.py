@@ -118,7 +118,7 @@ class Outgoing:
         with self._changed:
             over = self._over
             if over is None:
-                number = self._transport.add_sequence()
+                number = self._transport.next_number()
                 self._messages[number] = message
                 self._waiting.append(number)
                 self._notify()
@@ -168,13 +168,13 @@ class Outgoing:
                         self._changed.wait_for(lambda: self._messages or self._over is not None, _LOOK)
                     continue
                 pause = _AGAIN
-                self._use(stream)
+                self._serve_stream(stream)
             except LinkLost:
                 with self._changed:
                     self._changed.wait_for(lambda: self._over is not None, pause)
                 pause = min(2 * pause, _SELDOM)
 
-    def _use(self, stream: Stream) -> None:
+    def _serve_stream(self, stream: Stream) -> None:
         """Send on `stream` until it breaks. Raises LinkLost."""
         with self._changed:
             self._stream = stream
@@ -446,7 +446,7 @@ class ElasticTransport(OnHostClock):
 
     # Called by sending threads
 
-    def add_sequence(self) -> int:
+    def next_number(self) -> int:
         """The next message number."""
         return next(self._numbers)
 
@@ -459,7 +459,7 @@ class ElasticTransport(OnHostClock):
         stream = self._peers.connect(peer, lane, soon=soon)
         if stream is not None:
             stream.sends = True
-            self._comes(peer, stream)
+            self._register(peer, stream)
         return stream
 
     def sent(self, peer: int, way: str, size: int) -> None:
@@ -504,16 +504,16 @@ class ElasticTransport(OnHostClock):
         if before_it is not None:
             before_it[0].cut()
             before_it[1].join(_ENDS)
-        self._comes(member, stream)
+        self._register(member, stream)
         try:
             with suppress(LinkLost):
                 while True:
-                    self._take_one(member, stream)
+                    self._receive_one(member, stream)
         finally:
             self.disconnected(member, stream)
             stream.close()
 
-    def _take_one(self, member: int, stream: Stream) -> None:
+    def _receive_one(self, member: int, stream: Stream) -> None:
         head, inbox = stream.head(), self._inboxes[min(stream.lane, len(self._inboxes) - 1)]
         if head.kind == CLOSE_ROUND:
             self.passed(member, head.tag)
@@ -537,16 +537,16 @@ class ElasticTransport(OnHostClock):
 
     # Liveness
 
-    def _comes(self, member: int, stream: Stream) -> None:
+    def _register(self, member: int, stream: Stream) -> None:
         with self._peers_lock:
             self._alive.setdefault(member, []).append(stream)
-            self._look(member)
+            self._update_presence(member)
 
     def disconnected(self, member: int, stream: Stream) -> None:
         """A connection broke."""
         with self._peers_lock:
             self._alive[member].remove(stream)
-            self._look(member)
+            self._update_presence(member)
 
     def _changed(self, key: str, there: bool) -> None:
         """The lighthouse reports that a member has connected or disconnected."""
@@ -556,13 +556,13 @@ class ElasticTransport(OnHostClock):
         member = int(name)
         with self._peers_lock:
             (self._seen.add if there else self._seen.discard)(member)
-            self._look(member)
+            self._update_presence(member)
         if there:
             with self._lock:
                 if not self._closed:
                     self._outbox(member)  # its thread dials at once, if there is a direct way
 
-    def _look(self, member: int) -> None:
+    def _update_presence(self, member: int) -> None:
         is_there = member in self._seen or bool(self._alive.get(member))
         if is_there and (member in self._lost or member not in self._known):
             self._known.add(member)
