@@ -1,3 +1,3 @@
-"""How worker processes start, on this machine and on others, and how machines find each other. No tensor is known
-here.
+"""How worker processes start, on this machine and on others, and how machines find each other. This package handles no
+tensors.
 """
