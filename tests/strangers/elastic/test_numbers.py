@@ -64,7 +64,7 @@ def run_of(members: int) -> RoundsCoordinator:
 )
 def test_words_of_members(said: Any) -> None:
     run = run_of(3)
-    with pytest.raises(ValueError, match="impossible seconds|unknown member|this run does not have|no member is in"):
+    with pytest.raises(ValueError, match=r"impossible seconds|unknown member|this run does not have|no member is in"):
         run.hear(1.0, 1, said)
     assert not run.ballots.are_open
     assert run.hear(1.0, 1, Delivered(5, 5, 1.0)) is not None and run.ballots.are_open
