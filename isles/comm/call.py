@@ -1,7 +1,6 @@
-"""The address of a collective operation, and what a protocol may ask of the group that it runs in.
+"""The address of a collective operation, and what a protocol may use of its group.
 
-Protocols (`isles.comm.collectives.basic`) are written against these two alone, so that they know no group, and a
-group is made of them.
+Protocols (`isles.comm.collectives.basic`) depend on these two classes alone, not on groups; a group is built from them.
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ from isles.comm.trust import PeerTrust
 
 @dataclass(slots=True, eq=False)
 class Ledger:
-    """What all groups of one worker share, so that they never use one address twice."""
+    """State that all groups of one worker share, so that no address is ever used twice."""
 
     meetings: Counter[tuple[int, Channel, int]] = field(default_factory=Counter)
-    """Calls without a round so far, by view, channel and peer's rank: in a new view all begin anew."""
+    """Calls without a round so far, by view, channel and peer's rank; a new view starts counting anew."""
     trust: PeerTrust = field(default_factory=PeerTrust)
     """What was accepted from peers so far."""
 
@@ -68,7 +67,7 @@ class Members:
         return [(self.rank + shift) % self.size for shift in range(1, self.size)]
 
     def peer(self, position: int) -> int:
-        """The rank of another member. ValueError for a position that is none."""
+        """The rank of another member. ValueError for this worker's own or an impossible position."""
         if not 0 <= position < self.size or position == self.rank:
             raise ValueError(
                 f"position {position} is not another member: this worker is {self.rank} of 0..{self.size - 1}"
@@ -85,9 +84,9 @@ class Members:
 class Call:
     """The address of one collective operation: whose messages, on which channel, in which round.
 
-    Without a round, the calls that two ranks have in common are numbered in program order, channel by channel, as MPI
-    does. The number is taken when a call first meets a rank, which a protocol does before its first yield (or says so
-    with `meet`): then a call that is still under way, or that failed, does not shift the numbers of the next ones.
+    Without a round, the calls that two ranks have in common are numbered in program order, channel by channel, as in
+    MPI. A call takes its number when it first uses a rank, which a protocol does before its first yield (or with
+    `meet`). So a call that is still in progress, or that failed, does not shift the numbers of later ones.
     """
 
     group: Members
@@ -95,44 +94,44 @@ class Call:
     round: int | None = None
     fragment: int = 0
     leeway: float = 1.0
-    """How many times more than `PeerTrust.ratio` a payload may be: gradients of single steps jump."""
+    """Multiplies `PeerTrust.ratio`, the tolerated size of a share: gradients of single steps vary more."""
     attempt: int = 0
     """Which try of the round this is."""
     numbers: dict[int, int] = field(default_factory=dict, repr=False)
-    """This call's number among those with a peer, by its rank."""
+    """By peer's rank, this call's number among the calls with it."""
     _tags: dict[int, Tag] = field(default_factory=dict, repr=False, compare=False)
-    """Those of a round, by phase: to all peers the same."""
+    """By phase, the tags of a call with a round: equal for all peers."""
 
     def meet(self, *positions: int) -> None:
-        """Take this call's number with `positions` now: for peers that hear of it only later in the protocol."""
+        """Take this call's number with `positions` now, for peers that the protocol uses only later."""
         for position in positions:
             self._number(self.group.peer(position))
 
     def number(self, position: int) -> int:
-        """This call's number among those with the member at `position`, which has the same."""
+        """This call's number among those with the member at `position`, which counts the same."""
         return self._number(self.group.peer(position))
 
     def send(self, position: int, data: Tensor, phase: int = 0) -> Work:
-        """Hand `data` (any contiguous tensor) to the transport for `position`, counted."""
+        """Send `data` (any contiguous tensor) to `position`, and count it."""
         group = self.group
         peer, wire = group.peer(position), as_bytes(data)
         group.traffic.sent(self.channel, wire.numel())
         return group.transport.send(peer, wire, self._tag(peer, phase))
 
     def recv(self, position: int, out: Tensor, phase: int = 0) -> Work:
-        """Post a receive of the bytes of `out` (any contiguous tensor) from `position`, counted."""
+        """Post a receive into `out` (any contiguous tensor) from `position`, and count it."""
         group = self.group
         peer, wire = group.peer(position), as_bytes(out)
         group.traffic.received(self.channel, wire.numel())
         return group.transport.recv(peer, wire, self._tag(peer, phase))
 
     def own_every(self, kind: int) -> int:
-        """How many-th block of the own share of a kind to look at."""
+        """Every how many blocks of the own share to measure, for this kind of payload."""
         return self.group.ledger.trust.own_every((self.channel, self.fragment, kind))
 
     def accept(self, kind: int, theirs: Mapping[int, float], own: float, entries: int) -> None:
-        """Judge shares of so many entries by their mean squares, those of the others by position; see
-        `isles.comm.trust`. kind: what is compared with each other, beside channel and fragment. Refused, by name.
+        """Check shares of `entries` entries by their mean squares, `theirs` by position; see `isles.comm.trust`. kind:
+        payloads to compare with each other, within a channel and fragment. Raises Refused with the peer.
         """
         group, trust = self.group, self.group.ledger.trust
         if trust.looks_at(self.channel):

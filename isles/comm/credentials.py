@@ -1,18 +1,18 @@
-"""Who belongs to a run: its certificate, its secret, and the token that stands for both.
+"""The credentials of a run: its certificate, its secret, and the token that combines both.
 
     token = first 16 bytes of the SHA-256 of the certificate (DER) + 16 random bytes, as 64 hex digits
 
-Whoever has the token can tell the run's machine from another (the first half) and prove to it that it has the secret
-(the second half). Nobody signs the certificate: it is trusted because its fingerprint is the token's. One token is one
-run.
+With the token a machine can recognize the run's machine (first half) and prove to it that it knows the secret (second
+half). The certificate is self-signed; it is trusted because its fingerprint is in the token. Each run has its own
+token.
 
-    found(folder) -> Credentials    a new run: key, certificate, secret, all in `folder`
-    read(folder)                    those of a run that goes on
-    own(secret, folder)             a member that others reach directly
+    found(folder) -> Credentials      for a new run: key, certificate and secret in `folder`
+    read(folder)                      of an existing run
+    own(secret, folder)               for a member that others dial directly
 
-A joiner needs the token alone: see `isles.comm.sockets.proof`.
+A joiner needs only the token: see `isles.comm.sockets.proof`.
 
-Files are 0600 in a folder of 0700. What is secret is never in an error or a repr.
+Files are 0600 in a folder of 0700. Secrets never appear in an error or a repr.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
 CERTIFICATE, KEY, SECRET = "certificate.pem", "key.pem", "secret"
-NAME = "isles"  # the certificate's; nobody looks it up, for it is trusted by its fingerprint
+NAME = "isles"  # the certificate's subject; not checked, because the fingerprint is
 _HALF = 32  # hex digits of each half of a token
 _DAYS = 365
 _SKEW = datetime.timedelta(days=1)  # clocks of home machines
@@ -39,7 +39,7 @@ _SKEW = datetime.timedelta(days=1)  # clocks of home machines
 
 @dataclass(frozen=True)
 class Token:
-    """fingerprint: of the run's certificate. secret: what its members know. 32 hex digits each, in small letters."""
+    """fingerprint: of the run's certificate. secret: known to its members. 32 lower-case hex digits each."""
 
     fingerprint: str
     secret: str = field(repr=False)
@@ -50,7 +50,7 @@ class Token:
 
 @dataclass(frozen=True)
 class Credentials:
-    """What one machine holds of a run. certificate and key: files; key: None where it is not there."""
+    """One machine's credentials of a run. certificate, key: files; key: None if this machine does not have it."""
 
     token: Token
     certificate: Path
@@ -58,9 +58,9 @@ class Credentials:
 
 
 def parse_token(text: str) -> Token:
-    """A token as a person gives it: 64 hex digits, or `@FILE` that holds them.
+    """A token as the user gives it: 64 hex digits, or `@FILE` that holds them.
 
-    ValueError, in one line that does not show it, for anything else.
+    ValueError, one line that does not show the text, for anything else.
     """
     text = text.strip()
     if text.startswith("@"):
@@ -79,14 +79,14 @@ def parse_token(text: str) -> Token:
 
 
 def fingerprint(der: bytes) -> str:
-    """The token's half that stands for a certificate."""
+    """The half of a token that identifies a certificate."""
     return hashlib.sha256(der).hexdigest()[:_HALF]
 
 
 def found(folder: Path, *, now: datetime.datetime | None = None) -> Credentials:
     """Make the key, the certificate (P-256, a year) and the secret of a new run in `folder`.
 
-    ValueError where there are some already: they belong to a run.
+    ValueError if there are some already: they belong to a run.
     """
     if any((folder / name).exists() for name in (CERTIFICATE, KEY, SECRET)):
         raise ValueError(f"{folder} holds the credentials of a run already; go on with them, or choose another folder")
@@ -94,8 +94,8 @@ def found(folder: Path, *, now: datetime.datetime | None = None) -> Credentials:
 
 
 def own(secret: str, folder: Path, *, now: datetime.datetime | None = None) -> Credentials:
-    """Make a key and a certificate (P-256, a year) of this machine's own in `folder`, beside the `secret` of its run:
-    what a worker listens with, so that the run's key never leaves the lighthouse.
+    """Make a key and a certificate (P-256, a year) of this machine's own in `folder`, with the `secret` of its run. A
+    worker listens with them, so that the run's key never leaves the lighthouse.
     """
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     now = now or datetime.datetime.now(datetime.UTC)
@@ -117,12 +117,14 @@ def own(secret: str, folder: Path, *, now: datetime.datetime | None = None) -> C
     pem = key.private_bytes(serialization.Encoding.PEM, form, serialization.NoEncryption())
     write_private(folder / KEY, pem)
     write_private(folder / SECRET, secret.encode("ascii"))
-    write_private(folder / CERTIFICATE, certificate.public_bytes(serialization.Encoding.PEM))  # last: now it is whole
+    write_private(
+        folder / CERTIFICATE, certificate.public_bytes(serialization.Encoding.PEM)
+    )  # last, so that its presence means that all files are complete
     return read(folder)
 
 
 def read(folder: Path) -> Credentials:
-    """The credentials in `folder`. ValueError where they are missing, damaged or not for this user's eyes alone."""
+    """The credentials in `folder`. ValueError if they are missing, damaged or readable by other users."""
     certificate, key, secret = folder / CERTIFICATE, folder / KEY, folder / SECRET
     for path in (certificate, secret):
         if not path.exists():
@@ -139,7 +141,7 @@ def read(folder: Path) -> Credentials:
 
 
 def server_context(credentials: Credentials) -> ssl.SSLContext:
-    """TLS 1.3 as the machine of the run. ValueError without its key."""
+    """TLS 1.3 as server with the run's certificate. ValueError without its key."""
     if credentials.key is None:
         raise ValueError(f"{credentials.certificate.parent} holds no key: only the machine that made the run has it")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -149,7 +151,7 @@ def server_context(credentials: Credentials) -> ssl.SSLContext:
 
 
 def unverified_context() -> ssl.SSLContext:
-    """TLS 1.3 to whoever answers: the caller compares the certificate's fingerprint before anything is said."""
+    """TLS 1.3 as client without verification: the caller compares the certificate's fingerprint before sending data."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.check_hostname = False
@@ -170,27 +172,27 @@ def stale(mine: Credentials) -> bool:
 
 
 def challenge() -> bytes:
-    """32 random bytes, new for every connection: what makes an overheard proof worthless."""
+    """32 random bytes, new for every connection, so that an overheard proof is worthless."""
     return secrets.token_bytes(32)
 
 
 def proof(token: Token, speaker: str, own: bytes, other: bytes) -> bytes:
-    """32 bytes that only who has the token can say, once: HMAC-SHA256 of who speaks and both challenges.
+    """HMAC-SHA256 of the speaker and both challenges, 32 bytes that only a holder of the token can compute.
 
     speaker: the role, such as "node" or "lighthouse"; the two sides of a connection must differ in it, or one could
-    answer with the other's words. own, other: the challenges that the speaker sent and got.
+    reply with the other's proof. own, other: the challenges that the speaker sent and received.
     """
     signed = b"isles proof\0" + speaker.encode("ascii") + b"\0" + token.fingerprint.encode("ascii") + own + other
     return hmac.new(token.secret.encode("ascii"), signed, hashlib.sha256).digest()
 
 
 def proved(received: bytes, token: Token, speaker: str, own: bytes, other: bytes) -> bool:
-    """Whether `received` is the `proof` of that speaker; takes as long for any wrong one."""
+    """Whether `received` is the `proof` of that speaker, compared in constant time."""
     return hmac.compare_digest(received, proof(token, speaker, own, other))
 
 
 def write_private(path: Path, data: bytes) -> None:
-    """Write a file that only this user reads: never open to others for a moment, never half there."""
+    """Write a file that only this user can read, atomically and never readable by others."""
     part = path.with_name(f"{path.name}.{secrets.token_hex(4)}.part")  # its own: two processes may write it at once
     descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "wb") as file:

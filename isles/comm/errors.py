@@ -1,4 +1,4 @@
-"""What can go wrong between workers, one class a cause, so that a caller can tell a dead peer from a slow one."""
+"""The errors between workers, one class per cause, so that a caller can tell a dead peer from a slow one."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from isles.base.errors import printable
 
 
 class CommError(RuntimeError):
-    """Base of every error between workers. Its attributes are the arguments that it was made from, in their order: this
-    is how it goes to another process or machine.
+    """Base of every error between workers. Its attributes are its constructor's arguments, in order, so that it can be
+    rebuilt in another process or on another machine.
     """
 
     def __reduce__(self) -> tuple[type, tuple[object, ...]]:
@@ -20,7 +20,7 @@ class CommError(RuntimeError):
 
 
 class PeerLost(CommError):
-    """The connection to `rank` (-1: to someone) broke: its process ended or the link was cut. Others stay usable."""
+    """The connection to `rank` (-1: unknown) broke: its process ended or the link was cut. Others stay usable."""
 
     def __init__(self, rank: int, detail: str = "") -> None:
         who = f"worker {rank}" if rank >= 0 else "a worker"
@@ -30,8 +30,8 @@ class PeerLost(CommError):
 
 
 class RoundClosed(PeerLost):
-    """`rank` is there, but what was sent to it or asked of it belongs to a round that is over for it: it did that one
-    alone or with others. Said at once, where else a deadline would have to pass.
+    """`rank` is alive, but has closed the round of a message or receive: it did that round without a partner or with
+    others. Raised at once, instead of after a deadline.
     """
 
     def __init__(self, rank: int, detail: str = "that round is over there") -> None:
@@ -39,9 +39,8 @@ class RoundClosed(PeerLost):
 
 
 class PeerSilent(PeerLost):
-    """`rank` gives no sign of life, neither to whoever waits for it nor to the lighthouse; its connection has not
-    broken yet. Said a second or two after it fell silent, where else a deadline, or the engine's lease, would have to
-    pass.
+    """`rank` gives no sign of life, neither to this worker nor to the lighthouse, though its connection has not broken
+    yet. Raised a second or two after it fell silent, instead of after a deadline or the session's lease.
     """
 
     def __init__(self, rank: int, detail: str = "it gives no sign of life") -> None:
@@ -71,7 +70,7 @@ class DeadlinePassed(CommError):
 
 
 class Diverged(CommError):
-    """`peer` is not where this worker is: its step, its round or the hash of its anchor differs."""
+    """`peer` has another state than this worker: its step, its round or the hash of its anchor differs."""
 
     def __init__(self, peer: int, step: int, detail: str) -> None:
         super().__init__(f"worker {peer} diverged at step {step}: {detail}")
@@ -81,7 +80,7 @@ class Diverged(CommError):
 
 
 class Elsewhere(CommError):
-    """`peer` counts this round to view `view` of the world, this worker to view `here`: neither waits for the other."""
+    """`peer` assigns this round to view `view` of the world, this worker to view `here`."""
 
     def __init__(self, peer: int, view: int, here: int) -> None:
         super().__init__(f"worker {peer} is in view {view} of the world, this worker in view {here}")
@@ -91,7 +90,7 @@ class Elsewhere(CommError):
 
 
 class Malformed(CommError):
-    """What `peer` (-1: someone) sent is not what such a message can be: another length, indices beyond the end."""
+    """A message of `peer` (-1: unknown) is invalid: another length, or indices beyond the end."""
 
     def __init__(self, peer: int, detail: str) -> None:
         who = f"worker {peer}" if peer >= 0 else "a worker"
@@ -101,8 +100,8 @@ class Malformed(CommError):
 
 
 class Refused(CommError):
-    """What `peer` sent cannot be a share of this round: it is not finite, or far larger than such shares have been
-    (`isles.comm.trust`). by: the worker that found it so and reported it; -1: this one found it itself.
+    """A share of `peer` is not usable in this round: it is not finite, or far larger than such shares have been
+    (`isles.comm.trust`). by: the worker that detected and reported it; -1: this one.
     """
 
     def __init__(self, peer: int, detail: str, by: int = -1) -> None:
@@ -114,7 +113,7 @@ class Refused(CommError):
 
 @contextmanager
 def sent_by(peer: int) -> Iterator[None]:
-    """While what `peer` sent is read: Malformed then names it."""
+    """Malformed errors raised inside name `peer`."""
     try:
         yield
     except Malformed as error:
@@ -122,7 +121,7 @@ def sent_by(peer: int) -> Iterator[None]:
 
 
 class WorkerFailed(CommError):
-    """A worker process of this launcher ended without a result; `report` is its traceback or its exit code."""
+    """A worker process of this launcher ended without a result. report: its traceback or its exit code."""
 
     def __init__(self, rank: int, report: str) -> None:
         super().__init__(f"worker {rank} failed: {report}")
@@ -131,7 +130,7 @@ class WorkerFailed(CommError):
 
 
 class NodeLost(CommError):
-    """The launcher on another machine is lost; `node` is its number, `detail` its address and what was seen."""
+    """The launcher on another machine is lost. node: its number; detail: its address and the symptom."""
 
     def __init__(self, node: int, detail: str) -> None:
         super().__init__(f"node {node} {detail}")
@@ -140,17 +139,17 @@ class NodeLost(CommError):
 
 
 class RendezvousFailed(CommError):
-    """The machines of a run did not come together: one did not come in time, or cannot be reached."""
+    """The machines or processes of a run did not meet: one is missing at the deadline, or cannot be reached."""
 
 
 def is_cause(error: Exception) -> bool:
-    """Whether the error is a reason by itself, and not merely how others noticed the loss of somebody."""
+    """Whether the error is a cause, and not merely how another worker noticed a loss."""
     causes = (WorkerFailed, NodeLost, RendezvousFailed, Malformed, Refused)
     return not isinstance(error, CommError) or isinstance(error, causes)
 
 
 def to_plain(error: Exception) -> list[Any]:
-    """[class, arguments], which JSON holds, of an error that goes to another machine."""
+    """[class, arguments] of an error, as JSON values for another machine."""
     if type(error) in _TRAVELLERS.values():
         return [type(error).__name__, list(cast("tuple[Any, ...]", error.__reduce__())[1])]
     if isinstance(error, ValueError):  # a user's mistake, whatever its class
@@ -159,7 +158,7 @@ def to_plain(error: Exception) -> list[Any]:
 
 
 def from_plain(plain: Any) -> Exception:
-    """The error that `to_plain` was given: of this file, or ValueError; texts come without control characters."""
+    """The error that `to_plain` was given: of this file, or ValueError; control characters are removed from texts."""
     try:
         name, arguments = plain
         return _TRAVELLERS[name](*(_argument(value) for value in arguments))
@@ -168,7 +167,7 @@ def from_plain(plain: Any) -> Exception:
 
 
 def _argument(value: Any) -> str | float:
-    """ValueError for what no error of this file is made from."""
+    """A checked constructor argument. ValueError for types that no error of this file takes."""
     if isinstance(value, str):
         return printable(value)
     if isinstance(value, int | float) and abs(value) < 1e15:

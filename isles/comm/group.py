@@ -1,9 +1,9 @@
-"""A group: an ordered set of ranks over a transport, made without sending anything.
+"""A group: an ordered set of ranks over a transport; making one sends nothing.
 
 Positions inside a group are 0..size-1; only the group knows ranks. `among(positions)` gives a pair, a stage column, an
-island, the survivors. Collectives come in two forms: the generators of `collectives` (start them with `start`, they run
-behind the computation) and the blocking methods here, which are the same generators waited for. `same_text` and
-`odd_one` compare what all members have and name the member that differs.
+island, the survivors. Collectives come in two forms: the generators of `collectives` (`start` runs them behind the
+computation) and the blocking methods here, which start the same generators and wait. `same_text` and `odd_one` compare
+values of all members and name the member that differs.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from isles.comm.transport import Steps, Transfer
 
 
 class Group(Members):
-    """`ranks` of `transport` in this order; `channel` is where its collectives go unless a call names another."""
+    """`ranks` of `transport` in this order. channel: of its collectives, unless a call names another."""
 
     def among(self, positions: Sequence[int], channel: Channel | None = None) -> Group:
         """The members at `positions`, in that order, as a group. Nothing is sent. Must include this worker."""
@@ -43,7 +43,7 @@ class Group(Members):
         leeway: float = 1.0,
         attempt: int = 0,
     ) -> Call:
-        """An address for the generators of `collectives` and `mean`: one for each operation."""
+        """An address for the generators of `collectives` and `mean`: one per operation."""
         return Call(self, channel or self.channel, round, fragment, leeway, attempt)
 
     def start(
@@ -52,10 +52,10 @@ class Group(Members):
         """Run a generator behind the computation; `deadline` seconds (default: the channel's, for `nbytes` to send)."""
         channel = channel or self.channel
         seconds = self.deadlines.of(channel, nbytes) if deadline is None else deadline
-        with own_modes():  # its first steps are done here
+        with own_modes():  # its first steps run in this thread
             return self.transport.run(protocol, channel, seconds)
 
-    # The blocking verbs. Default channel: control, so that they never meet a transfer under way.
+    # The blocking methods. Default channel: control, so that they never collide with a transfer in progress.
 
     def mean(self, buffer: Tensor, codec: Codec, channel: Channel = "control", stamp: Stamp | None = None) -> None:
         """Replace flat `buffer` (n,) by its mean over the group; the same bits on every member."""
@@ -78,12 +78,12 @@ class Group(Members):
         self.start(collectives.broadcast(self.call(channel), data, source), channel, nbytes=2 * data.nbytes).wait()
 
     def barrier(self) -> None:
-        """Return once every member has come here."""
+        """Return once every member has called this."""
         self.all_gather(torch.zeros(1, dtype=torch.uint8, device="cpu"))
 
     def answering(self, channel: Channel = "control") -> Group:
-        """The members that answer within the deadline, this one among them, in group order: what is left of the group
-        after losses. All who are left must ask together. A member that is later than the deadline finds no group.
+        """The members that answer within the deadline, this one included, in group order: the group after losses. All
+        remaining members must call it together. A member that is later than the deadline finds no group.
         """
         here = torch.zeros(1, dtype=torch.uint8, device="cpu")
         calls = {
@@ -107,25 +107,25 @@ _H = TypeVar("_H", bound=Hashable)
 
 
 def same_text(group: Group, text: str, detail: str, step: int = 0) -> None:
-    """Diverged with `detail`, naming the odd worker, unless `text` is the same on all."""
+    """Diverged with `detail`, naming the odd worker, unless `text` is the same on all members."""
     odd, _ = odd_one([int(theirs) for theirs in group.all_gather(numbers(hashed(text)))])
     if odd is not None:
         raise Diverged(group.ranks[odd], step, detail)
 
 
 def hashed(text: str) -> int:
-    """64 bits."""
+    """A 64-bit hash."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little", signed=True)
 
 
 def odd_one(values: Sequence[_H]) -> tuple[int | None, int]:
-    """Of the values of all members: the first position that differs from the usual, None if none does, and the first
-    that is usual. So all name the same one; of two, the first is right.
+    """(the first position whose value differs from the most common one, None if none does; the first position that has
+    the most common value). So all members name the same one; of two members, the first counts as right.
     """
     usual = Counter(values).most_common(1)[0][0]
     return next((position for position, theirs in enumerate(values) if theirs != usual), None), values.index(usual)
 
 
 def numbers(*values: int) -> Tensor:
-    """As int64 (n,), whatever a user's defaults are."""
+    """The numbers as int64 (n,) on the CPU, whatever the user's default dtype and device are."""
     return torch.tensor(values, dtype=torch.int64, device="cpu")

@@ -1,4 +1,4 @@
-"""The coordinates of every rank on the axes of a run, as data."""
+"""The coordinates of every rank on the axes of a run."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ MeshAxis = Literal["replica", "stage", "inner"]
 
 
 class Coordinate(NamedTuple):
-    """Of which replica a worker holds a piece, which piece of the model that is, and which of the workers it is that
-    share the piece's data-parallel work.
+    """replica: the replica of which a worker holds a piece. stage: which piece of the model. inner: its number among
+    the workers that share the piece's data-parallel work.
     """
 
     replica: int
@@ -23,7 +23,7 @@ class Coordinate(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """`coordinates[rank]`, all different. Replicas need not be alike: `grid` makes those that are."""
+    """`coordinates[rank]`, all different. Replicas may be unequal; `grid` makes equal ones."""
 
     coordinates: tuple[Coordinate, ...]
 
@@ -42,8 +42,8 @@ class Layout:
 
     @classmethod
     def columns(cls, stages: Sequence[Sequence[int]]) -> Layout:
-        """Stages of unequal numbers of workers, by their ranks: the k-th worker of each stage is in column k, so the
-        first column alone is sure to be whole. ValueError unless every rank from 0 on is in one stage.
+        """Stages with unequal numbers of workers, by their ranks: the k-th worker of each stage is in column k, so only
+        the first column is sure to be complete. ValueError unless every rank from 0 on is in exactly one stage.
         """
         coordinates = {rank: Coordinate(k, s, 0) for s, ranks in enumerate(stages) for k, rank in enumerate(ranks)}
         if sorted(coordinates) != list(range(sum(map(len, stages)))):
@@ -52,7 +52,7 @@ class Layout:
 
     @classmethod
     def rows(cls, lengths: Sequence[int], aside: int = 0) -> Layout:
-        """Replicas of unequal numbers of stages, rank after rank; then `aside` ranks that are in no replica."""
+        """Replicas with unequal numbers of stages, rank after rank; then `aside` ranks that are in no replica."""
         coordinates = [Coordinate(row, stage, 0) for row, length in enumerate(lengths) for stage in range(length)]
         return cls((*coordinates, *(Coordinate(len(coordinates) + rank, 1, 0) for rank in range(aside))))
 
@@ -61,7 +61,7 @@ class Layout:
         return len(self.coordinates)
 
     def sharing(self, rank: int, *axes: MeshAxis) -> list[int]:
-        """The ranks that are where `rank` is on all of `axes`, itself included, in the order of coordinates."""
+        """The ranks with the same coordinates as `rank` on all of `axes`, itself included, ordered by coordinates."""
         where = attrgetter(*axes) if axes else lambda coordinate: ()
         if axes not in self._shared:
             found: dict[Any, list[int]] = {}
@@ -74,7 +74,7 @@ class Layout:
 
     @cached_property
     def _shared(self) -> dict[tuple[MeshAxis, ...], dict[Any, list[int]]]:
-        """What `sharing` has found: of thousands of workers it is asked for every one."""
+        """Cache of `sharing`, which is called for every one of thousands of workers."""
         return {}
 
     @cached_property
@@ -84,8 +84,8 @@ class Layout:
         return [self.sharing(rank, "stage", "inner") for rank in self.sharing(first, "replica")]
 
     def reader(self, rank: int) -> tuple[int, int]:
-        """Which share of the data `rank` trains on, and of how many: the stages of a pipeline read the same one. In a
-        column without a first stage nobody reads, and the share is the first.
+        """(share, shares): the share of the data that `rank` trains on, and their number; the stages of a pipeline read
+        the same one. In a column without a first stage no worker reads, and the share is 0.
         """
         shares = sorted(
             {(coordinate.replica, coordinate.inner) for coordinate in self.coordinates if coordinate.stage == 0}
@@ -97,7 +97,7 @@ class Layout:
 
 @lru_cache(maxsize=8)
 def grid_of(workers: int, *, outer: int | None = None, stage: int = 1, inner: int = 1) -> Layout:
-    """The grid of all `workers` (outer None: what is left). ValueError when the product is another number."""
+    """The grid of all `workers` (outer None: computed). ValueError if the product is another number."""
     if outer is None:
         outer = max(workers // max(stage * inner, 1), 1)
     layout = Layout.grid(outer, stage, inner)

@@ -32,16 +32,16 @@ class Mesh:
     world: Group
     layout: Layout
     local_rank: int = field(default_factory=lambda: int(os.environ.get("LOCAL_RANK", 0)))
-    """This worker's number among those of its machine: which GPU is its own."""
+    """This worker's number on its machine, which selects its GPU."""
 
     report: Callable[[object], None] = field(default=lambda event: None, repr=False)
-    """Tell whoever started the workers; nobody listens under torchrun or in a world of one."""
+    """Reports a value to the launcher; ignored under torchrun and in a world of one."""
 
     stop_here: Callable[[int], bool] = field(default=lambda step: False, repr=False)
-    """Asked between inner steps with the number done: True if this worker should save its state and return."""
+    """Called between inner steps with the number done: True if this worker should save its state and return."""
 
     leaving: LeaveControl = field(default_factory=LeaveControl, repr=False)
-    """Where this worker alone is asked to end."""
+    """Asks this worker alone to end."""
 
     def __post_init__(self) -> None:
         if self.layout.size != self.world.size:
@@ -51,12 +51,12 @@ class Mesh:
 
     @cached_property
     def outer(self) -> Group:
-        """Those that hold the same piece of the model as this worker, one of each replica."""
+        """The workers that hold the same piece of the model as this one, one of each replica."""
         return self._group("outer", "stage", "inner")
 
     @cached_property
     def stage(self) -> Group:
-        """The stages of this replica, at this worker's inner position."""
+        """The stages of this replica, at this worker's inner coordinate."""
         return _patient(self._group("pipeline", "replica", "inner"))
 
     @cached_property
@@ -66,19 +66,19 @@ class Mesh:
 
     @cached_property
     def pipeline(self) -> Group:
-        """Every stage of every replica at this worker's inner position, a replica's stages side by side: in a grid
+        """Every stage of every replica at this worker's inner coordinate, a replica's stages side by side: in a grid
         position = replica * stages + stage.
         """
         return self._group("pipeline", "inner")
 
     @property
     def coordinate(self) -> Coordinate:
-        """Where this worker is on the axes."""
+        """This worker's coordinate."""
         return self.layout.coordinates[self.rank]
 
     @property
     def reader(self) -> tuple[int, int]:
-        """Which share of the data this worker trains on, and of how many; the stages of a replica read the same one."""
+        """(share, shares): the share of the data that this worker trains on; equal for the stages of a replica."""
         return self.layout.reader(self.rank)
 
     @property
@@ -94,7 +94,7 @@ class Mesh:
         return self.world.size
 
     def arranged(self, layout: Layout) -> Mesh:
-        """The same workers at other coordinates. ValueError for a layout of another number of them."""
+        """The same workers with other coordinates. ValueError for a layout of another size."""
         return self if layout == self.layout else replace(self, layout=layout)
 
     def close(self) -> None:
@@ -105,7 +105,7 @@ class Mesh:
 
 
 def _patient(own: Group) -> Group:
-    """A worker that waits for another replica delays the workers of its own replica as long."""
+    """Waiting for another replica delays this worker's own replica as much, so `inner` waits as long as `outer`."""
     waits = own.deadlines
     return replace(own, deadlines=replace(waits, inner=waits.outer)) if waits.outer > waits.inner else own
 
@@ -120,10 +120,10 @@ def arrange(
     deadlines: Deadlines | None = None,
     ledger: Ledger | None = None,
 ) -> Mesh:
-    """The mesh of `outer` x `stage` x `inner` workers over `transport` (outer None: what is left). ValueError when the
+    """The mesh of `outer` x `stage` x `inner` workers over `transport` (outer None: computed). ValueError if the
     product is not its size.
 
-    local_rank: this worker's number on its machine; None where all are on one.
+    local_rank: this worker's number on its machine; None: all are on one machine.
     """
     world = Group(transport, tuple(range(transport.size)), "control", deadlines or Deadlines(), ledger or Ledger())
     return Mesh(
@@ -135,11 +135,11 @@ def arrange(
 
 @dataclass(frozen=True)
 class _Entered:
-    """What a worker is given to find: a virtual one in its thread, a real one in all threads of its process."""
+    """A worker's transport for `init()` and `mesh()`: per thread for a virtual worker, else per process."""
 
     transport: Transport
     local_rank: int | None = None
-    is_found: bool = False  # by `_current`, which may look again once it is closed
+    is_found: bool = False  # found by `_current`, which may search again once it is closed
     ledger: Ledger = field(default_factory=Ledger)
 
 
@@ -148,17 +148,17 @@ class _PerThread(threading.local):
 
 
 _here = _PerThread()
-_process: list[_Entered] = []  # of this process, one at most
+_process: list[_Entered] = []  # of this process; at most one
 _virtual: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 
 def enter(transport: Transport, local_rank: int | None = None) -> None:
-    """Make `transport` what `init()` and `mesh()` find in this thread (called by whoever starts workers)."""
+    """Make `transport` what `init()` and `mesh()` return in this thread; called by the code that starts workers."""
     _enter(_Entered(transport, local_rank))
 
 
 def leave() -> None:
-    """Close what was entered in this thread, if anything was."""
+    """Close what was entered in this thread, if anything."""
     if _here.own is not None:
         _here.own.transport.close()
         if _here.own in _process:
@@ -174,12 +174,12 @@ def _enter(entered: _Entered) -> None:
 
 
 def _current(join: float) -> _Entered:
-    """That entered here or by this process, else the one that the environment describes, else a world of one. join:
-    seconds in which all processes meet. ValueError in a thread of its own that a virtual worker has started, or a
-    process that a DataLoader has.
+    """The transport entered in this thread or process, else the one that the environment describes, else a world of
+    one. join: seconds for all processes to meet. ValueError in a thread that a virtual worker has started, and in a
+    DataLoader's process.
     """
     data: Any = sys.modules.get("torch.utils.data")
-    if data is not None and data.get_worker_info() is not None:  # forked, it has what its worker knew
+    if data is not None and data.get_worker_info() is not None:  # it was forked, so it has its worker's state
         raise ValueError("this process is a DataLoader's, and no worker: give its dataset the rank and size of `world`")
     entered = _here.own or next(iter(_process), None)
     if entered is None and any(thread.is_alive() for thread in list(_virtual)):
@@ -188,21 +188,21 @@ def _current(join: float) -> _Entered:
         transport, local_rank = DistributedTransport.from_environment(join)
         entered = _Entered(transport, local_rank, is_found=True)
         if local_rank is not None and (gpus := torch.cuda.device_count()) and not torch.cuda.is_initialized():
-            torch.cuda.set_device(local_rank % gpus)  # whoever has begun with a GPU has chosen one
+            torch.cuda.set_device(local_rank % gpus)  # the user may have chosen one already
         _enter(entered)
     return entered
 
 
 def init(*, deadlines: Deadlines | None = None) -> Mesh:
     """The world of this worker, all ranks on `.outer`: Isles' own, the one that torchrun, srun or mpirun describes or
-    that torch.distributed has been given, or a single worker. RendezvousFailed names the processes that have not come
-    within `deadlines.join` seconds.
+    that torch.distributed was initialized with, or a single worker. RendezvousFailed names the processes that have not
+    called it within `deadlines.join` seconds.
     """
     return mesh(deadlines=deadlines)
 
 
 def mesh(*, outer: int | None = None, stage: int = 1, inner: int = 1, deadlines: Deadlines | None = None) -> Mesh:
-    """The world of this worker arranged as outer x stage x inner (outer None: what is left)."""
+    """The world of this worker arranged as outer x stage x inner (outer None: computed)."""
     entered = _current((deadlines or Deadlines()).join)
     transport = entered.transport
     if isinstance(transport, DistributedTransport):
@@ -218,16 +218,16 @@ def mesh(*, outer: int | None = None, stage: int = 1, inner: int = 1, deadlines:
     )
 
 
-@lru_cache(maxsize=8)  # nothing ever happens in it
+@lru_cache(maxsize=8)  # it has no state that changes
 def dry_mesh(workers: int, *, inner: int, rank: int, native: bool) -> Mesh:
-    """The arranged world of `workers`, as `rank` sees it, before there are any. native: whether the backend that is
-    planned for has a collective of its own.
+    """The mesh of a planned world of `workers`, as `rank` sees it. native: whether the planned backend has a collective
+    of its own.
     """
     return arrange(DryTransport(workers, native, rank), inner=inner)
 
 
 class DryTransport:
-    """A world that is only planned: it has a size, and sending raises ValueError."""
+    """The transport of a planned world: it has a size, and sending raises ValueError."""
 
     step_seconds = 0.0
     away_seconds = 0.0
@@ -241,7 +241,7 @@ class DryTransport:
     send = recv = run = event = native_sum = followed = process_group = _refuse
 
     def link_estimate(self) -> None:
-        """No machine, no link."""
+        """None: there is no link."""
 
     def now(self) -> float:
         return 0.0

@@ -11,7 +11,7 @@ from isles.comm.group import Group
 
 RoundOutcome = Literal["land", "retry", "postpone"]
 """Of an attempt: all apply its answer; the round is tried again (`Roster.start_round`); the outcome cannot be known
-now, or this worker has no part in it any more.
+now, or this worker takes no part any more.
 """
 _REFUSALS = 3  # invalid payloads of a worker after which it counts as lost
 
@@ -44,7 +44,7 @@ class Roster(Protocol):
         """
 
     def lost(self, member: int, /) -> bool:
-        """Whether nobody waits for `member` any more."""
+        """Whether to wait for `member` no more."""
 
     def has_lost(self, members: Sequence[int], /) -> bool:
         """Whether one of `members`, those of a round, is lost: this worker then does the round alone."""
@@ -53,7 +53,7 @@ class Roster(Protocol):
         """An exchange with `member` (-1: unknown) has ended in `error`."""
 
     def may_apply(self, round: int, members: Sequence[int], /, *, whole: bool) -> bool:
-        """Whether the answer of an exchange that has ended may be used. whole: it is whole on this worker."""
+        """Whether the answer of an exchange may be used. whole: it is complete on this worker."""
 
     def start_round(self, round: int) -> tuple[Group, int] | None:
         """(members, number of this attempt) of a round that all land together or not at all. None: not known now."""

@@ -1,8 +1,8 @@
-"""How running workers are asked to stop, all after the same inner step.
+"""How running workers are stopped after a common inner step.
 
-Workers may be up to `sync_every` steps apart, and one that waits for a partner cannot be asked. So the launcher first
-has everyone hold at its next step boundary and asks how far each may already be on its way; the largest answer is a
-step that everyone can still reach, with all the exchanges on the way to it. Then it names that step.
+Workers may be up to `sync_every` steps apart, and one that waits for a partner cannot reply. So the launcher first
+holds each worker at its next step boundary and asks how far it may already have gone; the largest reply is a step that
+every worker can still reach, with all exchanges before it. Then it sends that step.
 
     worker's main thread    boundary(step) between steps; True: stop here
     its watcher thread      hold() -> bound, then stop_after(step)
@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 
 class StopControl:
-    """Holds one worker process at a step, and says after which it stops."""
+    """Holds one worker process at a step, and tells it after which step to stop."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -32,42 +32,42 @@ class StopControl:
             return self._last is not None and step >= self._last
 
     def pause(self) -> int:
-        """Have the worker wait at its next boundary; the number of steps that it may have done by then."""
+        """Hold the worker at its next boundary. Returns the number of steps that it may have done by then."""
         with self._changed:
             self._is_paused = True
             return self._step + 1
 
     def stop_after(self, step: int) -> None:
-        """Let it go on to `step`, no further."""
+        """Let the worker continue to `step`, no further."""
         with self._changed:
             self._last = step
             self._changed.notify_all()
 
 
 class LeaveControl:
-    """Asks one worker to end. One that can leave goes while the others go on; else all are asked to stop."""
+    """Asks one worker to end. If it can leave, the others go on; otherwise all are asked to stop."""
 
     def __init__(self, stop_all: Callable[[], None] = lambda: None) -> None:
         self._stop_all = stop_all
         self._leave = stop_all
         self.has_left = False
-        """Whether the worker is done before the others, so that nothing holds its process."""
+        """Whether the worker has ended before the others, so that nothing holds its process."""
 
     def can(self, leave: Callable[[], None]) -> None:
-        """From now on `leave` is called, in any thread, where this worker is asked."""
+        """Set `leave`, called in any thread when this worker is asked to end."""
         self._leave = leave
 
     def ask(self) -> None:
-        """Somebody wants this worker to end."""
+        """Ask this worker to end."""
         self._leave()
 
     def decline(self) -> None:
-        """It was asked, and the others cannot go on without it."""
+        """The others cannot go on without this worker: ask all to stop."""
         self._stop_all()
 
 
 class SharedStopControl:
-    """The same for virtual workers, which are threads of the asking process."""
+    """`StopControl` for virtual workers, which are threads of the process that asks."""
 
     def __init__(self, workers: int) -> None:
         self._lock = threading.Lock()
@@ -76,11 +76,11 @@ class SharedStopControl:
         self._asked = False
 
     def ask(self) -> None:
-        """Want the run to stop. May be called from a signal handler."""
+        """Request a stop. May be called from a signal handler."""
         self._asked = True
 
     def boundary(self, worker: int, step: int) -> bool:
-        """As StopControl.boundary. The first worker after the request sets the last step: one beyond the furthest."""
+        """See StopControl.boundary. The first worker after the request sets the last step: one beyond the furthest."""
         with self._lock:
             self._steps[worker] = step
             if self._asked and self._last is None:

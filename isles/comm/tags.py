@@ -7,9 +7,9 @@ On the wire of torch.distributed a tag is a non-negative 32-bit integer, of whic
     channel 3,         then 28 of    microbatch 22 | phase 6      on `pipeline`, where the round is the number of a
                                                                   microbatch in the run and the phase its task and hop
 
-A message that nobody took, and a receive that nothing came for, stay posted until the process ends: gloo takes nothing
-back. They would meet whatever comes to their address next, and the round's data says nowhere which round it is of. So
-rounds whose addresses come round again (`rounds_apart`) must not be left behind.
+gloo cannot cancel: a message without a receive, and a receive without a message, stay posted until the process ends.
+They would match whatever uses their address next, and the data does not say which round it belongs to. So rounds whose
+addresses repeat (`rounds_apart`) must not leave any behind.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _FORMS = ((0, 4), (0, 7), (0, 9), (5, 4), (5, 7), (5, 9), (8, 4), (8, 9))
 _SHARED = 25  # bits of round, fragment and phase
 _TASK = 6  # bits of the phase on `pipeline`
 _PIPELINE = CHANNELS.index("pipeline")
-_EVALUATION = len(CHANNELS)  # in place of a channel: microbatches that are only judged, counted apart
+_EVALUATION = len(CHANNELS)  # in place of a channel: microbatches of an evaluation, numbered separately
 
 
 class Tag(NamedTuple):

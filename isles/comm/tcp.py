@@ -1,5 +1,5 @@
-"""TCP connections of this process: what Linux says of them, and how they are made to retry sooner. Addresses: which one
-and which interface leads to another machine, how they are written, whose they are, and listening at one of them alone.
+"""TCP connections of this process: their state as Linux reports it, and sooner retransmission. Addresses: which one
+and which interface lead to another machine, their text form, and listening at a single one.
 
 After a loss on a full slow link TCP's retransmission timeout is seconds and doubles with each try, so traffic comes
 back up to one outage's length after the link does. `TCP_RTO_MAX_MS` (Linux 6.15) bounds it to two seconds; then the
@@ -65,7 +65,7 @@ def endpoint(address: tuple[object, ...]) -> str:
 
 
 def connection_state(connection: socket.socket) -> ConnectionState | None:
-    """Of a TCP connection; None for another socket, and where the kernel does not count."""
+    """The state of a TCP connection; None for other sockets, and if the kernel does not report it."""
     if sys.platform != "linux":
         return None
     with contextlib.suppress(OSError):
@@ -235,7 +235,7 @@ def listen(port: int, host: str) -> socket.socket:
 
 
 def refuse_unknown(host: str, option: str = "") -> None:
-    """ValueError for a name of no machine, begun with `option`."""
+    """ValueError, beginning with `option`, for a host name that cannot be resolved."""
     try:
         socket.getaddrinfo(host, 0)
     except socket.gaierror as error:
@@ -254,8 +254,8 @@ def is_own(host: str) -> bool:
 
 
 def own_address(host: str, option: str) -> str:
-    """The address behind `host`, if it is one of this machine's that others can reach too (or localhost, for those who
-    mean it). ValueError otherwise, begun with `option`.
+    """The address of `host`, if it is one of this machine's that others can reach (or localhost itself). ValueError
+    otherwise, beginning with `option`.
     """
     try:
         addresses = [info[4][0] for info in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)]

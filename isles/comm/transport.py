@@ -1,4 +1,4 @@
-"""What a backend is: two verbs, a clock, and a way to run a multi-phase exchange behind the computation.
+"""The interface of a backend: send and recv, a clock, and a way to run a multi-phase exchange behind the computation.
 
 Data flow of one exchange:
 
@@ -29,7 +29,7 @@ from isles.comm.traffic import Traffic
 T = TypeVar("T", covariant=True)
 
 SUSPECT_AFTER = 1.0
-"""Seconds that a peer is waited for before it is suspected."""
+"""Seconds of waiting for a peer until it is suspected."""
 SUSPECT_EVERY = 0.25
 """Seconds from one suspicion of it to the next."""
 

@@ -1,4 +1,4 @@
-"""Whether what a peer sent can be a share of this round: finite, and no larger than such shares have been.
+"""Checks that a peer's payload can be a share of this round: finite, and not much larger than earlier shares.
 
     accepted    every |x_i| finite,  rms(x) <= ratio * max(median, own)
 
@@ -6,7 +6,7 @@ median: of the newest 101 shares of the same kind that were accepted before, thi
 worker's share of this round, so that what grows for all, as outer gradients do while a rate is warmed up, is no
 offence. Root mean squares are compared and not norms, for shards differ in length. Shares of zeros count for nothing.
 
-This finds garbage, not lies about arithmetic: who stays within the ratio can still pull a mean where it likes.
+This detects garbage, not deliberate falsification: a peer within the ratio can still pull a mean where it likes.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The connections to a run's workers, as a launcher sees them; the worker processes of this machine; and what launchers
-of several machines tell each other: node 0 decides, the others pass on what their workers and node 0 say.
+"""A launcher's connections to the workers of a run, the worker processes of this machine, and the messages between the
+launchers of several machines: node 0 decides, the others forward what their workers and node 0 send.
 
-A `WorkerHandle` speaks for one worker of this machine (`PipeHandle`) or for all of another machine (`NodeHandle`); who
-decides (`isles.launch.workers`) and who relays (`RemoteWorkers`) does not ask which.
+A `WorkerHandle` stands for one worker of this machine (`PipeHandle`) or for all of another machine (`NodeHandle`). The
+code that decides (`isles.launch.workers`) and the code that forwards (`RemoteWorkers`) treat both alike.
 
 node k's workers  <--pipes-->  node k's launcher, `RemoteWorkers`  <--a link-->  a `NodeHandle` of node 0's `Workers`
 
@@ -41,7 +41,7 @@ from isles.launch.worker import ByValue, WorkerSpec, serve
 
 _LONGEST_TMPDIR = 70  # characters, before those that multiprocessing adds
 WorkerMessage = tuple[int, str, Any]
-"""(rank, "joined" | "beat" | "event" | "held" | "done" | "error" | "interrupt", value); the last: please stop."""
+"""(rank, "joined" | "beat" | "event" | "held" | "done" | "error" | "interrupt", value); the last asks all to stop."""
 
 
 class PipeHandle:
@@ -62,11 +62,11 @@ class PipeHandle:
         self._silence = Silence(waits.silence, first=waits.join)
 
     def fileno(self) -> int:
-        """For select and its relatives."""
+        """For select and similar functions."""
         return self.pipe.fileno()
 
     def read(self) -> list[WorkerMessage]:
-        """What has come, without waiting. A connection that is lost is an "error" of each of its workers."""
+        """The messages that have arrived, without waiting. A lost connection is an "error" of each of its workers."""
         (rank,) = self.ranks
         try:
             if self.lost:
@@ -78,17 +78,17 @@ class PipeHandle:
         except (EOFError, OSError):
             self.lost = True
             kind, value = "error", WorkerFailed(rank, self._how_it_ended())
-        except Exception as error:  # its class does not come back from what it was taken apart into
+        except Exception as error:  # its class cannot be unpickled
             kind, value = "error", WorkerFailed(rank, f"its result cannot be rebuilt in the launcher: {error!r}")
         return [(rank, kind, value)]
 
     def tell(self, command: Any) -> None:
-        """Pass a command on; one that is gone is not told."""
+        """Send a command, unless the connection is lost."""
         with contextlib.suppress(OSError):
             self.pipe.send(command)
 
     def _silent(self) -> list[WorkerMessage]:
-        """A process that gives no sign of life is ended, so that whoever waits for it hears of it at once."""
+        """End a process that gives no sign of life, so that the others learn of it at once."""
         if not self._silence.over():
             return []
         self.lost = True
@@ -113,7 +113,7 @@ class PipeHandle:
 
 
 class WorkerProcesses:
-    """Processes of this machine that run `worker(world, *args)`, one a spec, forked from a server that has torch."""
+    """Processes of this machine that run `worker(world, *args)`, one per spec, forked from a server that has torch."""
 
     def __init__(
         self, worker: Callable[..., Any], worker_specs: Iterable[WorkerSpec], args: Sequence[Any] = ()
@@ -133,7 +133,7 @@ class WorkerProcesses:
         self.processes = [handle.process for handle in self.handles if handle.process is not None]
 
     def end(self, patience: float) -> None:
-        """Let the workers close, and end those that have not within `patience` seconds."""
+        """Let the workers close, and kill those that have not ended within `patience` seconds."""
         for handle in self.handles:
             handle.tell("close")
         ends_at = time.monotonic() + patience
@@ -161,7 +161,9 @@ def _refuse_unreachable(worker: Callable[..., Any]) -> None:
 
 
 def _shorten_sockets() -> None:
-    """The addresses of multiprocessing's sockets are files in TMPDIR, and may have 107 characters."""
+    """Use a shorter folder for multiprocessing's sockets if TMPDIR is long: socket paths have at most 107
+    characters.
+    """
     own: dict[str, Any] = current_process()._config  # type: ignore[attr-defined]  # where it looks for its folder
     if own.get("tempdir") is None and len(os.fsencode(tempfile.gettempdir())) > _LONGEST_TMPDIR:
         own["tempdir"] = tempfile.mkdtemp(prefix="isles-", dir="/tmp")
@@ -169,7 +171,7 @@ def _shorten_sockets() -> None:
 
 
 _GLANCE = 0.2  # seconds between looks at the link
-_WORKERS = ("joined", "beat", "event", "held", "done", "error")  # what a launcher passes on, and what it says itself
+_WORKERS = ("joined", "beat", "event", "held", "done", "error")  # kinds that a launcher forwards, and its own below
 _LAUNCHERS = ("interrupt", "leaving")
 _SIGNS = ("joined", "beat")
 _COUNT = 1 << 63
@@ -177,29 +179,29 @@ _Counts = Annotated[list[Int], MANY]
 _Order = Literal["hold", "close"] | tuple[Literal["stop", "lost"], Int] | tuple[Literal["moved"], _Counts]
 _ERRORS = ("error", "leaving")
 MessageCheck = Callable[[str, Any, Container[int]], Any]
-"""(kind, value, ranks) of a message of another machine about its workers -> the value, fit for use. Raises
-`fields.Unfit` where it is not.
+"""(kind, value, ranks) of a message of another machine about its workers -> the checked value. Raises `fields.Unfit`
+if it is invalid.
 """
-_VERDICT = 60.0  # seconds in which node 0 writes down how the run ended
+_VERDICT = 60.0  # seconds for node 0 to report how the run ended
 
 
 def anything(kind: str, value: Any, ranks: Container[int]) -> Any:
-    """The check of those who run on one machine alone, and hear nobody."""
+    """The check of runs on one machine, which get no messages of others."""
     return value
 
 
 def order(command: Any) -> Any:
-    """What node 0 says to every worker; None for a word to launchers. LinkLost for what is neither."""
+    """Node 0's command for every worker; None for a message to launchers. LinkLost for anything else."""
     if isinstance(command, dict):
         return None
     try:
         return read(_Order, command, "an order")
     except Unfit:
-        raise LinkLost("what it sends is not what isles sends") from None
+        raise LinkLost("it sends something else than isles messages") from None
 
 
 def await_outcome(link: Link) -> None:
-    """Wait for node 0's word on that, and raise the error with which the run ended, if it did."""
+    """Wait for node 0's report of the end, and raise the error with which the run ended, if any."""
     while not isinstance(message := link.receive(_VERDICT), dict) or "over" not in message:
         pass
     if message["over"] is not None:
@@ -231,7 +233,7 @@ class NodeHandle:
             self.link.send(command)
 
     def loss(self, why: LinkLost) -> Exception:
-        """What to call it when the connection is gone."""
+        """The error to report for a lost connection."""
         return _lost(self.node, self.link, why)
 
     def _gone(self, error: Exception) -> list[WorkerMessage]:
@@ -250,11 +252,11 @@ class NodeHandle:
             return rank, kind, from_plain(value) if kind in _ERRORS else self._check(kind, value, self.ranks)
         except (TypeError, ValueError) as error:
             why = f": {printable(str(error))}" if isinstance(error, Unfit) else ""
-            raise LinkLost(f"what it sends is not what isles sends{why}") from None
+            raise LinkLost(f"it sends something else than isles messages{why}") from None
 
 
 class ProcessHandle(NodeHandle):
-    """Likewise a single worker that somebody else has started, such as torchrun."""
+    """The handle of a single worker that another program has started, such as torchrun."""
 
     @override
     def loss(self, why: LinkLost) -> Exception:
@@ -262,11 +264,11 @@ class ProcessHandle(NodeHandle):
 
 
 WorkerHandle = PipeHandle | NodeHandle
-"""A connection that speaks for the workers `ranks`; `lost` once nothing more will come."""
+"""A connection that stands for the workers `ranks`; `lost` once it will send nothing more."""
 
 
 class RemoteWorkers:
-    """The workers of a machine that is not node 0; `join` passes their words on until node 0 ends the run."""
+    """The workers of a machine other than node 0; `join` forwards their messages until node 0 ends the run."""
 
     def __init__(
         self,
@@ -288,8 +290,8 @@ class RemoteWorkers:
     def join(self, on_event: Callable[[Any], None], on_command: Callable[[Any], None]) -> list[Any]:
         """The results of this machine's workers, once node 0 has ended the run. Ends every process of this machine.
 
-        on_event: as in LocalWorkers, with this machine's events. on_command: is given what node 0 sends under
-        "command". Raises what node 0 says was wrong; NodeLost where node 0 itself is gone.
+        on_event: as in LocalWorkers, with this machine's events. on_command: called with what node 0 sends under
+        "command". Raises the error that node 0 reports; NodeLost if node 0 itself is lost.
         """
         results: dict[int, Any] = {}
         asked, patience = False, 1.0
@@ -322,7 +324,7 @@ class RemoteWorkers:
         return [results[rank] for rank in sorted(results)]
 
     def _obey(self, on_command: Callable[[Any], None]) -> bool:
-        """Do what node 0 has said meanwhile; True once it closes."""
+        """Execute the commands that have arrived from node 0; True once it closes."""
         while (command := self._link.next()) is not None:
             if command == "close":
                 return True

@@ -1,8 +1,7 @@
-"""The machines of a run, once they have met: who is where, which workers are whose, and the links between launchers.
+"""The machines of a run after they have met: their addresses, the ranks of each, and the links between launchers.
 
-A `Link` carries messages over one `Connection` between two machines, for any one other thread than the loop's. One that
-is silent for too long counts as lost: the other side's program was killed, its machine went down, or the connection was
-cut.
+A `Link` carries messages over one `Connection` between two machines, for one thread besides the loop's. A link that is
+silent for too long counts as lost: the other program was killed, its machine went down, or the connection was cut.
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ from isles.comm.sockets.connection import LONGEST, SILENCE, Connection, LinkLost
 from isles.comm.sockets.proof import dial
 from isles.comm.tcp import connection_state, interface_of, keep_trying, loopback, parse_address, try_soon
 
-_HELD = 2 * LONGEST  # bytes that wait to be sent, and as many that have come; the other side waits meanwhile
-_FLUSH = 2.0  # seconds for what was sent to leave when a link is closed
+_HELD = 2 * LONGEST  # bytes in each queue, to send and received; beyond that the other side waits
+_FLUSH = 2.0  # seconds to send the queue when a link is closed
 
 
 class Link:
-    """One end of a connection, kept alive. Messages are anything that JSON holds; all methods but `send` are for one
+    """One end of a connection with signs of life. Messages are JSON values; all methods but `send` are for one
     thread.
     """
 
@@ -52,25 +51,25 @@ class Link:
         self._task = asyncio.get_running_loop().create_task(self._run())
 
     def fileno(self) -> int:
-        """For select and its relatives: readable when there may be something to take."""
+        """For select and similar functions: readable when messages may have arrived."""
         return self._awake.fileno()
 
     def patience(self, silence: float) -> None:
-        """From now on the other side counts as lost after `silence` seconds without a sign of life."""
+        """Count the other side as lost after `silence` seconds without a sign of life, from now on."""
         self._connection.silence = Silence(silence)
         if self._connection.socket is not None:
             self._tries_soon = try_soon(self._connection.socket, silence)
 
     def send(self, message: Any) -> None:
-        """Send one message. LinkLost where the connection is broken or nobody takes what is sent."""
+        """Send one message. LinkLost if the connection is broken or the queue stays full."""
         loop.run(self._send(json.dumps(message).encode()))
 
     def ready(self) -> list[Any]:
-        """The messages that have come, without waiting. LinkLost where no more will come, once all were taken."""
+        """The messages that have arrived, without waiting. LinkLost after the last one of a broken connection."""
         with contextlib.suppress(BlockingIOError):
             while self._awake.recv(4096):
                 pass
-        lost = self._lost  # before the look: nothing comes after it
+        lost = self._lost  # read before the inbox: once it is set, nothing more arrives
         with self._changing:
             messages = [*self._inbox]
             self._inbox.clear()
@@ -84,7 +83,7 @@ class Link:
         return messages
 
     def next(self) -> Any:
-        """The first message that has come, without waiting; None if there is none."""
+        """The first message that has arrived, without waiting; None if there is none."""
         messages = self.ready()
         with self._changing:
             self._inbox.extendleft(reversed(messages[1:]))
@@ -93,7 +92,7 @@ class Link:
         return messages[0] if messages else None
 
     def receive(self, seconds: float) -> Any:
-        """The next message. LinkLost where it does not come within `seconds`."""
+        """The next message. LinkLost if none arrives within `seconds`."""
         ends_at = time.monotonic() + seconds
         while (message := self.next()) is None:
             left = ends_at - time.monotonic()
@@ -103,11 +102,11 @@ class Link:
         return message
 
     def wait(self, seconds: float) -> None:
-        """Return when something comes, or after `seconds`."""
+        """Return when something arrives, or after `seconds`."""
         wait([self._awake], seconds)  # not select, which fails for descriptors from 1024 on
 
     def close(self) -> None:
-        """Close the connection; what was sent still arrives."""
+        """Close the connection after sending the queue."""
         with contextlib.suppress(TimeoutError, RuntimeError):
             loop.run(self._close(), 2 * _FLUSH)
         self._awake.close()
@@ -129,7 +128,7 @@ class Link:
             await self._connection.run(self._came)
         except (OSError, EOFError, RuntimeError, ValueError, LinkLost) as error:  # RuntimeError: TLS was ended
             broken = error if isinstance(error, LinkLost) else LinkLost(reason(error))
-            self._lost = self._lost or broken  # who gave it up first knows why
+            self._lost = self._lost or broken  # the first to give it up knows why
         self._connection.abort()
         self._wake()
 
@@ -146,7 +145,7 @@ class Link:
         return self._room.wait()
 
     def _again(self) -> float:
-        """Seconds until the kernel tries once more, where the other side does not acknowledge; 0 where that is soon."""
+        """Seconds until the kernel retransmits, if the other side does not acknowledge; 0 if that is soon."""
         connection = self._connection.socket
         look = None if connection is None else connection_state(connection)
         if look is None or connection is None:
@@ -182,17 +181,17 @@ def connect(host: str, port: int, token: Token, seconds: float) -> Link:
 
 @dataclass(frozen=True, kw_only=True)
 class NodeSpec:
-    """Which of several machines this is: `--nodes`, `--node`, `--rendezvous`. One node needs no rendezvous."""
+    """Which of several machines this is: `--nodes`, `--node`, `--rendezvous`. A single node needs no rendezvous."""
 
     nodes: int = 1
     node: int = 0
     rendezvous: str = ""
     token: Token | None = field(default=None, repr=False)
-    """As given by a person; None: what this machine has kept, or on node 0 a new one."""
+    """As given by the user; None: the token stored on this machine, or on node 0 a new one."""
     shared_directory: bool = False
     """Whether all nodes write into the same run directory, as the processes of one torchrun do."""
     credentials: Path | None = None
-    """Where node 0 has those of the run; None: in its run directory."""
+    """Node 0's folder with the run's credentials; None: in its run directory."""
 
     def __post_init__(self) -> None:
         if self.nodes < 1:
@@ -210,13 +209,13 @@ class NodeSpec:
 
     @property
     def flags(self) -> str:
-        """As typed, with a space in front; empty for a run that was started otherwise."""
+        """The options as typed, with a leading space; empty for a run that was started otherwise."""
         typed = self.nodes > 1 and not self.shared_directory
         return f" --nodes {self.nodes} --node {self.node} --rendezvous {self.rendezvous}" if typed else ""
 
 
 def split(workers: int, nodes: int) -> list[range]:
-    """The ranks of each node: neighbours, as evenly as possible, the first nodes taking the rest."""
+    """The ranks of each node: consecutive, as evenly as possible, with the remainder on the first nodes."""
     each, rest = divmod(workers, nodes)
     starts = [node * each + min(node, rest) for node in range(nodes + 1)]
     return [range(start, end) for start, end in pairwise(starts)]
@@ -224,10 +223,10 @@ def split(workers: int, nodes: int) -> list[range]:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class NodeGroup:
-    """One machine's view of it. Node 0 has a link to each of the others, they have one to node 0.
+    """The machines of a run as one of them sees it. Node 0 has a link to each of the others, which have one to node 0.
 
-    spec: this machine's. here: the address under which the others know this machine. host: node 0's.
-    descriptions: what the others (by node) said of themselves; facts: what node 0 told when all were there.
+    spec: this machine's. here: the address under which the others know this machine. host: node 0's. descriptions: by
+    node, what the others reported about themselves; facts: what node 0 sent when all were there.
     """
 
     spec: NodeSpec = field(default_factory=NodeSpec)
@@ -255,18 +254,18 @@ class NodeGroup:
         return split(workers, self.nodes)
 
     def go(self, **facts: Any) -> None:
-        """Node 0: let all begin, with what they need to know."""
+        """Node 0: start the run on all machines, with the facts that they need."""
         self.facts.update(facts)
         self.tell({"go": self.facts})
 
     def tell(self, message: Any) -> None:
-        """To all links; one that is gone is not told."""
+        """Send to all links that are not lost."""
         for link in self.links.values():
             with contextlib.suppress(LinkLost):
                 link.send(message)
 
     def part(self, error: BaseException | None = None) -> None:
-        """Close the links. Node 0 says first how the run ended; another node why it leaves, if it does so early."""
+        """Close the links. Node 0 first reports how the run ended; another node reports why it leaves early."""
         if self.node == 0:
             self.tell({"over": None if error is None else to_plain(_worded(error))})
         elif error is not None:
@@ -276,7 +275,7 @@ class NodeGroup:
 
 
 def _worded(error: BaseException) -> Exception:
-    """What the other machines are told: the error itself where they know its class, else its words."""
+    """The error to report to other machines: itself if they know its class, else its text."""
     if isinstance(error, KeyboardInterrupt | SystemExit):
         return CommError("stopped by hand on another node")
     if isinstance(error, CommError | ValueError):

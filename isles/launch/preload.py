@@ -1,10 +1,10 @@
 """What a fork server loads last, once for all workers. Imported for what importing it does.
 
-What is loaded by then stays to the end of every worker: neither the garbage collector walks it again nor whoever looks
-through all objects (`replicas/watch.py`), and pages that nobody writes to stay shared between the workers.
+Everything loaded by then stays in every worker to its end: neither the garbage collector nor searches through all
+objects (`replicas/watch.py`) walk it again, and unwritten pages stay shared between the workers.
 
-The server itself ends at once when its launcher has: taking torch apart would cost half a second of CPU time, seconds
-on a busy machine, in which the command still has a process.
+The server itself ends at once when its launcher has: unloading torch would cost half a second of CPU time, and seconds
+on a busy machine, during which the command would still have a process.
 """
 
 from __future__ import annotations
@@ -25,6 +25,6 @@ def _end_at_once() -> None:
 
 
 if any("multiprocessing.forkserver" in word for word in sys.orig_argv):
-    atexit.register(_end_at_once)  # the last to come is the first to run
+    atexit.register(_end_at_once)  # registered last, so it runs first
 gc.collect()
 gc.freeze()

@@ -1,5 +1,5 @@
-"""What `isles doctor` and `--links probe:HOST:PORT` of `isles plan` ask another machine: whether each direction is
-open, the round trip and the rates.
+"""How `isles doctor` and `isles plan --links probe:HOST:PORT` measure the link to another machine: whether each
+direction is open, the round trip and the rates.
 
 caller (--peer, --links probe:)                          host (--listen)
 {"doctor": version, "port": echo port}         ------>
@@ -31,20 +31,20 @@ from isles.comm.sockets.connection import STRANGERS, BadFrame, LinkLost, close, 
 from isles.comm.sockets.listener import PATIENCE, EchoServer, Listener, Throttle, echo_failure, measure_link, port_range
 from isles.comm.sockets.proof import dial
 
-_CHUNK = "x" * (1 << 15)  # 32 kB: a message of a stranger's may be twice as long
+_CHUNK = "x" * (1 << 15)  # 32 kB: half the longest message of an unauthenticated peer
 _LARGEST = 1 << 11  # chunks of a burst
 _Chunks = Annotated[Int, Field(ge=0, le=_LARGEST)]
 _ANSWER = 60.0  # seconds: a burst of two chunks at 10 kbit/s
-_LASTING = 300.0  # seconds that all checks with one caller may take
-_GLANCE = 0.05  # seconds between looks at who is done
+_LASTING = 300.0  # the most seconds for all checks with one caller
+_GLANCE = 0.05  # seconds between polls
 
 
 @dataclass(frozen=True, kw_only=True)
 class Findings:
     """What one side found out about the other.
 
-    out, back: empty where that direction is open, else why not. port_out, port_back: the ports tried. ports_there: the
-    range from which the other side's system picks. round_trip: seconds. rate_out, rate_back: bits per second.
+    out, back: empty if that direction is open, else why not. port_out, port_back: the tried ports. ports_there: the
+    range from which the other system picks ports. round_trip: seconds. rate_out, rate_back: bits per second.
     """
 
     here: str
@@ -61,7 +61,7 @@ class Findings:
 
 
 class _ProbeConnection:
-    """A connection between two doctors. All of it raises LinkLost where it breaks."""
+    """A connection between two doctors. Its methods raise LinkLost if it breaks."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
@@ -83,13 +83,13 @@ class _ProbeConnection:
             raise LinkLost(reason(error, seconds)) from error
 
     async def burst(self, chunks: int, want: int) -> None:
-        """Say so many chunks, and how many are wanted back."""
+        """Send so many chunks, and how many are wanted back."""
         for _ in range(chunks):
             await self.send({"fill": _CHUNK})
         await self.send({"want": want})
 
     async def exchange(self, out: int, back: int) -> None:
-        """Say so many bytes, and wait until as many as `back` have come."""
+        """Send `out` bytes, and wait until `back` bytes have arrived."""
         await self.burst(out // len(_CHUNK), back // len(_CHUNK))
         while await self.receive(_ANSWER) != {"want": 0}:
             pass
@@ -99,7 +99,7 @@ class _ProbeConnection:
 
 
 def call(host: str, at: int) -> Findings:
-    """The checks with whoever listens at port `at` of `host`. LinkLost with the reason, and the mend where it cannot be
+    """Run the checks with the listener at port `at` of `host`. LinkLost with the reason, and what to do if it cannot be
     reached.
     """
     ends_at = time.monotonic() + _LASTING
@@ -133,9 +133,9 @@ def call(host: str, at: int) -> Findings:
 
 
 def wait_for_call(listening: socket.socket, seconds: float, on_failure: Callable[[str], None]) -> Findings:
-    """The checks with the first that calls at the socket `listening` and goes through them to the end; several may be
-    at it at a time, so that nobody keeps others out by calling and saying nothing more. on_failure: is told of calls
-    that led to nothing. LinkLost where no connection arrives within `seconds`.
+    """Run the checks with the first caller at the socket `listening` that completes them. Several callers are served at
+    once, so that a silent one does not keep others out. on_failure: called with failed calls. LinkLost if nobody has
+    called within `seconds`.
     """
     ends_at = time.monotonic() + seconds
     found, failures = queue.SimpleQueue[Findings](), queue.SimpleQueue[str]()
@@ -162,7 +162,7 @@ def wait_for_call(listening: socket.socket, seconds: float, on_failure: Callable
 
 
 async def _answered(connection: _ProbeConnection, echo_port: int) -> Findings:
-    """The checks with one that calls. LinkLost."""
+    """Answer the checks of one caller. Raises LinkLost."""
     found = await _both_ways(connection, echo_port, calls=False)
     while isinstance(said := await connection.receive(_ANSWER), dict) and said.keys() & {"fill", "want"}:
         if "want" in said:
@@ -172,7 +172,7 @@ async def _answered(connection: _ProbeConnection, echo_port: int) -> Findings:
 
 
 async def _both_ways(connection: _ProbeConnection, echo_port: int, *, calls: bool) -> Callable[..., Findings]:
-    """The findings but for the rates. LinkLost."""
+    """The findings without the rates. Raises LinkLost."""
     mine = {"doctor": __version__, "port": echo_port, "ports": port_range()}
     if calls:
         await connection.send(mine)
@@ -199,7 +199,7 @@ async def _both_ways(connection: _ProbeConnection, echo_port: int, *, calls: boo
 
 
 def _checked(kind: Any, message: Any, key: str) -> Any:
-    """One field of a message. LinkLost where the other side says something else."""
+    """One field of a message. LinkLost if it is missing or invalid."""
     try:
         return value_of(table(message, "what it says"), key, kind)
     except Unfit:

@@ -1,4 +1,4 @@
-"""How the launchers of several machines find each other: node 0 listens at the rendezvous, the others come there.
+"""How the launchers of several machines find each other: node 0 listens at the rendezvous, and the others connect.
 
     node k                                             node 0
     both prove that they know the run's token: see `proof`
@@ -9,9 +9,9 @@
     asks every other node for an echo        ------>   {"reached": {node: reason}}             see `listener`
                                              <------   {"go": facts} | {"over": error}
 
-`description` is whatever must be the same, or known, everywhere; `agree` says what is wrong with another's. A machine
-that is refused is told why in one line, and node 0 goes on waiting for the right one. Who does not know the token is
-told nothing (`Admission`).
+`description` is whatever must be the same, or known, at all nodes; `agree` says what is wrong with another node's. A
+refused machine gets the reason in one line, and node 0 goes on waiting for the right one. A machine that does not know
+the token gets no answer (`Admission`).
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from isles.comm.sockets.listener import PATIENCE, EchoServer, Listener, Throttle
 from isles.comm.tcp import listen, own_address, parse_address
 from isles.launch.nodes import Link, NodeGroup, NodeSpec, connect
 
-_GLANCE = 0.2  # seconds between looks at who has gone
-_MANY = 1 << 20  # nodes
+_GLANCE = 0.2  # seconds between checks for lost nodes
+_MANY = 1 << 20  # the most nodes
 
 
 class Admission:
-    """The other nodes' launchers. Their links are closed at the end of the context, with its error, unless they were
-    released.
+    """Admits the other nodes' launchers. Their links are closed at the end of the context, with its error, unless they
+    were released.
 
-    listening: where they come; closed at the end. mine: the run's. agree, tell: as in `host`.
+    listening: the socket to accept from; closed at the end. mine: the run's credentials. agree, tell: as in `host`.
     """
 
     def __init__(
@@ -84,15 +84,15 @@ class Admission:
 
     @property
     def missing(self) -> list[int]:
-        """Nodes that are not there."""
+        """Nodes that have not connected."""
         return [node for node in range(1, self.nodes) if node not in self.links]
 
     def format_missing(self) -> str:
-        """As in "node 1, node 2"."""
+        """`missing` as text: "node 1, node 2"."""
         return ", ".join(f"node {node}" for node in self.missing)
 
     def admit(self) -> None:
-        """Look for a moment at who has come, what they said, and who goes."""
+        """Handle for a moment new connections, hellos, and lost links."""
         with contextlib.suppress(queue.Empty):
             self._decide(*self._arrived.get(timeout=_GLANCE))
         with contextlib.suppress(queue.Empty):
@@ -107,7 +107,7 @@ class Admission:
                 self.tell(f"node {node} ({link.there}) went away: {error}; waiting for {self.format_missing()}")
 
     def reached(self, node: int, seconds: float) -> dict[int, str]:
-        """What that node says within `seconds` of the echoes that it asked for: by node, empty or why none came."""
+        """The results of a node's echo requests, within `seconds`: by node, "" or why no echo arrived."""
         link = self.links[node]
         try:
             said = table(table(link.receive(seconds), "the answer").get("reached"), "reached")
@@ -129,13 +129,13 @@ class Admission:
             self.tell(f"refused {link.there}: {refusal}")
             return _dismiss(link, ValueError(refusal))
         self.links[node] = link
-        with contextlib.suppress(LinkLost):  # seen at the next look
+        with contextlib.suppress(LinkLost):  # the next `admit` will notice
             link.send({"welcome": len(self.missing)})
         waiting = f"; waiting for {self.format_missing()}" if self.missing else ""
         return self.tell(f"node {node} ({link.there}) is here{waiting}")
 
     def _admitted(self, hello: Any, link: Link) -> int:
-        """The number of the node that says hello, whose description is kept. Unfit, in words, where it is refused."""
+        """The number of the node of this hello; stores its description. Unfit, with the reason, if it is refused."""
         hello = table(hello, "what it says")
         theirs = value_of(hello, "isles", OneLine)
         if theirs != __version__:
@@ -169,7 +169,7 @@ def _dismiss(link: Link, reason: Exception) -> None:
 _AGAIN = 1.0  # seconds between attempts to reach node 0
 _NO_ISLES = f"what answers there is no run of isles {__version__}"
 _Address = tuple[OneLine, Port]
-_START = 120.0  # seconds in which node 0 starts after all have met
+_START = 120.0  # seconds for node 0 to start after all have met
 
 
 def host(
@@ -179,13 +179,13 @@ def host(
     seconds: float,
     tell: Callable[[str], None],
 ) -> NodeGroup:
-    """Node 0: let the others come within `seconds`, and make sure that all can reach each other.
+    """Node 0: admit the others within `seconds`, and make sure that all can reach each other.
 
-    agree(description, node): empty, or why that node cannot take part. tell: is told what is being waited for, and who
+    agree(description, node): "", or why that node cannot take part. tell: called with lines on what is awaited and who
     was turned away.
 
-    ValueError: this machine cannot take part with these settings. RendezvousFailed: somebody did not come or cannot be
-    reached.
+    ValueError: this machine cannot take part with these settings. RendezvousFailed: a node did not connect in time or
+    cannot be reached.
     """
     name, number = parse_address(node_spec.rendezvous, "--rendezvous")
     own = own_address(name, f"--rendezvous {node_spec.rendezvous}")
@@ -225,15 +225,15 @@ def host(
         ]
         if blocked:
             raise RendezvousFailed(f"{'; '.join(blocked)}; to see more: isles doctor, docs/two-machines.md")
-        admission.links = {}  # whoever has the group closes them
+        admission.links = {}  # released: the group closes them
         return node_group
 
 
 def come(
     node_spec: NodeSpec, token: Token, description: Mapping[str, Any], seconds: float, tell: Callable[[str], None]
 ) -> NodeGroup:
-    """Another node: come to node 0 within `seconds`. description: JSON-able. Told and raised as in `host`; TokenRefused
-    where node 0 is not the machine of the token.
+    """Another node: connect to node 0 within `seconds`. description: JSON-able. For `tell` and errors see `host`;
+    TokenRefused if node 0 is not the machine of the token.
     """
     where = f"node 0 ({node_spec.rendezvous})"
     link, echo, missing = _reach_host(node_spec, token, description, seconds, tell)
@@ -257,7 +257,7 @@ def come(
 def _reach_host(
     node_spec: NodeSpec, token: Token, description: Mapping[str, Any], seconds: float, tell: Callable[[str], None]
 ) -> tuple[Link, EchoServer, int]:
-    """The link to node 0, this machine's echo server, and how many node 0 still waits for."""
+    """The link to node 0, this machine's echo server, and the number of nodes that node 0 still waits for."""
     _, number = parse_address(node_spec.rendezvous, "--rendezvous")
     ends_at, notified = time.monotonic() + seconds, False
     while True:
@@ -282,7 +282,7 @@ def _reach_host(
 def _introduce(
     node_spec: NodeSpec, token: Token, description: Mapping[str, Any], seconds: float
 ) -> tuple[Link, EchoServer, int]:
-    """One attempt. LinkLost where it may be tried again."""
+    """One attempt. LinkLost if it may be repeated."""
     name, number = parse_address(node_spec.rendezvous, "--rendezvous")
     link = connect(name, number, token, min(PATIENCE, seconds))
     with contextlib.ExitStack() as on_failure:
@@ -298,7 +298,7 @@ def _introduce(
 
 
 def _said(link: Link, key: str, kind: Any, seconds: float, where: str) -> Any:
-    """What node 0 says under `key`, a `kind`. The error that it sends instead is raised."""
+    """The value of type `kind` that node 0 sends under `key`. Raises the error that it sends instead."""
     try:
         said = table(link.receive(seconds), key)
         if "over" in said:
@@ -309,7 +309,7 @@ def _said(link: Link, key: str, kind: Any, seconds: float, where: str) -> Any:
 
 
 def _echo_failures(node: int, addresses: Mapping[int, tuple[str, int]]) -> dict[int, str]:
-    """By node, why its echo server does not answer; empty where it does."""
+    """By node, why its echo server does not answer; "" if it does."""
     others = [other for other in addresses if other != node]
 
     async def ask() -> list[str]:

@@ -1,4 +1,4 @@
-"""A worker's side of a run: take its rank in the world, work, and follow the launcher's commands meanwhile.
+"""A worker's side of a run: join the world, work, and follow the launcher's commands meanwhile.
 
 launcher                            worker
 "hold" | ("stop", step) | "close"   ----->   received by a thread of its own; it ends the process when the launcher ends
@@ -8,14 +8,14 @@ launcher                            worker
                                     <-----   ("interrupt", None): somebody asked this process to end (SIGTERM), and
                                              it cannot leave while the others go on
 
-The worker stays after its result until "close": it closes its connections only when nobody needs them any more. After
-an error it ends at once, so that the others notice; and where it has left them, as all of them know.
+After its result the worker stays until "close", because others may still need its connections. After an error it ends
+at once, so that the others notice; also after an agreed leave, of which all others know.
 
-Tensors go through the pipe by value (`ByValue`). Torch's own way shares the memory of a tensor: one file descriptor a
-tensor (`ulimit -n`), room in /dev/shm, and a sender that must live until the reader has looked.
+Tensors go through the pipe by value (`ByValue`). Torch's own way shares a tensor's memory, which needs a file
+descriptor per tensor (`ulimit -n`), room in /dev/shm, and a sender that lives until the reader has looked.
 
-Workers meet at a TCP store. It listens at one address; torch by itself would listen at all of them. It does not
-authenticate anybody.
+Workers meet at a TCP store. It listens at one address only, while torch's default is all of them, because it does not
+authenticate clients.
 """
 
 from __future__ import annotations
@@ -54,19 +54,19 @@ _PATIENCE = timedelta(minutes=5)
 
 
 def open_store(host: str) -> dist.TCPStore:
-    """The store itself, at a free port of the address `host` of this machine, as long as the object lives."""
+    """Host the store at a free port of this machine's address `host`, as long as the object lives."""
     listening = listen(0, host)
     port = listening.getsockname()[1]
     return dist.TCPStore(host, port, None, True, wait_for_workers=False, master_listen_fd=listening.detach())
 
 
 def join_store(host: str, port: int) -> dist.TCPStore:
-    """A worker's connection to it."""
+    """A worker's connection to the store."""
     return dist.TCPStore(host, port, None, False, timeout=_PATIENCE)
 
 
 class _Pickler(ForkingPickler):
-    """Multiprocessing's, without what torch adds to it."""
+    """Multiprocessing's pickler without torch's additions."""
 
     def __init__(self, file: BytesIO) -> None:
         super().__init__(file)
@@ -78,14 +78,14 @@ class _Pickler(ForkingPickler):
         self._storages: dict[int, Any] = {}
 
     def reducer_override(self, thing: Any) -> Any:
-        if isinstance(thing, torch.storage.TypedStorage):  # made anew for each tensor that looks at the same memory
+        if isinstance(thing, torch.storage.TypedStorage):  # made anew for each tensor over the same memory
             first = self._storages.setdefault(thing._untyped_storage._cdata, thing)
             return NotImplemented if first is thing else (_same, (first, thing.dtype))
         return NotImplemented
 
 
 class ByValue:
-    """A value that a new process is given; `open` makes it there, so that who cannot read it can say so."""
+    """A pickled value for a new process; `open` unpickles it there, so that a failure can be reported."""
 
     def __init__(self, value: Any, made: bytes | None = None) -> None:
         self._value, self._made = value, made
@@ -109,7 +109,7 @@ class ByValueConnection:
 
 
 def dumps(value: Any) -> bytes:
-    """For a pipe's `recv`."""
+    """Pickle for a pipe's `recv`."""
     file = BytesIO()
     _Pickler(file).dump(value)
     return file.getvalue()
@@ -120,14 +120,14 @@ def _same(storage: Any, dtype: torch.dtype) -> Any:
 
 
 class LauncherConnection(Protocol):
-    """The connection to the launcher: a multiprocessing pipe, or its likeness over a network."""
+    """The connection to the launcher: a multiprocessing pipe, or its equivalent over a network."""
 
     def send(self, message: tuple[str, Any], /) -> None:
-        """Send one message; OSError where the launcher is gone."""
+        """Send one message; OSError if the launcher is gone."""
         ...
 
     def recv(self) -> Any:
-        """The launcher's next command; EOFError or OSError where it is gone."""
+        """The launcher's next command; EOFError or OSError if it is gone."""
         ...
 
 
@@ -135,9 +135,8 @@ class LauncherConnection(Protocol):
 class WorkerSpec:
     """What a worker needs to know to join.
 
-    local_rank: its number on this machine; local_size: of how many. host, port: of the store where the workers meet.
-    interface: the network interface that gloo uses; None leaves the choice to gloo. log: the file for what it
-    prints; None leaves it on the terminal.
+    local_rank: its number on this machine; local_size: workers of this machine. host, port: of the store where workers
+    meet. interface: the network interface for gloo; None: gloo chooses. log: file for its output; None: the terminal.
     """
 
     rank: int
@@ -153,9 +152,9 @@ class WorkerSpec:
 
 
 def serve(spec: WorkerSpec, pipe: Connection, work: ByValue) -> None:
-    """The life of a worker process. work: what to call, and its further arguments."""
+    """Run a worker process. work: the function and its further arguments."""
     for number in (signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # the launcher decides what Ctrl-C means, or a closed terminal
+        signal.signal(number, signal.SIG_IGN)  # the launcher handles Ctrl-C and a closed terminal
     asked = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: asked.set())
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # blocked in the server that it was forked from
@@ -168,7 +167,7 @@ def serve(spec: WorkerSpec, pipe: Connection, work: ByValue) -> None:
         return function(world, *args)
 
     if not attend(spec, ByValueConnection(pipe), lambda: join_store(spec.host, spec.port), worker, (), asked):
-        os._exit(1)  # transfers may be stuck on peers that are gone: nothing here is worth waiting for
+        os._exit(1)  # transfers may be stuck on lost peers: do not wait for them
     mesh.leave()
 
 
@@ -180,8 +179,8 @@ def attend(
     args: tuple[Any, ...],
     asked: threading.Event | None = None,
 ) -> bool:
-    """Join, run `worker(world, *args)`, tell the launcher how it went, and wait until it closes. Whether it went well;
-    the caller then leaves the mesh. asked: set where somebody asks this process to end.
+    """Join, run `worker(world, *args)`, report the outcome to the launcher, and wait until it closes. Returns whether
+    it succeeded; the caller then leaves the mesh. asked: set when this process is asked to end.
     """
     torch.set_num_threads(spec.threads)
     if spec.interface is not None:
@@ -190,7 +189,7 @@ def attend(
     life = Liveness((spec.deadlines or Deadlines()).silence)
 
     def send(message: tuple[str, Any]) -> None:
-        with sending:  # the watcher answers while the worker reports
+        with sending:  # the watcher thread sends too, and messages must not mix
             launcher.send(message)
 
     watch = threading.Thread(target=_watch_launcher, args=(launcher, send, closing, stop_control, life), daemon=True)
@@ -212,19 +211,19 @@ def attend(
         message = ("error", _portable(error, spec))
     try:
         send(message)
-    except Exception as error:  # what cannot travel is the worker's failure, not a reason to hang
+    except Exception as error:  # a result that cannot be pickled is the worker's failure, not a reason to hang
         reason = _text(message[1]) if message[0] == "error" else f"its result cannot be sent to the launcher: {error}"
         message = ("error", WorkerFailed(spec.rank, reason))
         send(message)
     if message[0] == "error":
-        return False  # at once: whoever waits for this worker should hear of it now, not when a deadline ends
+        return False  # at once: its peers should notice now, not at a deadline
     if not leaving.has_left:
         closing.wait()
     return True
 
 
 def _print_into(log: Path) -> None:
-    """From here on the process's output goes to the end of `log`: prints, warnings, tracebacks, crashes of C code."""
+    """Redirect the process's output to the end of `log`: prints, warnings, tracebacks, crashes of C code."""
     log.parent.mkdir(parents=True, exist_ok=True)
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     sys.stdout.flush()
@@ -243,7 +242,7 @@ def _watch_launcher(
     stop_control: StopControl,
     life: Liveness,
 ) -> None:
-    """Do as the launcher says; end this process when the launcher is gone."""
+    """Execute the launcher's commands; end this process when the launcher is gone."""
     while not closing.is_set():
         try:
             message = launcher.recv()
@@ -262,12 +261,12 @@ def _watch_launcher(
 
 
 def _portable(error: Exception, spec: WorkerSpec) -> Exception:
-    """The error itself where the launcher can rebuild it, else what a person wants to know of it."""
+    """The error itself if the launcher can rebuild it, else its text."""
     if isinstance(error, (CommError, ValueError)):
         make, arguments, *_ = cast("tuple[Any, ...]", error.__reduce__())
         try:
             make(*arguments)
-        except Exception as why:  # its __init__ takes other arguments than it hands on
+        except Exception as why:  # its __init__ takes other arguments than its `args`
             return WorkerFailed(
                 spec.rank, f"{_text(error)}\n(as text, for {type(error).__name__} cannot be rebuilt: {why})"
             )
@@ -276,7 +275,7 @@ def _portable(error: Exception, spec: WorkerSpec) -> Exception:
         return WorkerFailed(spec.rank, f"{full} ({error}); make room")
     if spec.log is None:
         return WorkerFailed(spec.rank, _text(error))
-    with contextlib.suppress(OSError):  # the disk may be full, and that the error
+    with contextlib.suppress(OSError):  # the error may be a full disk
         print(_text(error), file=sys.stderr, flush=True)
     return WorkerFailed(spec.rank, f"{_text(error).splitlines()[-1]} (traceback in {spec.log})")
 

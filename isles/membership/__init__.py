@@ -2,25 +2,26 @@
 
 A `Lighthouse` process decides which members take part in which round; each worker follows through its
 `MembershipClient`. The decisions are made by state machines without clock or socket, which tests and the virtual clock
-drive as well. In the order in which they are best read:
+`MembershipClient`. The decisions are made by state machines without clock or socket, which tests and the virtual clock
+drive as well. Reading order:
 
-`coordinator`        the lighthouse's: who is in which round; calls in, `effects` out; `coordinator_state`: what must
-                     survive a restart, by entries of a journal
+`coordinator`        the lighthouse's: which members are in which round; calls in, `effects` out; `coordinator_state`:
+                     what must survive a restart, as entries of a journal
 `member`             a worker's side of it
 `data_ledger`        which data a worker reads in a round of a view, and what must be read again after a loss
 `round_commit`       when a round of an all-reduce method lands; `late_shares`: rounds that do not wait for the slowest
 `swarm_coordinator`  in place of `coordinator`, for worlds whose workers serve stages of a pipeline
 
-What runs them, and carries data:
+Around them:
 
 `messages`           between lighthouse and workers, and their JSON form, with `View`; `keys`: addresses and MACs
 `session`            what carries the messages; `tls_session` and `hub`: between processes; `simulated`: in virtual time
 `lighthouse`         drives a coordinator, keeps its journal; `failure_detector`: who is connected and responsive
-`requests`, `client` a worker's requests to the lighthouse, and what it is notified of
-`rounds`             what a member does in each round, and with whom; alone or as an island of several workers
+`requests`, `client` a worker's requests to the lighthouse, and the notifications that it gets
+`rounds`             what a member does in each round, and with which partners; a single worker or an island
 `p2p`                tensors between workers, over connections of their own or relayed ones
 `state_transfer`     files that one member fetches from another
-`run_log`            what a run leaves on disk about its rounds
+`run_log`            the record of a run's rounds on disk
 
 Terms:
 

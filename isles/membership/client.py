@@ -1,19 +1,19 @@
 """A worker's connection to the lighthouse, over a session.
 
     beats           by a timer, every second and at the start of each round, one at a time
-    notifications   what the lighthouse pushes (proposals, views, decisions on rounds), in a callback of the session
+    notifications   messages that the lighthouse pushes (proposals, views, decisions on rounds), in a session callback
     reports         lines of metrics, in order; buffered while the lighthouse is away
 
     start_round     the data that this worker reads, and who takes part
-    finish_round    what becomes of a round that all land together, or none
+    finish_round    the lighthouse's decision on a round that all members land together, or none
     next_decision   between rounds: begin with a donor's state, evaluate the run's model, end
 
-The last three are called by the training thread, which never waits for the lighthouse longer than they say. One
+The training thread calls the last three, and never waits for the lighthouse longer than their documentation says. One
 condition guards the `MemberState`, which callbacks and that thread share. No thread is started here, and no clock read
 but the session's.
 
-`MembershipClient` is that of a member's first worker; `FollowerClient` that of another worker of an island, which gets
-the same notifications and decides nothing.
+A member's first worker has a `MembershipClient`; the other workers of an island have a `FollowerClient`, which gets the
+same notifications and decides nothing.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ from isles.membership.round_commit import NOTHING, RoundDecision
 from isles.membership.session import ControlSession, Query
 
 _LOG = logging.getLogger(__name__)
-EXCLUDED = "a view without it is on its way"
-"""Why one is not waited for any more that did not ask to leave."""
+EXCLUDED = "the next view excludes it"
+"""Why waits for a member are cancelled that did not ask to leave."""
 
 
 def cancel_waits(transfers: PendingTransfers | None, message: Any) -> None:
-    """Have what `message` says is waited for in vain be waited for no longer."""
+    """Cancel pending transfers that cannot complete according to `message`."""
     if transfers is None:
         return
     match message:
@@ -77,9 +77,9 @@ def cancel_waits(transfers: PendingTransfers | None, message: Any) -> None:
 
 
 def failure_notifier(client: LighthouseClient, island_rank: int, island_size: int) -> Callable[[int, int], None]:
-    """What tells the others of an island of `island_size` workers, called with (round, attempt), that the one at
-    `island_rank` has no answer of that attempt: so none of them waits for somebody who waits itself for one that was
-    lost.
+    """A callback (round, attempt) that tells the other workers of an island of `island_size` that the worker at
+    `island_rank` has no answer of that attempt. Otherwise they could wait for workers of other islands that themselves
+    wait for a lost member.
     """
 
     def notify(round: int, attempt: int) -> None:
@@ -91,19 +91,19 @@ def failure_notifier(client: LighthouseClient, island_rank: int, island_size: in
 
 
 class Notifications:
-    """What is ordered of the worker at `island_rank` of the member of `entry`. Called in callbacks alone."""
+    """Checks and decodes notifications to one worker of the member of `entry`. Used in session callbacks only."""
 
     def __init__(self, session: ControlSession, entry: Entry, island_rank: int) -> None:
         self._session, self._entry, self._where = session, entry, notify_key(entry.member, island_rank)
         self._newest = -1
 
     def take(self, query: Query) -> Any:
-        """The lighthouse's order, or the word of another worker of this island; None, and counted, where somebody else
-        says it, or says again what was overheard, or where it is none.
+        """The message of a notification from the lighthouse, or from another worker of this island. None for a forged
+        or replayed one, which is counted, and for an invalid one.
         """
         payload, entry = query.payload, self._entry
         if not hmac.compare_digest(query.attachment, signature(entry.member, entry.key, self._where, payload)):
-            return self._refuse(query, "an order that is not the lighthouse's")
+            return self._refuse(query, "a notification that is not the lighthouse's")
         try:
             number, text = split_sequence(payload)
             message = decode(text, limit=LONGEST)
@@ -111,7 +111,7 @@ class Notifications:
             query.reply()
             _LOG.warning("the lighthouse: %s", error)
             return None
-        if not isinstance(message, Failed):  # which ends nothing that is not over, however often it is said
+        if not isinstance(message, Failed):  # replaying it does no harm
             if number <= self._newest:
                 return self._refuse(query, "a replayed notification")
             self._newest = number
@@ -124,8 +124,8 @@ class Notifications:
 
 
 class FollowerClient(LighthouseClient):
-    """Of the worker at `island_rank` in the island of the member of `entry`, whose leader decides: it hears the same
-    orders.
+    """The client of an island's worker that follows: it gets the notifications of the member of `entry`, and cancels
+    waits by them. island_rank: of this worker.
     """
 
     def __init__(self, session: ControlSession, entry: Entry, island_rank: int) -> None:
@@ -140,20 +140,20 @@ class FollowerClient(LighthouseClient):
         cancel_waits(self.transfers, message)
 
 
-_SOON = 0.2  # seconds until the next beat while it waits for its first round; for an answer before it begins one
-_REPEAT_AFTER = 0.3  # seconds until an answer is told again
-_UNDECIDED = 3.0  # seconds for a view that is on its way
+_SOON = 0.2  # seconds to the next beat while it waits for its first round; also the wait for a reply before a round
+_REPEAT_AFTER = 0.3  # seconds until an answer is sent again
+_UNDECIDED = 3.0  # seconds to wait for a proposed view
 _LONGEST_REASON = 200
-_NEVER = 1 << 20  # an attempt that nobody comes to
-_QUIET = 3.0  # seconds for which nobody waits for one that is said to be silent
-_AGAIN = 0.01  # seconds, at least, from an answer to the next beat
+_NEVER = 1 << 20  # an attempt number above all real ones
+_QUIET = 3.0  # seconds for which a suspected member is not waited for
+_AGAIN = 0.01  # seconds, at least, from a reply to the next beat
 
 
 class MembershipClient(LighthouseClient):
-    """The line of the worker in the member of `entry`.
+    """A member's client of the lighthouse, in its first worker. entry: the member's id and key.
 
-    ended: set once this worker has no further part in the run: `Over`, or `Examine` where it is to judge the model.
-    decisions: the newest on each round.
+    ended: set once this worker takes no further part in the run: `Over`, or `Examine` if it is to evaluate the model.
+    decisions: the newest one on each round.
     """
 
     def __init__(self, session: ControlSession, entry: Entry) -> None:
@@ -163,11 +163,11 @@ class MembershipClient(LighthouseClient):
         self._load: Load | None = None
         self._training, self._answers = False, True
         self._answered_at = -math.inf
-        self._is_asking = self._again = False
-        self._next: Callable[[], None] | None = None  # keeps the next beat from coming
+        self._is_beating = self._beat_again = False
+        self._cancel_beat: Callable[[], None] | None = None  # cancels the next beat
         self._abandoned: frozenset[int] = frozenset()
-        self._met = -1  # the newest view whose members this worker knows
-        self._silent: dict[int, float] = {}  # until when
+        self._newest_recorded = -1  # the newest view whose fingerprints are known here
+        self._silent: dict[int, float] = {}  # by suspected member, until when
         self._notifications = Notifications(session, entry, 0)
         session.serve(notify_key(entry.member, 0), self._on_notification)
         with self.changed:
@@ -176,16 +176,16 @@ class MembershipClient(LighthouseClient):
     # What the training thread asks
 
     def pace(self, seconds: float) -> None:
-        """Tell how many seconds an inner step takes here."""
+        """Report the seconds of an inner step of this worker."""
         with self.changed:
             is_new, self.state.seconds = not self.state.seconds, seconds
             if is_new:
                 self.beat_now()
 
     def start_round(self, round: int) -> View | None:
-        """This worker is in `round` now; the view whose cell it reads, see `MemberState.start_round`.
+        """Begin `round`. Returns the view whose data slice this worker reads, see `MemberState.start_round`.
 
-        Where rounds are shorter than a question to the lighthouse this waits for its answer, as long as it answers.
+        If rounds are shorter than a round trip to the lighthouse, this waits for its reply, as long as it replies.
         """
         if self._answers and not self.wait(lambda: self.state.is_known(round) or self.is_over, _SOON):
             self._answers = False
@@ -202,7 +202,7 @@ class MembershipClient(LighthouseClient):
             self.beat_now()
 
     def round_members(self, round: int) -> RoundMembers:
-        """Who takes part in the exchange of `round`."""
+        """The members of the exchange of `round`."""
         with self.changed:
             return self.state.group(round)
 
@@ -212,30 +212,30 @@ class MembershipClient(LighthouseClient):
             return self.state.lost(member)
 
     def accepts(self, round: int, members: Sequence[int]) -> bool:
-        """Whether the answer of a whole exchange may be used; those it came from count as seen."""
+        """Whether the answer of a complete exchange may be used; if so, its members' work counts as seen."""
         with self.changed:
             return self.state.accept(round, members)
 
     def landed(self, decision: RoundDecision) -> None:
-        """This worker has landed that round."""
+        """Note that this worker has landed a round."""
         with self.changed:
             self.state.landed(decision)
             self.decisions.forget_before(decision.round)
 
     @property
     def is_over(self) -> bool:
-        """Whether this worker has no part in the run now: it has ended, or another's state is to be loaded first."""
+        """Whether this worker takes no part now: the run has ended, or it must load another state first."""
         return self.ended is not None or self.state.call != self.state.ready
 
     @property
     def is_called(self) -> bool:
-        """Whether this worker is to begin with another's state, and has not got it yet."""
+        """Whether this worker must load another member's state, and has not done so yet."""
         with self.changed:
             return self.state.call != self.state.ready
 
     def decided(self, round: int) -> RoundMembers | None:
-        """Who takes part in a `round` that all land together, or none, once no view is on its way that would change
-        that. None where nobody can say now, or this worker has no part in it.
+        """The members of a `round` that all land together, or none, once no proposed view can change them. None if that
+        is not known now, or this worker takes no part.
         """
         if self.has_answers:
             self.wait(lambda: self.state.group(round).decided or self.is_over, _UNDECIDED)
@@ -244,9 +244,10 @@ class MembershipClient(LighthouseClient):
         return round_members if has_part and round_members.decided and round_members.view >= 0 else None
 
     def finish_round(self, round: int, attempt: int, digest: int | None) -> RoundDecision | None:
-        """What becomes of an attempt whose answer here has `digest`, or failed here: repeated until the
-        lighthouse has decided (`round_commit`). None where nobody can say now, this worker has no part in the run now,
-        or the others landed what it has not got.
+        """The decision on an attempt whose answer here has `digest`, or failed here (None).
+
+        The answer is sent until the lighthouse has decided (`round_commit`). None if there is no decision now, if this
+        worker takes no part now, or if the others landed an answer that it does not have.
         """
         done = Done(round, attempt, NOTHING if digest is None else digest)
         decision = self.decisions.newer(round, attempt)
@@ -259,14 +260,14 @@ class MembershipClient(LighthouseClient):
             self.wait(lambda: self.decisions.newer(round, attempt) is not None or self.is_over, _REPEAT_AFTER)
             decision = self.decisions.newer(round, attempt)
         if decision is not None and decision.outcome == "land" and digest is None:
-            self.ask(done)  # whoever was told of it begins with another's state
+            self.ask(done)  # the lighthouse then has this worker load another state
             return None
         return decision
 
     def report_peer(self, round: int, attempt: int, error: CommError) -> None:
-        """Tell of whom a failure speaks. Who is gone the lighthouse sees itself."""
+        """Report the member that a failure names. The lighthouse detects lost members itself."""
         peer, by = getattr(error, "peer", -1), getattr(error, "by", -1)
-        if peer == self.member:  # another one says so: that it accuses this worker is all that is known here
+        if peer == self.member:  # `by` accuses this worker; report the disagreement with it
             peer, by = by, -1
         if isinstance(error, PeerSilent):
             self.ask(PeerReport(round, attempt, error.rank, "late"))
@@ -277,8 +278,8 @@ class MembershipClient(LighthouseClient):
             self.ask(PeerReport(round, attempt, peer, "refused", reason[:_LONGEST_REASON], by))
 
     def next_decision(self, seconds: float) -> Load | Over | Examine | None:
-        """What this worker, which is in no round now, is to do: begin with somebody's state, judge the run's model, or
-        end. None where the lighthouse does not say so within `seconds`.
+        """The next task of a worker that is in no round: load a state, evaluate the run's model, or end. None if the
+        lighthouse has not decided within `seconds`.
         """
         with self.changed:
             self._training = False
@@ -291,57 +292,57 @@ class MembershipClient(LighthouseClient):
         return self._load is not None and self._load.call > self.state.ready
 
     def loaded(self, load: Load, round: int, left_out: Mapping[int, int]) -> None:
-        """The state that `load` named, of after `round`, is here."""
+        """The state that `load` named has been loaded; it is that after `round`."""
         with self.changed:
             self.state.loaded(load, round, left_out)
             self._load = None
             self.beat_now()
 
     def reload(self) -> None:
-        """The state did not come, or is not what the others have: ask for another donor's."""
+        """Ask for another donor: the state did not arrive, or differs from the others'."""
         with self.changed:
             self._load = None
         self.ask(Reload())
 
     def first(self, seconds: float, ahead: int = 0) -> int | None:
-        """The first round of this worker, once it is known; None where that takes more than `seconds`, or another state
-        is to be loaded first. ahead: so many rounds before others are in it.
+        """The first round of this worker once it is known. None after `seconds`, or if it must load another state
+        first. ahead: join so many rounds before the others are in the view's first round.
         """
         self.wait(lambda: self.state.first(ahead) is not None or self.is_over, seconds)
         with self.changed:
             return None if self.state.call != self.state.ready else self.state.first(ahead)
 
     def until(self) -> int | None:
-        """The first round that goes on without this worker."""
+        """The first round of a view without this worker; None: there is no such view."""
         with self.changed:
             return self.state.until()
 
     def left_out(self) -> dict[int, int]:
-        """See `MemberState.left_out`; goes with this worker's state to whoever fetches that."""
+        """See `MemberState.left_out`; sent along with this worker's state."""
         with self.changed:
             return dict(self.state.left_out)
 
     def leaves_out(self, others: Mapping[int, int]) -> None:
-        """Add whom the donor of this worker's state knows to be left out: by member, the newest view at that time."""
+        """Merge the donor's `left_out`: by member, the newest view when it was left out."""
         with self.changed:
             self.state.left_out |= others
 
     def leave(self) -> bool:
-        """Ask to leave with the next view; False where nobody is there to make one."""
+        """Ask to leave with the next view; False if the lighthouse cannot be reached."""
         return self.ask(Leave()) is not None
 
     def is_silent(self, member: int) -> bool:
-        """Whether `member` gave no sign of life a moment ago: nobody waits for it now."""
+        """Whether the lighthouse suspected `member` a moment ago, so that nobody should wait for it."""
         return self.session.now() < self._silent.get(member, -math.inf)
 
     @property
     def is_waiting(self) -> bool:
-        """Whether this worker has a part in the run, and is in no round now."""
+        """Whether this worker belongs to the run, and is in no round now."""
         return not self._training and self.ended is None
 
     @property
     def has_answers(self) -> bool:
-        """Whether the lighthouse has been heard lately."""
+        """Whether the lighthouse has replied lately."""
         return self.session.now() - self._answered_at < PATIENCE if self.session.beats else self._answers
 
     @override
@@ -351,7 +352,7 @@ class MembershipClient(LighthouseClient):
             self.changed.notify_all()
 
     def say(self, message: Any) -> None:
-        """Send `message` to the lighthouse without waiting; a word on a round that it answers with is heard."""
+        """Send `message` to the lighthouse without waiting; a decision in its reply is recorded."""
 
         def answered(answer: Any) -> None:
             if isinstance(answer, RoundDecision):
@@ -364,61 +365,60 @@ class MembershipClient(LighthouseClient):
     @override
     def close(self) -> None:
         with self.changed:
-            if self._next is not None:
-                self._next()
+            if self._cancel_beat is not None:
+                self._cancel_beat()
         super().close()
 
     # Beats
 
     def beat_now(self) -> None:
-        """Beat now, or once the answer that is awaited is here. `changed` is held."""
-        if self._is_asking or self._closed:
-            self._again = True
+        """Send a beat now, or after the reply to the present one. Call with `changed` held."""
+        if self._is_beating or self._closed:
+            self._beat_again = True
             return
-        if self._next is not None:
-            self._next()
-        self._is_asking, self._again = True, False
+        if self._cancel_beat is not None:
+            self._cancel_beat()
+        self._is_beating, self._beat_again = True, False
         beat = self.state.beat()
         self.send(beat, partial(self._answered, beat, self.session.now()))
 
     def _answered(self, beat: Beat, began: float, answer: Any) -> None:
         ack = None
         with self.changed:
-            self._is_asking = False
+            self._is_beating = False
             if isinstance(answer, BeatReply):
                 self._answers, self._answered_at = True, self.session.now()
                 ack = self.state.answered(beat, answer)
             elif isinstance(answer, Refusal):
                 self.ended = self.ended or Over(answer.reason)
             self.changed.notify_all()
-        self._follow()
+        self._apply_views()
         if ack is not None:
             self.say(ack)
         with self.changed:
-            if self._again or (answer is None and not self.session.beats and self.ended is None):
+            if self._beat_again or (answer is None and not self.session.beats and self.ended is None):
                 self.beat_now()
             elif self.session.beats and not self._closed:
                 pause = (BEAT if self._training else _SOON) - (self.session.now() - began)
-                self._next = self.session.later(self._beat, max(pause, _AGAIN))
+                self._cancel_beat = self.session.later(self._beat, max(pause, _AGAIN))
 
     def _beat(self) -> None:
         with self.changed:
             self.beat_now()
 
-    # Orders
+    # Notifications
 
-    def _follow(self) -> None:
-        """Wait for nobody any more whom a view on its way goes on without, though it did not ask to leave, and for
-        nobody at all in a round that the others do without this worker; know by what views name them those whom they
-        name.
+    def _apply_views(self) -> None:
+        """Apply what the state now says of others: record the fingerprints in new views, cancel waits for members that
+        the next view excludes against their wish, and cancel all waits in a round that goes on without this worker.
         """
         with self.changed:
             before, self._abandoned = self._abandoned, self.state.abandoned()
             new, views = self._abandoned - before, [*self.state.views.values()]
             round = self.state.round if self._training and self.is_called else None
         for view in views:
-            if self.meets is not None and view.number > self._met:
-                self._met = view.number
+            if self.meets is not None and view.number > self._newest_recorded:
+                self._newest_recorded = view.number
                 self.meets(view)
         if self.transfers is not None:
             for member in new:
@@ -427,7 +427,7 @@ class MembershipClient(LighthouseClient):
                 self.transfers.again(Tag("outer", round, attempt=_NEVER))
 
     def _on_notification(self, query: Query) -> None:
-        """Take in an order of the lighthouse."""
+        """Handle a notification of the lighthouse."""
         message = self._notifications.take(query)
         if isinstance(message, Silent):
             now = self.session.now()
@@ -435,19 +435,19 @@ class MembershipClient(LighthouseClient):
             self._silent[message.member] = now + _QUIET
         elif message is not None and not isinstance(message, Failed):
             with self.changed:
-                if message == self._load:  # said again: another beat would only have it said once more
+                if message == self._load:  # a repetition: a beat would cause another one
                     return
-                ack = self._take_in(message)
+                ack = self._apply_message(message)
                 if ack is not None:
                     self.say(ack)
                 self.beat_now()
                 self.changed.notify_all()
-            self._follow()
+            self._apply_views()
         if not isinstance(message, Proposal):
             cancel_waits(self.transfers, message)
 
-    def _take_in(self, message: Any) -> Ack | None:
-        """Note an order of the lighthouse; the answer where it is a proposal. `changed` is held."""
+    def _apply_message(self, message: Any) -> Ack | None:
+        """Apply a notification; returns the answer to a proposal. Call with `changed` held."""
         match message:
             case Proposal():
                 return self.state.proposed(message)

@@ -1,12 +1,12 @@
-"""Who is in which round: a pure state machine. The lighthouse drives it with messages, the virtual clock with events.
+"""Which members take part in which round: a pure state machine, driven by the lighthouse or the virtual clock.
 
-Every method is a call in and returns the effects that go out, in their order; nothing is done here, there is no clock
-and no socket. An `Append` must be on disk before any later effect leaves. What is appended is all that must survive the
-lighthouse (`coordinator_state`): `RoundsCoordinator(rules, entries)` continues from there and waits for its workers.
+Every method is a call in; it returns the effects to carry out, in order. There is no clock and no socket. An `Append`
+must be on disk before any later effect leaves the machine: it records all that must survive a restart of the lighthouse
+(`coordinator_state`). `RoundsCoordinator(rules, entries)` continues from a journal and waits for its workers.
 
 A change (a member is ready, lost or leaving) becomes a proposal for the newest round + `MARGIN`. Every connected member
-of the present view promises, or answers that it is in that round already; then the view is recorded and sent. Training
-never waits for it.
+of the present view promises it, or answers that it has begun that round; once all have promised, the view is recorded
+and sent. Training never waits for it.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ from isles.membership.messages import (
 )
 from isles.membership.round_commit import NOTHING
 
-_TIMES, _LEAST = 10, 60.0  # of the usual time of a round; seconds
-_MOST = 10  # of all members' usual time, that one's own word is taken for
-_LOOK = 1.0  # seconds from one look to the next that count, at most
+_TIMES, _LEAST = 10, 60.0  # a stall is so many times a member's usual round, and so many seconds at least
+_MOST = 10  # a member's own pace counts up to so many times the usual one
+_LOOK = 1.0  # the longest interval between looks that counts, seconds
 
 
 class Stalls:
-    """For a lighthouse that looks several times a second."""
+    """Finds members that make no progress. For a lighthouse that looks several times a second."""
 
     def __init__(self) -> None:
         self._looked_at, self._now = -math.inf, 0.0
@@ -58,8 +58,10 @@ class Stalls:
     def look(
         self, at: float, rules: Rules, members: Sequence[Worker], first: int, last: int | None, over: Collection[int]
     ) -> dict[int, float]:
-        """Look, at a moment of any clock. first: the member of the view that validates. over: who has done the last
-        round. Seconds that each has stood still for that stands still.
+        """Look now. Returns by stalled member for how many seconds it has made no progress.
+
+        at: seconds of any clock. first: the member of the view that validates. over: members that have done the last
+        round.
         """
         self._now += min(at - self._looked_at, _LOOK)
         self._looked_at, now = at, self._now
@@ -81,12 +83,12 @@ class Stalls:
 
 
 _FAR, _LONGEST = 1 << 40, 1e6  # the last round of a run without an end; seconds of a step, or of a round
-_ALIKE = 0.8  # of the usual pace, from which on a worker takes as many inner steps as all
+_ALIKE = 0.8  # above this share of the usual pace a worker takes all inner steps
 
 
 class RoundsCoordinator(CoordinatorState):
-    """rules: of the run. entries: its journal so far. until: if there is one, `tick` counts who has not come back by
-    then as gone.
+    """rules: of the run. entries: of its journal so far. until: after a restart, when `tick` takes members that have
+    not reconnected for lost.
     """
 
     def __init__(self, rules: Rules, entries: Iterable[dict[str, Any]] = (), *, until: float = 0.0) -> None:
@@ -103,11 +105,11 @@ class RoundsCoordinator(CoordinatorState):
         return self.rules.last if view is None or batches is None else last_round(view, batches)
 
     def backlog(self) -> list[SampleRange]:
-        """What nobody would have read for good if the run ended with the newest round that anybody has begun."""
+        """Data that nobody would have read for good if the run ended with the newest begun round."""
         return self.ledger.outstanding(self.newest_round + 1, self.members())
 
     def read(self, until: int) -> int:
-        """Inner steps of the rounds before `until` that were read for good; the debts of now are not."""
+        """Inner steps of the rounds before `until` that were read for good, without what is in the backlog now."""
         view = self.ledger.view_of(until)
         if view is None:
             return 0
@@ -116,7 +118,7 @@ class RoundsCoordinator(CoordinatorState):
     # Calls
 
     def join(self, now: float, description: str, certificates: Sequence[str] = ()) -> list[Effect]:
-        """A worker asks for a member. certificates: as in `Hello`."""
+        """Admit a worker as a new member. certificates: as in `Hello`."""
         if len(self.workers.here) >= self.rules.most:
             return [Reply(Refusal(f"the run has its most workers, {self.rules.most} (isles lighthouse --max-members)"))]
         member = len(self.workers)
@@ -125,21 +127,21 @@ class RoundsCoordinator(CoordinatorState):
         return self._effects(now)
 
     def beat(self, now: float, member: int, beat: Beat) -> list[Effect]:
-        """A worker's sign of life."""
+        """Handle a heartbeat."""
         refusal = self._hear(now, member, beat)
         if refusal is None:
-            self._step(now)  # what follows from it is in the answer already
+            self._step(now)  # before the reply, so that it reports what the beat changes
             self._reply(self._answer(member, beat))
         return refusal or self._effects(now)
 
     def ack(self, now: float, member: int, ack: Ack) -> list[Effect]:
-        """A worker's answer to a proposal."""
+        """Handle an answer to a proposal."""
         refusal = self._hear(now, member, ack.beat)
         if refusal is None and self.proposal is not None and ack.number == self.proposal.number:
             if ack.promised:
                 self._acks.add(member)
             else:
-                self.proposal = None  # somebody was there already: again, later
+                self.proposal = None  # a member has begun that round: propose a later one
         return refusal or self._effects(now)
 
     def disconnected(self, now: float, member: int) -> list[Effect]:
@@ -149,28 +151,28 @@ class RoundsCoordinator(CoordinatorState):
         return self._effects(now)
 
     def reconnected(self, now: float, member: int) -> list[Effect]:
-        """The connection of a worker is there (again)."""
+        """The connection of a worker is open (again)."""
         self._awaited.discard(member)
         if member in self.workers and not self.workers[member].connected:
             self._record("back", member=member)
             if self.proposal is not None and member not in self.proposal.members and self.workers[member].state == "in":
-                self._record("call", member=member)  # those who promised that view take no work of it any more
+                self._record("call", member=member)  # those who promised that view accept no work of it
         return self._effects(now)
 
     def leave(self, now: float, member: int) -> list[Effect]:
-        """A worker leaves at the next view; it goes on until then, and then its connection ends. Where all leave they
-        may go at once, and so may one whose connection is taken for broken.
+        """A worker leaves at the next view, and trains until then. If all leave, they may end at once; so may a worker
+        whose connection counts as broken.
         """
         if member in self.workers and self.workers[member].state in ("outside", "ready", "in"):
             self._record("leave", member=member)
             leaving = self.workers.members("leaving")
-            if leaving == self.members():  # nobody is left for whom another view would be
+            if leaving == self.members():  # no member remains for another view
                 for each in leaving:
                     self._tell(each, Over())
         return self._effects(now)
 
     def reload(self, now: float, member: int) -> list[Effect]:
-        """The state that a worker was to load did not come, or is not the others': another one."""
+        """The state that a worker was to load did not arrive, or differs from the others': name another donor."""
         worker = self.workers.get(member)
         if worker is not None and worker.load is not None:
             worker.tried.add(worker.load.donor)
@@ -180,27 +182,29 @@ class RoundsCoordinator(CoordinatorState):
         return self._effects(now)
 
     def done(self, now: float, member: int, done: Done) -> list[Effect]:
-        """A member has the answer of an attempt of a round of an all-reduce method."""
+        """A member reports its answer of an attempt of an all-reduce round."""
         if self.rules.agrees and self._here(member):
             self.ballots.done(member, done, self.voters(done.round))
             if done.digest == NOTHING and self.ballots.has_landed(done.round):
-                self._stray(member)  # the others took it for lost, and landed what it has not got
+                self._stray(member)  # the others took it for lost, and landed an answer that it lacks
         effects = self._effects(now)
         decision = self.ballots.decision(done.round, member)
         return effects if decision is None else [*effects, Reply(decision)]
 
     def deliver(self, now: float, member: int, delivered: Delivered) -> list[Effect]:
-        """A member has its share of a round for which a quorum is enough, and trains on."""
+        """A member has its share of a round with a quorum, and trains on."""
         if self.rules.quorum and self._here(member):
-            quorum = 1.0 if delivered.round == self.last else self.rules.quorum  # nothing comes after it
+            quorum = (
+                1.0 if delivered.round == self.last else self.rules.quorum
+            )  # there is no later mean for a late share
             self.ballots.delivered(now, member, delivered, self.voters(delivered.round), quorum)
         effects = self._effects(now)
         decision = self.ballots.decision(delivered.round)
         return effects if decision is None else [*effects, Reply(decision)]
 
     def report_peer(self, now: float, member: int, peer_report: PeerReport) -> list[Effect]:
-        """A member says that another's share of an attempt was late or refused; both are of that round's view, and who
-        has begun no round since it has its state says nothing of others.
+        """A member reports that another's share of an attempt was late or refused. Both must be in that round's view;
+        the sender must have trained with its present state, otherwise it cannot judge others.
         """
         round, members, worker = peer_report.round, self.members(), self.workers.get(member)
         voters, both = self.voters(round), {member, peer_report.member}
@@ -219,8 +223,8 @@ class RoundsCoordinator(CoordinatorState):
         return self._effects(now)
 
     def tick(self, now: float) -> list[Effect]:
-        """Time passes: after a restart, who has not come back by `until` is gone. Whose training stands still is left
-        out; where it goes on it begins again with another's state.
+        """Time passes. After a restart, members that have not reconnected by `until` are lost. Stalled members are left
+        out; once they go on they load another state.
         """
         self._count_absent(now)
         members, first = [self.workers[member] for member in self.members()], self.view.members[0] if self.view else -1
@@ -229,7 +233,7 @@ class RoundsCoordinator(CoordinatorState):
         return self._effects(now)
 
     def hear(self, now: float, member: int, message: Any) -> list[Effect] | None:
-        """What a worker says; None where no worker says that. ValueError for what cannot be."""
+        """Handle a worker's message; None for a kind that no worker sends. ValueError for impossible values."""
         unfit(self, message)
         match message:
             case Beat():
@@ -249,11 +253,11 @@ class RoundsCoordinator(CoordinatorState):
         return None
 
     def about(self) -> tuple[int, int, int]:
-        """(members, the newest round that anybody has begun, the last one or 0)."""
+        """(number of members, the newest begun round, the last round or 0)."""
         return len(self.members()), self.newest_round, self.rules.last or 0
 
     def now(self, seen: Callable[[int], str], refused: Sequence[tuple[int, int, str, int]]) -> RunStatus:
-        """How the run stands, for a person. seen: the address of a member. refused: see `RunStatus`."""
+        """The run's status, for the user. seen: the address of a member. refused: see `RunStatus`."""
         rows = tuple(
             MemberStatus(one.member, one.state, one.round, one.seconds, one.identity, seen(one.member))
             for one in self.workers.here
@@ -261,13 +265,13 @@ class RoundsCoordinator(CoordinatorState):
         view = -1 if self.view is None else self.view.number
         return RunStatus(view, self.newest_round, self.last or 0, rows, tuple(refused))
 
-    # What follows
+    # Consequences
 
     def _hear(self, now: float, member: int, beat: Beat) -> list[Effect] | None:
-        """Take in what a worker says of itself; the refusal where it is not of this run."""
+        """Record what a beat reports; a refusal if the worker does not belong to the run."""
         worker = self.workers.get(member)
         if worker is None or worker.state in ("left", "banned"):
-            return [Reply(Refusal(f"member {member} is not of this run any more: join again"))]
+            return [Reply(Refusal(f"member {member} is no longer in this run: join again"))]
         worker.seconds = beat.seconds or worker.seconds
         becomes_ready = worker.state == "outside" and beat.ready == worker.call
         if becomes_ready or beat.round > worker.round or beat.skipped or beat.seen:
@@ -275,7 +279,7 @@ class RoundsCoordinator(CoordinatorState):
         return None  # a beat is no sign of a connection: it may have been on its way when the connection broke
 
     def _stray(self, member: int, **why: int) -> None:
-        """A member has not what the others have: it begins again with another's state, or was leaving and is gone."""
+        """A member's state differs from the others': it loads another one, or is lost if it was leaving."""
         what = {"in": "call", "leaving": "lost"}.get(self.workers[member].state)
         if what is not None:
             self._record(what, member=member, **why)
@@ -285,7 +289,7 @@ class RoundsCoordinator(CoordinatorState):
         return self._taken()
 
     def _step(self, now: float) -> None:
-        """Everything that is due now, except while it is not clear who survived a restart."""
+        """Do everything that is due now, unless it is not known yet who survived a restart."""
         if self._awaited:
             return
         self._propose()
@@ -309,7 +313,7 @@ class RoundsCoordinator(CoordinatorState):
                 self._commit(Proposal(0, -1, 1, wanted))
             return
         if self.proposal is not None and not set(self.proposal.members) <= set(wanted):
-            self.proposal = None  # one of those who were to be in it is not any more
+            self.proposal = None  # a proposed member is no longer available
         newcomers = bool(self.workers.members("ready"))
         since = self._since()
         if self.proposal is None and since is not None and wanted and (newcomers or wanted != view.members):
@@ -324,8 +328,8 @@ class RoundsCoordinator(CoordinatorState):
             self._propose()  # whoever became ready meanwhile
 
     def _since(self) -> int | None:
-        """The first round of a view that is proposed now; None where the run ends before it. Where nobody is left who
-        could end it, those who come find nothing to do but to hand in what they have.
+        """The first round of a view that is proposed now; None if the run ends before it. If no member is left that
+        could end the run, joiners get a view after the last round, only to hand in their models.
         """
         since, last = self.newest_round + MARGIN, self.last
         if last is None or since <= last:
@@ -346,7 +350,7 @@ class RoundsCoordinator(CoordinatorState):
             self._tell(member, view)
 
     def _assign(self) -> None:
-        """A donor for everybody who is to begin with another's state."""
+        """Name a donor for every worker that must load a state."""
         donors = self.workers.members("in")
         waiting = [self.workers[member] for member in self.workers.members("outside")]
         for worker in waiting:
@@ -369,7 +373,7 @@ class RoundsCoordinator(CoordinatorState):
         return BeatReply(beat.round, self.issued, newest, self.newest_round, views, proposal, worker.call)
 
     def _awaited_from(self, member: int) -> float:
-        """The first round that waits for `member`. Where a quorum is enough none does before it is in one."""
+        """The first round that waits for `member`. With a quorum, no round does before the member has begun one."""
         worker = self.workers[member]
         return worker.entered if not self.rules.quorum or worker.round >= worker.entered else float("inf")
 
@@ -386,9 +390,9 @@ class RoundsCoordinator(CoordinatorState):
 
 
 def steps_by_pace(seconds: Sequence[float], most: int) -> tuple[int, ...]:
-    """Inner steps a round of each worker, `most` for whoever is about as fast as the median or faster.
+    """Inner steps per round of each worker: `most` for workers about as fast as the median or faster.
 
-    seconds: of one inner step of each worker, 0 where unknown. Nobody gets less than an eighth of `most`.
+    seconds: of one inner step of each worker, 0 if unknown. No worker gets less than an eighth of `most`.
     """
     known = [one for one in seconds if one > 0]
     usual = median(known) if known else 0.0
@@ -397,23 +401,23 @@ def steps_by_pace(seconds: Sequence[float], most: int) -> tuple[int, ...]:
 
 
 def unfit(membership: RoundsCoordinator, message: Any) -> None:
-    """ValueError for a word about rounds, members, steps or seconds that cannot be: it would be kept, or others would
-    follow it.
+    """ValueError for a message with impossible rounds, members, steps or seconds: they would be journalled, or others
+    would act on them.
     """
     last, claim = membership.rules.last or _FAR, getattr(message, "beat", message)
     seconds = claim.seconds if isinstance(claim, Beat | Delivered) else 0.0
     steps = claim.steps if isinstance(claim, Delivered) else 1
     if not 0 <= seconds <= _LONGEST or not 0 < steps <= last * membership.rules.sync_every:
-        raise ValueError("impossible seconds of a step, or number of steps")
+        raise ValueError("impossible seconds of a step, or an impossible number of steps")
     match claim:
         case Beat(round=round, skipped=skipped, seen=seen):
             if not all(0 <= one <= last for one in (round, *skipped, *(newest for _, newest in seen))):
-                raise ValueError("a round that this run has not")
+                raise ValueError("a round that this run does not have")
             if not all(member in membership.workers for member, _ in seen):
-                raise ValueError("the work of a member that this run has not")
+                raise ValueError("the work of an unknown member")
         case Done() | PeerReport() | Delivered():
             attempt, whose = getattr(claim, "attempt", 0), getattr(claim, "member", None)
             if not 0 < claim.round <= membership.newest_round + MARGIN or not 0 <= attempt < 1 << 20:
-                raise ValueError("an answer of a round without members")
+                raise ValueError("an answer for a round that no member is in")
             if whose is not None and whose not in membership.workers:
-                raise ValueError("the share of a member that this run has not")
+                raise ValueError("the share of an unknown member")

@@ -1,10 +1,10 @@
-"""What must survive a restart of the lighthouse: members, data ledger, open and landed rounds. `coordinator` decides;
-what it decides comes here as entries of the journal.
+"""The lighthouse's state that must survive a restart: members, data ledger, open and landed rounds. `coordinator` makes
+the decisions; they are applied here as journal entries.
 
-`Ballots` holds the rounds of an all-reduce method that are open, and those that have landed. `BanScores` counts who is
-banned from a run: a member of which at least half of the others refuse shares, or which refuses theirs, in three rounds
-or more. A disagreement says of neither who is wrong, so it counts against both: a member that reports many others is
-banned like one that many report, and fewer than half of the members ban nobody. Of two members neither is ever banned.
+`Ballots` holds the open rounds of an all-reduce method, and those that have landed. `BanScores` decides which members
+to ban: a member of which at least half of the others refuse shares, or which refuses theirs, in three rounds or more. A
+disagreement does not show which of the two is wrong, so it counts against both: a member that reports many others is
+banned like one that many report, and fewer than half of the members ban nobody. With two members none is ever banned.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Pair = frozenset[int]
 
 
 class BanScores:
-    """Rounds of refusals by the two whom they are about; a lighthouse that is started again begins to count anew."""
+    """Rounds of refusals, by the pair of members concerned; not journalled, so a restarted lighthouse counts anew."""
 
     def __init__(self) -> None:
         self._rounds: dict[Pair, set[int]] = {}
@@ -34,57 +34,58 @@ class BanScores:
         self._rounds.setdefault(frozenset((one, another)), set()).add(round)
 
     def are_enough(self, member: int, members: Collection[int]) -> bool:
-        """Whether `member` is to be shut out. members: all who have trained and are there."""
+        """Whether `member` is to be banned. members: all who have trained and are connected."""
         pairs = (frozenset((member, other)) for other in members if other != member)
         rounds = [self._rounds[pair] for pair in pairs if pair in self._rounds]
         return len(rounds) >= max(_OTHERS, len(members) / 2) and len(set().union(*rounds)) >= _ROUNDS
 
     def worst(self, members: Iterable[int], more: Collection[Pair] = ()) -> int:
-        """Who of `members` disagrees with most, of equals the first. more: pairs beside those of refusals."""
+        """The member in most disagreements; of equals the first. more: pairs in addition to those of refusals."""
         pairs = self._rounds.keys() | more
         return max(members, key=lambda member: sum(member in pair for pair in pairs))
 
 
-_RETAINED = 64  # rounds for which a member that slept still hears what became of them
+_RETAINED = 64  # landed rounds to remember, for members that were asleep
 
 
 class Ballots:
     """The ballots of all rounds.
 
-    What `apply` was given survives a restart of the lighthouse. Answers and accusations do not: members tell them
-    again.
+    `apply` is called with journalled decisions, so these survive a restart. Answers and reports do not; members repeat
+    them.
     """
 
     def __init__(self) -> None:
         self._open: dict[int, Ballot] = {}
         self._landed: dict[int, Ballot] = {}
-        self._reports: dict[tuple[int, int, int], dict[int, PeerReport]] = {}  # by round, attempt and accused: by sayer
+        self._reports: dict[tuple[int, int, int], dict[int, PeerReport]] = {}  # (round, attempt, accused): by sender
         self._out: dict[int, int] = {}  # by member: the newest view when others landed without it
         self._view = -1
         self.graces, self.ban_scores = Graces(), BanScores()
 
     @property
     def are_open(self) -> bool:
-        """Whether there is a round on which something was said, and which has not landed."""
+        """Whether there are reports on a round that has not landed."""
         return bool(self._open)
 
     def done(self, member: int, done: Done, members: tuple[int, ...]) -> None:
-        """A member has an answer. members: of the first attempt of its round."""
+        """A member has an answer. members: of the first attempt of that round."""
         ballot = self._of(done.round, members)
         if ballot is not None:
             self._open[done.round] = ballot.add_answer(done.attempt, member, done.digest)
 
     def delivered(self, now: float, member: int, delivered: Delivered, members: tuple[int, ...], quorum: float) -> None:
-        """A member has a share of a round for which `quorum` is enough."""
+        """A member has a share of a round that needs a `quorum`."""
         ballot = self._of(delivered.round, members)
         if ballot is not None:
             self._open[delivered.round] = replace(ballot, quorum=quorum).add_share(member, delivered.steps)
             self.graces.delivered(now, delivered.round, delivered.seconds)
 
     def reported(self, member: int, peer_report: PeerReport, members: tuple[int, ...], living: Collection[int]) -> None:
-        """`member` accuses another member. The next attempt leaves out who was refused by more than half of the others;
-        or was late for so many, though in the first attempt, whose deadline is short, nobody is late who is done. But
-        who has had others refuse more members than one, in this round or before, is left out in their place.
+        """`member` reports another member. The next attempt leaves out a member that more than half of the others
+        refuse, or find late. In the first attempt, whose deadline is short, a member that is done does not count as
+        late. If the witnesses or senders have more refusals than the accused, in this round or before, the one with the
+        most is left out in its place.
         """
         ballot = self._of(peer_report.round, members)
         reported = peer_report.member
@@ -103,13 +104,13 @@ class Ballots:
         self._open[peer_report.round] = ballot
 
     def _worst(self, round: int) -> Callable[[Sequence[int]], int] | None:
-        """Who has most accusations of `round`, or refusals of any, of some members; None where nobody has accused."""
+        """Picks the member with most reports of `round` and refusals of any; None if nobody was reported."""
         reports = {key[2]: who for key, who in self._reports.items() if key[0] == round}
         pairs = {frozenset((reported, member)) for reported, who in reports.items() for member in who}
         return partial(self.ban_scores.worst, more=pairs) if pairs else None
 
     def due(self, now: float, living: Mapping[int, float]) -> Iterator[RoundDecision]:
-        """Words that are decided now. Each must be recorded, which gives it to `apply`, before the next is taken.
+        """Decisions that are due now. Each must be recorded, which calls `apply`, before the next is taken.
 
         living: by member, the first round that waits for it.
         """
@@ -126,7 +127,7 @@ class Ballots:
                 yield replace(decision, view=self._view)
 
     def apply(self, decision: RoundDecision, members: tuple[int, ...]) -> list[int]:
-        """A recorded word; members: of the first attempt. Those of its round without whom the others land."""
+        """Apply a recorded decision. members: of the first attempt. Returns those without whom the others land."""
         ballot = self._open.get(decision.round) or Ballot(decision.round, (members,))
         ballot = ballot.decided(decision)
         if decision.outcome == "retry":
@@ -138,41 +139,42 @@ class Ballots:
             decision.round: ballot,
         }
         self._reports = {key: who for key, who in self._reports.items() if key[0] != decision.round}
-        tried = ballot.attempts[1:] if ballot.taken else ballot.attempts  # who was only late fetches the mean
+        tried = ballot.attempts[1:] if ballot.taken else ballot.attempts  # members that were only late fetch the mean
         left = sorted({member for members in tried for member in members} - set(decision.members))
         self._out |= dict.fromkeys(left, decision.view)
         return left
 
     def has_landed(self, round: int) -> bool:
-        """Whether that was decided, and is still known."""
+        """Whether the round has landed, and is still remembered."""
         return round in self._landed
 
     def decision(self, round: int, member: int | None = None) -> RoundDecision | None:
-        """What `member` is to know of `round`; None: whoever asks."""
+        """The decision on `round` for `member`; None: for any asker."""
         ballot = self._landed.get(round) or self._open.get(round)
         return None if ballot is None else ballot.decision(member)
 
     def opened(self, view: View) -> None:
-        """A new view: who is in it from here on has the others' state."""
+        """A new view begins: its members have the others' state."""
         self._view = view.number
 
     def left_out(self, view: View) -> Collection[int]:
-        """Members of `view` that take no part in its rounds any more, for they missed a landing."""
+        """Members of `view` that missed a landing, and so take no part in its rounds."""
         return {member for member, number in self._out.items() if number >= view.number}
 
     def _of(self, round: int, members: tuple[int, ...]) -> Ballot | None:
-        """The open ballot of a round, a new one where it is the first word of it; None where it has landed."""
+        """The open ballot of a round, or a new one; None if it has landed."""
         if round in self._landed or (round not in self._open and not members):
             return None
         return self._open.get(round) or Ballot(round, (members,))
 
 
-_BEHIND = 4  # rounds behind half of the members from which one is better off with another's state
+_BEHIND = 4  # a worker that is so many rounds behind half of the members loads another state
 
 
 class CoordinatorState(Coordinator):
-    """workers: by member. ledger: of what was read. ballots: on rounds that all land together. newest_round: that a
-    member has begun. issued: the number of the newest view or proposal. entries, until: as of `Coordinator`.
+    """workers: by member. ledger: of the data that was read. ballots: on rounds that all members land together.
+    newest_round: the newest begun one. issued: the number of the newest view or proposal. entries, until: as in
+    `Coordinator`.
     """
 
     def __init__(self, entries: Iterable[dict[str, Any]], until: float) -> None:
@@ -185,15 +187,15 @@ class CoordinatorState(Coordinator):
 
     @property
     def view(self) -> View | None:
-        """The newest."""
+        """The newest view; None before the first."""
         return self.ledger.newest
 
     def members(self) -> tuple[int, ...]:
-        """Seats whose weights count: in a view, connected, and not to begin with another's state."""
+        """Members whose weights count: in a view, connected, with an up-to-date state."""
         return self.workers.members("in", "leaving")
 
     def voters(self, round: int) -> tuple[int, ...]:
-        """Who exchanges in the first attempt of `round`."""
+        """The members of the first attempt of `round`."""
         view = self.ledger.view_of(round)
         if view is None:
             return ()
@@ -234,7 +236,7 @@ class CoordinatorState(Coordinator):
 
     def _apply_beat(self, worker: Worker, beat: Beat) -> None:
         worker.round = max(worker.round, beat.round)
-        # what it got before it was to take another's state it will not have any more
+        # what it had seen with its former state is lost
         seen = dict(beat.seen) if beat.ready == worker.call else {}
         self.ledger.begun(worker.member, beat.round, beat.skipped, seen)
         if worker.state == "outside" and beat.ready == worker.call:
@@ -242,10 +244,10 @@ class CoordinatorState(Coordinator):
             self.workers.changed()
         if worker.state in ("in", "leaving"):
             self.newest_round = max(self.newest_round, beat.round)
-        at = max(worker.round, worker.entered - 1)  # a newcomer is not behind before its first round
+        at = max(worker.round, worker.entered - 1)  # a joiner is not behind before its first round
         if worker.state == "in" and self.newest_round - at > _BEHIND:
             ahead = [member for member in self.members() if self.workers[member].round - at > _BEHIND]
-            if 2 * len(ahead) >= len(self.members()):  # one of several may say what is not so
+            if 2 * len(ahead) >= len(self.members()):  # a single member may report a false round
                 self._call_again(worker)
 
     def _apply_gone(self, worker: Worker) -> None:
@@ -277,7 +279,7 @@ class CoordinatorState(Coordinator):
         for member in view.members:
             self.workers[member].enter(view.since)
         self.ballots.opened(view)
-        if not begins:  # nobody would be in that round before those who wait for their first one are
+        if not begins:  # only joiners, which wait until a member has begun this round
             self.newest_round = max(self.newest_round, view.since)
 
     def _apply_decision(self, decision: RoundDecision) -> None:
@@ -288,12 +290,12 @@ class CoordinatorState(Coordinator):
             self.ledger.landed(decision.round, decision.members)
 
     def _call_all_but(self, members: Collection[int]) -> None:
-        """`members` are the first to have the run's state again: what others were to begin with is another one."""
+        """`members` are the first to have the run's state again: others must load theirs, not what was named before."""
         for worker in self.workers.waiting(members):
             self._call_again(worker)
 
     def _call_again(self, worker: Worker) -> None:
-        """Its state is not that of the others any more, or no view waits for it."""
+        """The worker must load another state: its own differs from the others', or no view waits for it."""
         self.ledger.forgo(worker.member)
         worker.state, worker.call = "outside", worker.call + 1
         worker.load, worker.tried = None, set()

@@ -6,17 +6,17 @@ order of the data. With s = the fresh steps of an index in a round, a round's fr
 step by step, and within a step row by row across the indices that take it. So a view without a backlog, in which every
 member takes H steps, reads what a fixed world reads. This is plain arithmetic on views, the same at every worker.
 
-A slice is read for good while somebody whose weights go on has its work: its reader, or a member that took part in an
-exchange with the reader at the end of that round or a later one, or with one that had it from there. The `DataLedger`
+A slice is read for good while a member whose weights go on has its work: its reader; a member that took part in an
+exchange with the reader at the end of that round or later; or a member that got it from one of these. The `DataLedger`
 puts everything else into the backlog of the next view:
 
     rounds that a worker did without knowing the view, on unassigned samples                (`begun(skipped=...)`)
-    rounds of a lost worker whose work is in nobody's weights; also where those who had it are lost later
-    what remains of the backlog where a view ended too early to read it
+    rounds of a lost worker whose work is in no weights, also if the members that had it are lost later
+    what remains of the backlog if a view ended too early to read it
 
-A worker's report counts up to the newest round that it named: the round it is in. So if the ledger is behind, a slice
-is read twice, never not at all. It is at most one slice a death, for a worker reads its own slices one round ahead of
-the lighthouse's answers and no further (`member`).
+A worker's report counts up to the newest round that it named: the round it is in. If the ledger is behind, a slice is
+read twice, but never skipped. That is at most one slice per death, because a worker reads its own slices at most one
+round ahead of the lighthouse's replies (`member`).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Batch(NamedTuple):
 
 
 def batches(views: Mapping[int, View], view: View, round: int, index: int) -> list[Batch]:
-    """What `index` reads in `round`, a batch an inner step. views: by number, those that `view.backlog` names."""
+    """The batches that `index` reads in `round`, one per inner step. views: by number, those in `view.backlog`."""
     taken = _taken(view, round, index)
     before = _before(view, round, index)
     backlog = [
@@ -69,7 +69,7 @@ def range_batches(view: View, sample_range: SampleRange) -> list[Batch]:
 
 
 def fresh(view: View, round: int) -> tuple[int, ...]:
-    """Inner steps of each index in `round` that read on in the order of the data, without those of the backlog."""
+    """Inner steps of each index in `round` that read new data, not the backlog."""
     total, before = count_steps(view.backlog), _before(view, round, 0)
     if before >= total:
         return view.steps
@@ -87,16 +87,17 @@ def fresh_before(view: View, round: int) -> int:
 
 
 def last_round(view: View, batches: int) -> int:
-    """The round of `view` in which the data's order has come to so many batches, at the earliest that before its first.
+    """The round of `view` in which `batches` batches of the data's order are reached; at the earliest the one before
+    its first.
 
-    Debts are not counted: they come before.
+    The backlog is not counted: it is read before.
     """
     steps = batches - view.start + count_steps(view.backlog)
     return view.since - 1 + (-(-steps // sum(view.steps)) if batches > view.start else 0)
 
 
 def ranges_of(view: View, index: int, first: int, until: int) -> list[SampleRange]:
-    """What the slices of `index` in rounds `first` .. `until` - 1 read, for whoever reads it in their stead."""
+    """The data of the slices of `index` in rounds `first` .. `until` - 1, to be read again."""
     found: list[SampleRange] = []
     own, total = view.steps[index], count_steps(view.backlog)
     for round in range(first, until):
@@ -111,7 +112,7 @@ def ranges_of(view: View, index: int, first: int, until: int) -> list[SampleRang
 
 
 def left_over(view: View, until: int) -> list[SampleRange]:
-    """The backlog that no slice of the view before round `until` was to read."""
+    """The part of the backlog that the slices of the view before round `until` do not reach."""
     steps, total = max(_before(view, until, 0), 0), count_steps(view.backlog)
     return part(view.backlog, steps, total - steps) if steps < total else []
 
@@ -157,7 +158,7 @@ def _taken(view: View, round: int, index: int) -> int:
     return min(max(count_steps(view.backlog) - _before(view, round, index), 0), view.steps[index])
 
 
-_WITNESSES = 8  # so many that live are enough: what they all have is not minded any longer
+_WITNESSES = 8  # work that so many living members have counts as safe
 
 
 @dataclass(frozen=True)
@@ -174,9 +175,9 @@ class SliceAssignment:
 class _Incarnation:
     """What is known of a member, from the state that it began with to its loss.
 
-    begun: the newest round that it reported. skipped: rounds of unassigned samples that are in no backlog yet.
-    witnesses: by member, the newest round of this one whose work it has, and the round of its own in which it got that.
-    landed: the newest round of an all-reduce method with its work.
+    begun: the newest round that it reported. skipped: rounds on unassigned samples that are in no backlog yet.
+    witnesses: by member that has its work: (the newest such round, the witness's own round when it got it). landed: the
+    newest round of an all-reduce method with its work.
     """
 
     member: int
@@ -187,7 +188,7 @@ class _Incarnation:
     landed: int = 0
 
     def seen(self, witness: int, round: int, at: int) -> _Incarnation:
-        """`witness` has its work up to `round` since its own round `at`. Of many the one who has least is forgotten."""
+        """`witness` has its work up to `round` since its own round `at`. Of too many witnesses the least is dropped."""
         if round <= self.witnesses.get(witness, (0, 0))[0]:
             return self
         witnesses = {**self.witnesses, witness: (round, at)}
@@ -196,18 +197,18 @@ class _Incarnation:
         return replace(self, witnesses=witnesses)
 
     def without(self, witnesses: Collection[int]) -> _Incarnation:
-        """Those have nothing of it any more."""
+        """These members no longer have any of its work."""
         return replace(self, witnesses={w: seen for w, seen in self.witnesses.items() if w not in witnesses})
 
     def held(self, living: Collection[int]) -> int:
-        """The newest of its rounds whose work somebody else of `living` has; 0 where there is none."""
+        """The newest of its rounds whose work another living member has; 0: none."""
         rounds = [seen for witness, (seen, _) in self.witnesses.items() if witness in living and witness != self.member]
-        if any(member != self.member for member in living):  # what has landed, all have
+        if any(member != self.member for member in living):  # landed work is at all members
             rounds.append(self.landed)
         return min(max(rounds, default=0), self.begun)
 
     def spread(self, others: Collection[int]) -> int:
-        """The newest of its rounds whose work so many of `others` have that it is safe."""
+        """The newest of its rounds whose work enough of `others` have, so that it is safe."""
         enough = min(len(others), _WITNESSES)
         rounds = sorted((r for witness, (r, _) in self.witnesses.items() if witness in others), reverse=True)
         seen = rounds[enough - 1] if 0 < enough <= len(rounds) else 0
@@ -215,13 +216,13 @@ class _Incarnation:
 
 
 class DataLedger:
-    """Told of every view, round and exchange; says where the next view begins and what it owes."""
+    """Records every view, round and exchange; computes where the next view begins, and its backlog."""
 
     def __init__(self) -> None:
-        self.views: dict[int, View] = {}  # those that an assignment or a backlog still names, and the newest
+        self.views: dict[int, View] = {}  # the newest, and those that an assignment or a backlog refers to
         self._incarnations: dict[int, _Incarnation] = {}  # by member
-        self._lost: list[_Incarnation] = []  # whose work is in few others yet
-        self._forgone: set[int] = set()  # incarnations that end with the next view
+        self._lost: list[_Incarnation] = []  # lost ones whose work few others have yet
+        self._forgone: set[int] = set()  # members whose incarnation ends with the next view
 
     @property
     def newest(self) -> View | None:
@@ -229,26 +230,26 @@ class DataLedger:
         return self.views[max(self.views)] if self.views else None
 
     def view_of(self, round: int) -> View | None:
-        """The newest of those that are kept and had begun by `round`."""
+        """The newest recorded view that had begun by `round`."""
         return max((v for v in self.views.values() if v.since <= round), key=lambda v: v.number, default=None)
 
     def begun(self, member: int, round: int, skipped: Iterable[int], seen: Mapping[int, int]) -> None:
-        """`member` is in `round`; of its rounds it did `skipped` out of turn; it has taken part in exchanges with
-        others, `seen` = the newest of their rounds, by member.
+        """`member` is in `round`. skipped: its rounds on unassigned data. seen: by member, the newest round of others
+        whose work it has by exchanges.
         """
         incarnation = self._incarnations.get(member, _Incarnation(member))
         newest = max(incarnation.begun, round)
         self._incarnations[member] = replace(incarnation, begun=newest, skipped=incarnation.skipped | set(skipped))
         if seen:
             for other, incarnation in self._incarnations.items():
-                if other in seen or not incarnation.witnesses.keys().isdisjoint(seen):  # few of a large world
+                if other in seen or not incarnation.witnesses.keys().isdisjoint(seen):  # only few of a large world
                     self._incarnations[other] = self._passed_on(incarnation, member, seen, alive=True)
             self._lost = [self._passed_on(incarnation, member, seen, alive=False) for incarnation in self._lost]
 
     def _passed_on(
         self, incarnation: _Incarnation, member: int, seen: Mapping[int, int], *, alive: bool
     ) -> _Incarnation:
-        """`member` has the work of those it has seen, and what they had got of `incarnation` in the rounds before."""
+        """`member` has the work of those that it has seen, and what they had of `incarnation` before."""
         if alive and incarnation.member == member:
             return incarnation
         if alive and incarnation.member in seen:
@@ -259,23 +260,23 @@ class DataLedger:
         return incarnation
 
     def landed(self, round: int, members: Collection[int]) -> None:
-        """The answer of `round` holds the work of `members`, and everybody has it whose weights go on."""
+        """The answer of `round` holds the work of `members`, and is at all members whose weights go on."""
         for member in members:
             if member in self._incarnations:
                 self._incarnations[member] = replace(self._incarnations[member], landed=round)
 
     def forgo(self, member: int) -> None:
-        """What `member` has not shared by now is not waited for: it is dead, or begins again with another's state."""
+        """Do not wait for what `member` has not shared yet: it is dead, or loads another state."""
         self._forgone.add(member)
 
     def reclaim(self, member: int) -> None:
-        """`member` is back with everything it had, before any view went on without it."""
+        """`member` is back with its state before any view excluded it."""
         self._forgone.discard(member)
 
     def next(self, since: int, living: Collection[int]) -> tuple[int, tuple[SampleRange, ...]]:
-        """(`View.start`, `View.backlog`) of a view that takes over at round `since`; changes nothing.
+        """(`View.start`, `View.backlog`) of a view from round `since` on; changes nothing.
 
-        living: members whose weights go on; not those that are forgone.
+        living: members whose weights go on, without forgone ones.
         """
         view = self.newest
         if view is None:
@@ -283,14 +284,14 @@ class DataLedger:
         return view.start + fresh_before(view, since), tuple(self._settled(since, living)[0])
 
     def open(self, view: View, living: Collection[int]) -> None:
-        """`view` takes over at its round, with the `start` and the backlog that `next` gave for the same `living`."""
+        """Record a `view` with the `start` and backlog that `next` returned for the same `living`."""
         before = () if self.newest is None else self.newest.members
         if self.newest is not None:
             _, self._incarnations, self._lost = self._settled(view.since, living, view.members)
             self._forgone = set()
         for index, member in enumerate(view.members):
             incarnation = self._incarnations.get(member, _Incarnation(member))
-            if member not in before:  # what it did outside is no data slice
+            if member not in before:  # what it did outside a view was no data slice
                 incarnation = replace(incarnation, begun=0, skipped=frozenset())
             self._incarnations[member] = replace(
                 incarnation, assignments=(*incarnation.assignments, SliceAssignment(view.number, index, view.since))
@@ -314,10 +315,10 @@ class DataLedger:
     def _settled(
         self, until: int, living: Collection[int], coming: Collection[int] = ()
     ) -> tuple[list[SampleRange], dict[int, _Incarnation], list[_Incarnation]]:
-        """(the backlog if the newest view ends before round `until`, the incarnations that go on, those that are lost).
+        """(backlog if the newest view ends before round `until`, incarnations that go on, lost incarnations).
 
-        coming: members that go on from then, too. They have what their donors had when they copied it: were they the
-        only ones left, it would be all there is.
+        coming: members that go on from then too, with what their donors had when they copied it; they may be the only
+        ones left.
         """
         view, living = self.newest, frozenset(living)
         going_on = living.union(coming)
@@ -332,9 +333,9 @@ class DataLedger:
             held = incarnation.held(living) if is_lost else until
             missed, assignments = self._unread(replace(incarnation, assignments=assignments), held)
             backlog += missed
-            # Some of those that are forgone go on from then, with what they have from a donor.
+            # Forgone members that go on have only a donor's state, so they are no witnesses.
             incarnation = incarnation.without(self._forgone)
-            # Of one that is lost the member itself is among those who go on, where it began again.
+            # A lost incarnation's own member counts as another one if it began again.
             spread = incarnation.spread(going_on if is_lost else going_on - {incarnation.member})
             minded = tuple(t for t in assignments if (t.until or until) > spread + 1)
             skipped = frozenset(round for round in incarnation.skipped if round >= until)
@@ -346,7 +347,7 @@ class DataLedger:
         return merged(backlog), incarnations, lost
 
     def _unread(self, incarnation: _Incarnation, held: int) -> tuple[list[SampleRange], tuple[SliceAssignment, ...]]:
-        """(the slices whose work nobody has: unassigned, or in rounds after `held`; its assignments without them)."""
+        """(slices whose work nobody has: unassigned, or in rounds after `held`; the other assignments)."""
         backlog: list[SampleRange] = []
         remaining: list[SliceAssignment] = []
         for assignment in incarnation.assignments:

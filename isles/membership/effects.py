@@ -18,12 +18,12 @@ from isles.membership.messages import Load, Message
 class Rules:
     """The rules of one run.
 
-    founders: workers that the first view waits for. sync_every: inner steps a round. agrees: whether all members land
-    the same mean (an all-reduce method), on the lighthouse's word. most: workers at once. last: the run's last round;
-    None for a run without an end, or for one that ends with the round in which `batches` (one a worker and inner step)
-    have been read. quorum: share of the members that is enough for the mean of any round but the last; 0: all of them.
-    weights: bytes of the model that the run begins with; 0: not known. waits, evaluates: seconds for which a member may
-    wait for another one's part, and for validation.
+    founders: workers that the first view waits for. sync_every: inner steps per round. agrees: whether all members land
+    the same mean (an all-reduce method), by the lighthouse's decision. most: workers at once. last: the run's last
+    round; None for a run without an end, or for one that ends with the round in which `batches` (one per worker and
+    inner step) have been read. quorum: share of the members that is enough for the mean of any round but the last; 0:
+    all. weights: bytes of the model at the start; 0: not known. waits, evaluates: seconds for which a member may wait
+    for another one's part, and for validation.
     """
 
     founders: int
@@ -40,21 +40,21 @@ class Rules:
 
 @dataclass(frozen=True)
 class Append:
-    """Write this entry to the journal before any later order leaves."""
+    """Write this entry to the journal before any later effect leaves the machine."""
 
     entry: dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Reply:
-    """Answer whoever called."""
+    """Answer the caller."""
 
     message: Message
 
 
 @dataclass(frozen=True)
 class Notify:
-    """Send to `member`; it may be lost, for the next answers say it again."""
+    """Notify `member`. The notification may be lost: replies to later beats repeat its content."""
 
     member: int
     message: Message
@@ -68,8 +68,8 @@ WorkerState = Literal["outside", "ready", "in", "leaving", "left", "banned"]
 
 @dataclass
 class Worker:
-    """What the lighthouse knows of one member. call: how often it was asked to begin with another's state; entered: the
-    first round with the one that it has.
+    """What the lighthouse knows of one member. call: how often it was asked to load another state; entered: its first
+    round with the present one.
     """
 
     member: int
@@ -81,27 +81,27 @@ class Worker:
     round: int = 0
     seconds: float = 0.0
     load: Load | None = None
-    tried: set[int] = field(default_factory=set)  # donors whose state did not come
+    tried: set[int] = field(default_factory=set)  # donors whose state did not arrive
 
     def enter(self, since: int) -> None:
-        """A view that begins with round `since` includes this worker."""
+        """Note that a view from round `since` on includes this worker."""
         if self.state != "in":
             self.state, self.entered = "in", since
         self.load, self.tried = None, set()
 
     def knows(self, round: int) -> bool:
-        """Whether it has trained with the state that it has, and so far that it can speak of `round`."""
+        """Whether it has trained with its present state, and so far that it can judge shares of `round`."""
         return max(self.entered, 1) <= self.round and self.entered <= round <= self.round + 1
 
     @property
     def here(self) -> bool:
-        """Whether it has a part in the run now."""
+        """Whether it takes part in the run now."""
         return self.connected and self.state not in ("left", "banned")
 
 
 class WorkerTable(dict[int, Worker]):
-    """All workers that there ever were, by member: after a day many more than are in the run. What it says of those who
-    have a part in the run is as of the last `changed`, for it is asked at every word of everybody.
+    """All workers of the run so far, by member: in a long run many more than take part now. `here` and `members` are
+    cached until `changed` is called, because every message asks for them.
     """
 
     _here: list[Worker] | None = None
@@ -109,7 +109,7 @@ class WorkerTable(dict[int, Worker]):
 
     @property
     def here(self) -> list[Worker]:
-        """Those that have a part in the run now."""
+        """Workers that take part now."""
         if self._here is None:
             self._here = [worker for worker in self.values() if worker.here]
         return self._here
@@ -123,16 +123,16 @@ class WorkerTable(dict[int, Worker]):
         return self._members[states]
 
     def waiting(self, members: Collection[int]) -> list[Worker]:
-        """Workers outside `members` that have still to begin with a state, connected or not."""
+        """Workers outside `members` that have not loaded a state yet, connected or not."""
         return [one for one in self.values() if one.state in ("outside", "ready") and one.member not in members]
 
     def changed(self) -> None:
-        """Somebody came, or the connection or the state of somebody is another one."""
+        """Call after a worker joined, or its connection or state changed."""
         self._here = self._members = None
 
 
 RELAYED = "relayed"
-"""The journal's entry of how many bytes were carried for others so far."""
+"""The journal's entry of the number of bytes relayed so far."""
 
 
 class Coordinator(ABC):
@@ -186,7 +186,7 @@ class Coordinator(ABC):
 
     @abstractmethod
     def _connected(self) -> Iterable[int]:
-        """Seats whose workers have a part in the run and, as far as is known, a connection."""
+        """Members that take part and were last known to be connected."""
 
     def _record(self, event: str, **values: Any) -> None:
         entry = {"event": event, **values}
@@ -197,12 +197,12 @@ class Coordinator(ABC):
         self._out.append(Reply(message))
 
     def _taken(self) -> list[Effect]:
-        """The orders since the last time."""
+        """Take the effects since the last call."""
         effects, self._out = self._out, []
         return effects
 
     def _count_absent(self, now: float) -> None:
-        """After a restart, who has not come back in time is gone."""
+        """After a restart, count members that have not reconnected in time as lost."""
         if self._awaited and now >= self._until:
             for member in sorted(self._awaited):
                 self._record("lost", member=member)
@@ -210,8 +210,8 @@ class Coordinator(ABC):
 
 
 def of_another_version(entry: dict[str, Any]) -> None:
-    """ValueError for an entry that nobody here knows. Some are for readers: that the lighthouse was started again, and
-    how much it had carried.
+    """ValueError for an unknown entry. Some entries are only for readers: a restart of the lighthouse, and the number
+    of relayed bytes.
     """
     if entry.get("event") not in ("restart", RELAYED):
         raise ValueError(f"the journal holds an event that this version does not know: {str(entry)[:80]}")

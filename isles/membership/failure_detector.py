@@ -1,34 +1,34 @@
 """Which members are connected and responsive.
 
-The session knows who is connected; but anybody in the session can be present under a member's name, a process may stand
-while its connection answers, and the session may take its time to give up a connection. So a member that is present,
-and says nothing that bears its key for `SILENT` seconds, counts as lost until it speaks again: a worker beats each
-second.
+The session knows who is connected. That is not enough: anybody in the session can be present under a member's name, a
+process may hang while its connection stays open, and the session may be slow to give up a connection. So a member that
+is connected but sends nothing authenticated for `SILENT` seconds counts as lost until it sends again; workers send a
+beat each second.
 
-Sooner than that, a member that is waited for in vain and has not spoken for longer than a beat takes is suspected:
-nobody is to wait for it, but it is not lost. A partner may also be late because it is slow, or waits for another one
-itself; so a worker that waits in vain asks the lighthouse (`p2p.transport`), which hears each worker every second.
+Before that, a member that others wait for, and that has missed a beat, is suspected: nobody should wait for it, but it
+is not lost. A partner may also be late because it is slow, or itself waits for another one; so a worker that waits in
+vain asks the lighthouse (`p2p.transport`), which gets each worker's beats.
 
-Seconds are those in which the lighthouse looked: while it was held up itself nobody could be heard.
+Only time in which the lighthouse was running counts: while it was suspended itself it could hear nobody.
 """
 
 from __future__ import annotations
 
-SILENT = 10.0  # seconds; the engine tells sooner, and a worker whose machine is busy beats late
-_SUSPECT_AFTER = 1.5  # seconds without a beat, which comes each second
-_MOST = 4096  # members that are gone and remembered
-_LOOK = 0.5  # seconds from one look to the next that count, at most
+SILENT = 10.0  # seconds; the session detects broken connections sooner, and a worker on a busy machine beats late
+_SUSPECT_AFTER = 1.5  # seconds without a beat; beats are sent each second
+_MOST = 4096  # lost members to remember
+_LOOK = 0.5  # the longest interval between looks that counts, seconds
 
 
 class IslandLiveness:
-    """Which members are there as a whole: an island is several workers, and is gone once one of them is."""
+    """Which members are connected with all workers: an island is lost once one of its workers is."""
 
     def __init__(self) -> None:
-        self._missing: dict[int, set[int]] = {}  # by member whose first worker is there: places whose connection broke
+        self._missing: dict[int, set[int]] = {}  # by member with a connected leader: ranks that are not connected
 
     def changed(self, member: int, island_rank: int, there: bool) -> bool | None:
-        """The connection of the worker at `island_rank` came or broke: whether the member is there now; None where that
-        is as before. Who has not come yet is on its way.
+        """The connection of the worker at `island_rank` opened or broke. Returns whether the member is complete now;
+        None if that has not changed. Ranks that have never connected count as on their way.
         """
         if island_rank == 0:
             self._missing.pop(member, None)
@@ -44,18 +44,18 @@ class IslandLiveness:
 
 
 class FailureDetector:
-    """Who is there and speaks, for a lighthouse that looks several times a second."""
+    """Which members are connected and send beats, for a lighthouse that looks several times a second."""
 
     def __init__(self) -> None:
         self._looked_at: float | None = None
-        self._now = 0.0  # seconds in which it looked
-        self._spoke_at: dict[int, float] = {}  # of those that are there: when they spoke last, or came
+        self._now = 0.0  # seconds in which the lighthouse was running
+        self._spoke_at: dict[int, float] = {}  # by connected member: when it last sent something, or connected
         self._silent: set[int] = set()
-        self._suspected: dict[int, float] = {}  # when others were told last
+        self._suspected: dict[int, float] = {}  # by member: when others were last notified
         self._lost: dict[int, None] = {}  # the newest _MOST
 
     def changed(self, member: int, there: bool) -> None:
-        """A connection came or broke."""
+        """A connection opened or broke."""
         self._silent.discard(member)
         if there:
             self._spoke_at[member] = self._now
@@ -63,19 +63,19 @@ class FailureDetector:
         elif member in self._spoke_at:
             del self._spoke_at[member]
             self._lost[member] = None
-            if len(self._lost) > _MOST:  # anybody with the token can be there, and go, under many names
+            if len(self._lost) > _MOST:  # anybody with the token can connect under many names
                 del self._lost[next(iter(self._lost))]
 
     def is_lost(self, member: int) -> bool:
-        """Whether it was there, and its connection broke."""
+        """Whether a member was connected, and its connection broke."""
         return member in self._lost
 
     def joined(self, member: int) -> None:
-        """A member was given to somebody, who is to come."""
+        """A member id was issued; its worker will connect."""
         self._spoke_at[member] = self._now
 
     def heard_from(self, member: int) -> bool:
-        """A word of the member's own; whether it was taken for gone, and is back."""
+        """A member sent something. Returns whether it had counted as silent."""
         if member in self._spoke_at:
             self._spoke_at[member] = self._now
         was_mute = member in self._silent
@@ -83,8 +83,8 @@ class FailureDetector:
         return was_mute
 
     def to_notify(self, member: int) -> list[int]:
-        """Somebody waits in vain for `member`: who is to be told that it is quiet; nobody where it has just spoken, or
-        they were told a moment ago.
+        """A worker waits in vain for `member`. Returns whom to notify that it is silent; nobody if it has just sent
+        something, or if they were notified a moment ago.
         """
         spoke_at, suspected_at = self._spoke_at.get(member), self._suspected.get(member, -_SUSPECT_AFTER)
         if spoke_at is None or self._now - spoke_at < _SUSPECT_AFTER or self._now - suspected_at < _SUSPECT_AFTER:
@@ -100,7 +100,7 @@ class FailureDetector:
         self._looked_at = at
 
     def newly_silent(self, at: float) -> list[int]:
-        """Look, at a moment of any clock. Who is gone now, for it has said nothing; each is named once."""
+        """Look now (seconds of any clock). Returns members that count as lost from now on because of their silence."""
         self._pass(at)
         found = [s for s, spoke_at in self._spoke_at.items() if self._now - spoke_at > SILENT and s not in self._silent]
         self._silent |= {*found}

@@ -1,12 +1,13 @@
-"""What passes messages on between the clients that were let in: requests to whoever serves their address, replies back,
-and who is present.
+"""Forwards frames between admitted clients: requests to the client that serves their address, replies back, and who is
+present.
 
-The hub waits for nobody: for each client some megabytes wait to be sent, and a request that finds no room is answered
-with "later" at once. So one client on a slow link, or one that has stopped, holds up no other. A client may ask
-everybody, and watch who is present; it serves `SERVED_BY_MEMBERS` and is present as `PRESENT_AS_MEMBERS` alone, so
-nobody answers in place of the hub's own session.
+The hub never waits. Each client has a send queue of some megabytes, and a request that finds a full queue is refused
+with "later" at once, so a slow or stopped client does not hold up others. A client may ask everybody, and watch who is
+present. It may serve only `SERVED_BY_MEMBERS` and be present only as `PRESENT_AS_MEMBERS`, so that nobody answers in
+place of the hub's own session.
 
-All of it runs in the loop's thread. What a hub and its clients send are frames, each a message of one `Connection`:
+All of this runs in the loop's thread, so there are no locks. Hub and clients exchange frames, each a message of one
+`Connection`:
 
 frame = kind (1 byte), number (8), milliseconds (4), lengths of key (2) and attachment (4); these; payload
 """
@@ -31,22 +32,22 @@ from isles.membership.p2p.relay import TicketExchange, new_ticket
 from isles.membership.session import Rejections
 
 MAX_MESSAGE = 4 << 20
-"""Bytes of a word's payload."""
+"""The most bytes of a frame's payload."""
 LONGEST = MAX_MESSAGE + (1 << 16)
-"""Bytes of a word."""
+"""The most bytes of a frame."""
 _FRAME = struct.Struct(">BQIHI")
 
 
 class FrameKind(IntEnum):
-    """What a word is. Of a client: ASK, SERVE, PRESENT, WATCH; of the hub: WELCOME, SEEN, GONE; of whoever was asked,
-    and passed on: REPLY, REFUSAL, NOBODY.
+    """The kind of a frame. From a client: ASK, SERVE, PRESENT, WATCH; from the hub: WELCOME, SEEN, GONE; from the
+    client that was asked, forwarded to the asker: REPLY, REFUSAL; from the hub in its place: NOBODY.
     """
 
     WELCOME, ASK, REPLY, REFUSAL, NOBODY, SERVE, PRESENT, WATCH, SEEN, GONE = range(10)
 
 
 class Frame(NamedTuple):
-    """One word. number: of the question that it asks or answers, or of what is watched. milliseconds: for an answer."""
+    """number: of the question that it asks or answers, or of the watch. milliseconds: until an answer is due."""
 
     kind: FrameKind
     number: int
@@ -57,44 +58,44 @@ class Frame(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Bytes of what it says."""
+        """Bytes of payload and attachment."""
         return len(self.payload) + len(self.attachment)
 
 
 def pack(frame: Frame) -> bytes:
-    """The word as bytes."""
+    """The frame as bytes."""
     key = frame.key.encode("ascii")
     head = _FRAME.pack(frame.kind, frame.number, frame.milliseconds, len(key), len(frame.attachment))
     return b"".join((head, key, frame.attachment, frame.payload))
 
 
 def unpack(data: bytes | bytearray) -> Frame:
-    """The word of these bytes. BadFrame where they are none."""
+    """The frame of these bytes. BadFrame if they are malformed."""
     try:
         kind, number, milliseconds, key, attachment = _FRAME.unpack_from(data)
         at = _FRAME.size + key
         if at + attachment > len(data):
-            raise BadFrame("a word that is cut short")
+            raise BadFrame("a truncated frame")
         body = memoryview(data)
         name = data[_FRAME.size : at].decode("ascii")
         if not name.isprintable():
             raise BadFrame("an invalid address")
         return Frame(FrameKind(kind), number, name, body[at + attachment :], body[at : at + attachment], milliseconds)
     except (struct.error, ValueError) as error:
-        raise BadFrame("unknown frame kind") from error
+        raise BadFrame("a malformed frame") from error
 
 
 _LOG = logging.getLogger(__name__)
-_WAITING = 16 << 20  # bytes that wait to be sent to one client
+_WAITING = 16 << 20  # the longest send queue of one client, bytes
 _CLIENTS = 4096
 _NAMES, _LENGTH = 64, 256  # addresses that one client serves, is seen at, or watches; characters of each
-_MAX_PENDING = 4096  # questions of one client
+_MAX_PENDING = 4096  # unanswered questions of one client
 _LONGEST = 600_000  # milliseconds for an answer
 
 
 class Peer:
-    """Somebody whom frames go to. send: sends one, whether it is urgent, False where there is no room. close_link: ends
-    the connection; None for the hub's own session.
+    """A client, or the hub's own session. send: sends a frame (urgent or not); False if its queue is full. close_link:
+    ends the connection; None for the hub's own session.
     """
 
     def __init__(
@@ -103,10 +104,10 @@ class Peer:
         self.name, self.there, self.send, self.close_link = name, there, send, close_link
         self.is_hub = close_link is None
         self.serves: set[str] = set()
-        self.is_at: set[str] = set()
+        self.present_at: set[str] = set()
         self.watches: dict[int, str] = {}
-        self.pending: set[int] = set()  # numbers of questions that it was asked
-        self.asked = 0  # questions of its own that are under way
+        self.pending: set[int] = set()  # numbers of questions to answer
+        self.asked = 0  # own unanswered questions
 
 
 class _Question(NamedTuple):
@@ -117,9 +118,9 @@ class _Question(NamedTuple):
 
 
 class Hub:
-    """Listens at `listening` for whoever has the token of `mine`, whose key it holds.
+    """Listens at `listening` for clients that have the token of `mine`, whose key the hub holds.
 
-    relayed: bytes that clients have said to each other. refused: where what is not taken is counted.
+    relayed: bytes that clients have sent each other. refused: counts rejected frames.
     """
 
     def __init__(self, mine: Credentials, listening: socket.socket, lease: float, refused: Rejections) -> None:
@@ -134,16 +135,16 @@ class Hub:
         self._key = secrets.token_bytes(32)
         self._tickets = TicketExchange(self._key, self._carry)
         self._listener = Listener(
-            listening, self._admit, seconds=SILENCE, mine=mine, refused=self._turned_away, raw=self._tickets.take
+            listening, self._admit, seconds=SILENCE, mine=mine, refused=self._on_rejected, raw=self._tickets.take
         )
 
     def close(self) -> None:
-        """Let nobody in any more; not for the loop's thread."""
+        """Admit no more clients; not to be called in the loop's thread."""
         self._listener.__exit__()
         self._tickets.close()
 
     async def end(self) -> None:
-        """Close the connections once what was said has left."""
+        """Close the connections after their queues were sent."""
         links = [*self._links.items()]
         await asyncio.gather(*(link.close() for _, link in links))
         for task, _ in links:
@@ -151,39 +152,39 @@ class Hub:
         await asyncio.gather(*(task for task, _ in links), return_exceptions=True)
 
     def seen(self, name: str) -> str:
-        """The address of the client of that name; "" for none."""
+        """The address of the client of that name; "" if there is none."""
         peer = self._peers.get(name)
         return "" if peer is None else peer.there
 
     def join(self, peer: Peer) -> None:
-        """Somebody is there."""
+        """Register a client."""
         self._peers[peer.name] = peer
 
     def hear(self, peer: Peer, frame: Frame, urgent: bool) -> None:
-        """What somebody says."""
+        """Handle one frame of a client."""
         kind, key = frame.kind, frame.key
         if kind == FrameKind.ASK:
             self._ask(peer, frame, urgent)
         elif kind in (FrameKind.REPLY, FrameKind.REFUSAL):
             self._answer(peer, frame, urgent)
-        elif not peer.is_hub and (len(key) > _LENGTH or self._names(peer) >= _NAMES):
+        elif not peer.is_hub and (len(key) > _LENGTH or self._name_count(peer) >= _NAMES):
             self._refused.note(-1, "too many addresses")
         elif kind == FrameKind.WATCH:
             peer.watches[frame.number] = key
             found = [one for one in self._present if matches(key, one)]
-            self._tell(peer, Frame(FrameKind.SEEN, frame.number, payload="\n".join(found).encode("ascii")))
-        elif kind == FrameKind.SERVE and self._may(peer, key, SERVED_BY_MEMBERS):
+            self._send_or_close(peer, Frame(FrameKind.SEEN, frame.number, payload="\n".join(found).encode("ascii")))
+        elif kind == FrameKind.SERVE and self._is_allowed(peer, key, SERVED_BY_MEMBERS):
             peer.serves.add(key)
             self._serving.setdefault(key, {})[peer] = None
-        elif kind == FrameKind.PRESENT and self._may(peer, key, PRESENT_AS_MEMBERS):
-            peer.is_at.add(key)
+        elif kind == FrameKind.PRESENT and self._is_allowed(peer, key, PRESENT_AS_MEMBERS):
+            peer.present_at.add(key)
             there = self._present.setdefault(key, set())
             there.add(peer)
             if len(there) == 1:
                 self._changed(key, FrameKind.SEEN)
 
     def leave(self, peer: Peer) -> None:
-        """Somebody is gone."""
+        """Remove a client; its open questions count as unanswered."""
         self._peers.pop(peer.name, None)
         for key in peer.serves:
             self._serving[key].pop(peer, None)
@@ -191,17 +192,17 @@ class Hub:
                 del self._serving[key]
         for number in [*peer.pending]:
             self._not_from(peer, number, Frame(FrameKind.NOBODY, 0))
-        for key in peer.is_at:
+        for key in peer.present_at:
             self._present[key].discard(peer)
             if not self._present[key]:
                 del self._present[key]
                 self._changed(key, FrameKind.GONE)
 
-    # Who is let in
+    # Admission
 
     async def _admit(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if len(self._links) >= _CLIENTS:
-            raise ConnectionError("there are too many")
+            raise ConnectionError("too many clients")
         link = Connection(reader, writer, self._lease, longest=LONGEST, most=_WAITING)
         name = secrets.token_hex(8)
         peer = Peer(name, link.there, lambda frame, urgent: link.send(pack(frame), urgent=urgent), link.abort)
@@ -220,11 +221,11 @@ class Hub:
             link.abort()
             self.leave(peer)
 
-    def _turned_away(self, address: str, why: str) -> None:
+    def _on_rejected(self, address: str, why: str) -> None:
         _LOG.debug("turned away %s: %s", address, why)
 
     def ticket(self) -> bytes:
-        """For a pair of which neither reaches the other."""
+        """A relay ticket, for two workers that cannot dial each other."""
         return new_ticket(self._key)
 
     def _carry(self, size: int) -> None:
@@ -246,7 +247,7 @@ class Hub:
         self._questions[number] = _Question(peer, frame.number, set(servers), ends)
         passed_on = frame._replace(number=number)
         for server in [*servers]:
-            server.pending.add(number)  # before it is asked: the hub's own session may refuse at once
+            server.pending.add(number)  # set before sending: the hub's own session may answer at once
             if server.send(passed_on, urgent):
                 self._count(peer, server, frame)
             else:
@@ -263,7 +264,7 @@ class Hub:
             self.relayed += frame.size
 
     def _not_from(self, peer: Peer, number: int, instead: Frame) -> None:
-        """No answer comes from one of those who were asked; `instead` of the last one's."""
+        """One of the asked clients gives no answer. `instead` is the asker's answer if it was the last of them."""
         peer.pending.discard(number)
         if (question := self._questions.get(number)) is not None:
             question.served_by.discard(peer)
@@ -282,28 +283,28 @@ class Hub:
             server.pending.discard(number)
         return question
 
-    # Who is there
+    # Presence
 
-    def _may(self, peer: Peer, key: str, allowed: tuple[str, ...]) -> bool:
+    def _is_allowed(self, peer: Peer, key: str, allowed: tuple[str, ...]) -> bool:
         return peer.is_hub or any(matches(one, key) for one in allowed)
 
-    def _names(self, peer: Peer) -> int:
-        return len(peer.serves) + len(peer.is_at) + len(peer.watches)
+    def _name_count(self, peer: Peer) -> int:
+        return len(peer.serves) + len(peer.present_at) + len(peer.watches)
 
     def _changed(self, key: str, kind: FrameKind) -> None:
         for peer in [*self._peers.values()]:
             for number, pattern in peer.watches.items():
                 if matches(pattern, key):
-                    self._tell(peer, Frame(kind, number, payload=key.encode("ascii")))
+                    self._send_or_close(peer, Frame(kind, number, payload=key.encode("ascii")))
 
-    def _tell(self, peer: Peer, frame: Frame) -> None:
-        """What must not be missed: whoever has no room for it is better off with a new connection."""
+    def _send_or_close(self, peer: Peer, frame: Frame) -> None:
+        """Send a frame that must not be dropped. If the queue is full, disconnect the client, which then reconnects."""
         if not peer.send(frame, True) and peer.close_link is not None:
             peer.close_link()
 
 
 def matches(pattern: str, key: str) -> bool:
-    """Whether `key` is of `pattern`, in which * stands for one part between slashes, and ** at the end for any."""
+    """Whether `key` matches `pattern`, in which * is one part between slashes, and ** at the end any rest."""
     wanted, parts = pattern.split("/"), key.split("/")
     if wanted[-1] == "**":
         wanted.pop()

@@ -4,17 +4,17 @@
     ABOUT, ECHO, REACH       anybody with the token: the run's progress; the link's rates; whether an address is reached
     STATUS                   anybody with the token: the members
     REQUESTS, REPORTS        from a member: questions to the coordinator, lines of metrics
-    NOTIFY / member          to a member: notifications; NOTIFY / member / rank: the same, to the others of its island
-    STATE / member / name    of a member: files; of the lighthouse: STATE / `LIGHTHOUSE`
-    RELAY_TICKETS            anybody with the token: a ticket, with which two connections become one
-    UP                       present while the lighthouse is
+    NOTIFY / member          to a member: notifications; NOTIFY / member / rank: the same, to other workers of its
+    island STATE / member / name    of a member: files; of the lighthouse: STATE / `LIGHTHOUSE`
+    RELAY_TICKETS            anybody with the token: a ticket that joins two connections
+    UP                       present while the lighthouse is running
 
-Everybody in the session knows the token, and may listen where another member is addressed. So no key is ever sent but
-to its owner. What is sent in a member's name, or to it, bears a MAC (HMAC-SHA256) over address and message, by a key
-that only the lighthouse and that worker know (`signature`). What one worker sends to another bears a MAC by the pair's
-key (`peer_key`): the lighthouse gives it to the sender, and the receiver derives it from its own key. An overheard
-message can be replayed, and nothing else: so notifications are numbered, and an old number is refused. At the
-lighthouse's own addresses nobody else can listen or answer: its hub lets clients serve `SERVED_BY_MEMBERS` alone.
+Everybody in the session knows the token, and may listen at another member's address. So a key is only ever sent to its
+owner. Messages from or to a member bear a MAC (HMAC-SHA256) over address and message, by a key that only the lighthouse
+and that worker know (`signature`). Messages between workers bear a MAC by the pair's key (`peer_key`): the lighthouse
+gives it to the sender, and the receiver derives it from its own key. An overheard message can only be replayed: so
+notifications are numbered, and an old number is refused. At the lighthouse's own addresses nobody else can listen or
+answer, because its hub lets clients serve `SERVED_BY_MEMBERS` alone.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ REQUESTS, REPORTS, NOTIFY, STATE, RELAY_TICKETS = (
 )
 SERVED_BY_MEMBERS = (f"{NOTIFY}/**", f"{STATE}/member/**", "isles/dial/*", "isles/rank/*/dial/*")
 PRESENT_AS_MEMBERS = ("isles/member/*", "isles/rank/*/member/*")
-PIECE = 1 << 20  # bytes that ECHO sends at most
+PIECE = 1 << 20  # the most bytes of an ECHO reply
 LIGHTHOUSE = "lighthouse"
 UP = "isles/up"
 _FILE = "member-keys"
 PROOF = 16
 """Bytes of a MAC."""
-_MOST = 64  # bytes of a signature that are looked at
+_MOST = 64  # the longest prefix of a signature to parse
 _NUMBER = struct.Struct("<q")
 
 
 class MemberKeys:
-    """The keys of all members of a run: made from one secret in `folder`, so that they outlive the lighthouse."""
+    """The keys of all members of a run, derived from one secret in `folder`, so that they survive a restart."""
 
     def __init__(self, folder: Path) -> None:
         path = folder / _FILE
@@ -55,7 +55,7 @@ class MemberKeys:
         self._secret = path.read_bytes()
 
     def of(self, member: int) -> str:
-        """32 hex digits."""
+        """The key of a member, 32 hex digits."""
         return hmac.new(self._secret, b"isles member %d" % member, hashlib.sha256).hexdigest()[:32]
 
     def peer_key(self, member: int) -> bytes:
@@ -72,24 +72,24 @@ class MemberKeys:
 
 
 def notify_key(member: int, rank: int) -> str:
-    """Where the worker of rank `rank` in a member's island gets notifications."""
+    """The address of notifications to the worker of rank `rank` in a member's island."""
     return f"{NOTIFY}/{member}/{rank}" if rank else f"{NOTIFY}/{member}"
 
 
 def add_sequence(number: int, message: bytes) -> bytes:
-    """A notification as it is sent; each of the lighthouse's has a higher number than those before."""
+    """Prefix a notification with its number; the lighthouse numbers them in increasing order."""
     return _NUMBER.pack(number) + message
 
 
 def split_sequence(numbered: bytes) -> tuple[int, bytes]:
     """The arguments of `add_sequence`. ValueError where it is too short."""
     if len(numbered) < _NUMBER.size:
-        raise ValueError("an order without a number")
+        raise ValueError("a notification without a number")
     return _NUMBER.unpack_from(numbered)[0], numbered[_NUMBER.size :]
 
 
 def state_key(name: str) -> str:
-    """Where the worker of that name, or the `LIGHTHOUSE`, publishes files."""
+    """The address of files of the worker of that name, or of the `LIGHTHOUSE`."""
     return f"{STATE}/{name}" if name == LIGHTHOUSE else f"{STATE}/member/{name}"
 
 
@@ -99,13 +99,13 @@ def peer_key(key: str, sender: int) -> bytes:
 
 
 def signature(member: int, key: str, where: str, payload: bytes) -> bytes:
-    """The MAC of what `member` says at the address `where`, or of what is said to it there."""
+    """The MAC of a message from `member` to the address `where`, or to `member` at that address."""
     proof = hmac.digest(key.encode("ascii"), where.encode("ascii") + b"\0" + payload, "sha256")
     return b"%d:" % member + proof[:PROOF]
 
 
 def authenticate(key: bytes, head: bytes, body: bytes) -> bytes:
-    """The MAC of a message and of what goes before it, by a `peer_key`: `PROOF` bytes."""
+    """The MAC of a message and its header, by a `peer_key`: `PROOF` bytes."""
     mac = hmac.new(key, head, "sha256")
     mac.update(body)
     return mac.digest()[:PROOF]

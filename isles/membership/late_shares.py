@@ -1,11 +1,11 @@
-"""A worker's share of a round for whose mean a quorum is enough, while the worker trains on.
+"""A worker's share of a round with a quorum, while the worker trains on. Phases:
 
-reported    the lighthouse knows of it; decisions on it are looked at between inner steps
-exchanging  among those who have delivered: an attempt is to be made
-done        its answer is here, or it failed, and that is reported
-landed      it is everybody's: land it
-late        the mean is taken without it, and is to be fetched
-over        this worker has no part in the run now
+told        the lighthouse has the report; the worker looks for decisions between inner steps
+exchanging  an attempt among the members that have delivered is to be made
+done        the attempt has an answer here, or failed, and that is reported
+landed      the answer is committed: land it
+late        the mean was taken without this share, and is to be fetched
+over        this worker takes no part in the run now
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from isles.membership.round_commit import NOTHING, RoundDecision, RoundState
 if TYPE_CHECKING:
     from isles.membership.client import MembershipClient
 
-MEAN_HOLDERS = 2  # of those who landed a mean so many, the first, keep it for who was late
-_SOON = 0.3  # seconds until something is told again
+MEAN_HOLDERS = 2  # the first so many members that landed a mean save it for late members
+_SOON = 0.3  # seconds until a report is repeated
 Phase = Literal["told", "exchanging", "done", "landed", "late", "over"]
 
 
 @dataclass(frozen=True, slots=True)
 class MissedMean:
-    """What others landed in a round without this worker: the mean (n,), of so many, `whole` where it was not skipped;
-    the hash of the anchor after it. left_out: who takes no part any more since then, as `MemberState.left_out`.
+    """What others landed in a round without this worker: the mean (n,) of `participants` shares; whole: it was not
+    skipped; digest: of the anchor after it. left_out: members that take no part since then, see `MemberState.left_out`.
     """
 
     mean: Tensor
@@ -43,8 +43,9 @@ class MissedMean:
 
 
 class Delivery:
-    """Of `round`, the work of so many inner `steps`; this worker's next exchange is in `seconds`, 0 where that is
-    unknown. decision: the newest on it. It is reported first by asking, so that who is late knows at once.
+    """This worker's delivery for `round`: the work of `steps` inner steps. seconds: until its next exchange, 0 if
+    unknown. decision: the newest one on the round. The first report waits for a reply, so that a late worker knows at
+    once.
     """
 
     def __init__(self, client: MembershipClient, round: int, steps: int, seconds: float, now: float) -> None:
@@ -53,24 +54,24 @@ class Delivery:
         self._client, self._sent_at = client, now
         self._state = RoundState(client.member, round, 0, (client.member,))
         self._message: Delivered | Done = Delivered(round, steps, seconds)
-        self._failed = -1  # the newest attempt that did
+        self._failed = -1  # the newest failed attempt
         answer = client.ask(self._message)
         if isinstance(answer, RoundDecision):
             client.decisions.hear(answer)
 
     @property
     def attempt(self) -> int:
-        """The number of the exchange that is being made, or waits for its word."""
+        """The number of the present attempt."""
         return self._state.attempt
 
     @property
     def factor(self) -> float:
-        """What this worker's share is scaled by, so that the mean of all is one by inner steps."""
+        """Scales this worker's share, so that the mean of all is weighted by inner steps."""
         assert self.decision is not None and self.decision.steps
         return len(self.decision.steps) * self.steps / sum(self.decision.steps)
 
     def look(self, now: float) -> Phase:
-        """The phase that it is in now. What was told is told again now and then, for words may be lost."""
+        """The present phase. Repeats the last report now and then, because messages may be lost."""
         self.decision = self._client.decisions.of(self.round) or self.decision
         if self.decision is not None:
             self._state = self._state.apply(self.decision)
@@ -88,7 +89,7 @@ class Delivery:
         return "exchanging" if not is_waiting else "told" if self._state.attempt == 0 else "done"
 
     def answered(self, digest: int | None, now: float) -> None:
-        """The exchange of this attempt has an answer with that hash, or failed."""
+        """The present attempt has an answer with hash `digest`, or failed (None)."""
         if digest is None:
             self._failed = self._state.attempt
         else:
@@ -97,18 +98,18 @@ class Delivery:
         self._client.say(self._message)
 
     def say(self) -> None:
-        """Tell it again."""
+        """Repeat the last report."""
         self._client.say(self._message)
 
     def wait(self) -> None:
-        """Wait until there is something new to look at, a moment at most."""
+        """Wait a moment, or until there is a new decision."""
         known = self.decision
         self._client.wait(lambda: self._client.is_over or self._client.decisions.of(self.round) != known, _SOON)
 
 
 class Deliveries:
-    """How a worker makes them. alone: its group of itself. fetch: a mean that it missed, None where nobody gives it;
-    landed: called after each landing with its round.
+    """A worker's deliveries. alone: its group of itself. fetch: fetches a mean that it missed; None if nobody serves
+    it. landed: called with the round after each landing.
     """
 
     def __init__(self, client: MembershipClient, alone: Group) -> None:
@@ -116,14 +117,14 @@ class Deliveries:
         self.fetch: Callable[[RoundDecision], MissedMean | None] = lambda decision: None
         self.landed: Callable[[int], None] = lambda round: None
         self.late = 0
-        """Rounds whose mean was taken without this worker."""
+        """Number of rounds whose mean was taken without this worker."""
 
     def new(self, round: int, steps: int, seconds: float) -> Delivery:
-        """Deliver."""
+        """Report a share to the lighthouse."""
         return Delivery(self.client, round, steps, seconds, self._alone.transport.now())
 
     def group(self, decision: RoundDecision, seconds: float) -> Group:
-        """The group of an attempt, whose members may be late by so many seconds."""
+        """The group of an attempt; its members get `seconds` more."""
         is_waiting = self._alone.deadlines
         return replace(
             self._alone,
@@ -133,12 +134,12 @@ class Deliveries:
         )
 
     def fail(self, delivery: Delivery, error: CommError) -> None:
-        """Tell that the exchange of `delivery` has failed here, and whom that speaks of."""
+        """Report that the attempt has failed here, and which member the error names."""
         self.client.report_peer(delivery.round, delivery.attempt, error)
         delivery.answered(None, self._alone.transport.now())
 
     def missed(self, delivery: Delivery) -> MissedMean | None:
-        """The mean that was taken without it, once it has landed there. None where it cannot be had now."""
+        """Wait until the round has landed without this worker, and fetch its mean. None if it cannot be had now."""
         while not self.client.is_over and self.client.has_answers:
             decision = self.client.decisions.of(delivery.round)
             if decision is not None and decision.outcome == "land":
@@ -152,7 +153,7 @@ class Deliveries:
         return None
 
     def is_missed(self, decision: RoundDecision) -> bool:
-        """Whether somebody of the round's view was late, and this worker is one of those who keep the mean for it."""
+        """Whether a member of the round's view was late, and this worker is to save the mean for it."""
         view = self.client.state.view_of(decision.round)
         keeps = self.client.member in decision.members[:MEAN_HOLDERS]
         return keeps and view is not None and not set(view.members) <= set(decision.members)

@@ -1,18 +1,17 @@
-"""The lighthouse of an elastic run: a `Coordinator` on a router's session. No torch.
+"""The lighthouse of an elastic run: drives a `Coordinator` by the messages of a session. No torch.
 
-request of a member -> coordinator -> effects: an entry for the journal, on disk before anything later leaves; a reply;
-notifications of members, which may be lost, for the answers to the next beats repeat them
+    request of a member -> coordinator -> effects: an entry of the journal, on disk before any later effect leaves; a
+    reply; notifications of members, which may be lost, because replies to later beats repeat them
 
-All of it happens in callbacks of the session, one after the other.
+All of this runs in callbacks of the session, one after the other.
 
-`Journal` is its memory on disk: a line of JSON for everything that must survive it. A line that was not written whole,
-at the end of the file, is what a crash leaves; nothing that depends on it has left the machine, so it is cut off. A
-damaged line anywhere else is an error: what came after it would be misread.
+`Journal` is its memory on disk: a line of JSON for everything that must survive it. A crash may leave an incomplete
+last line; nothing that depends on it has left the machine, so it is cut off. A damaged line anywhere else is an error,
+because later lines would be misread.
 
-`AddressBook` knows where workers can be reached directly: the lighthouse tries each address itself, once it is
-announced. An address that it reaches may still be out of another worker's reach: then those two are relayed, as is
-everybody who does not listen. For each worker the lighthouse vouches by the fingerprint of the certificate with which
-it joined.
+`AddressBook` knows where workers can be reached directly: the lighthouse dials each announced address itself. Another
+worker may still be unable to reach it; then the two are relayed, like workers that do not listen. The lighthouse
+vouches for each worker by the fingerprint of the certificate with which it joined.
 """
 
 from __future__ import annotations
@@ -72,34 +71,35 @@ from isles.membership.p2p.relay import RelayCount, new_ticket
 from isles.membership.run_log import JOURNAL
 from isles.membership.session import ControlSession, Query
 
-_AT_ONCE = 8  # addresses that are tried at the same time
-_ISLAND_SIZE = 1024  # of an island
+_AT_ONCE = 8  # addresses to dial at the same time
+_ISLAND_SIZE = 1024  # the most workers of an island
 
 WorkerId = tuple[int, int]
-"""A member, and a worker's place in its island."""
+"""A member, and a worker's rank in its island."""
 
 
 class AddressBook:
-    """keys: of all members. seen(session): the address from which a session comes, "" for an unknown one.
+    """The addresses of workers. keys: of all members. seen(session): the address from which a session is connected, ""
+    for an unknown one.
 
-    addresses: from which those who are there come.
+    addresses: from which connected workers are seen.
     """
 
     def __init__(self, keys: MemberKeys, seen: Callable[[str], str]) -> None:
         self._keys, self._seen = keys, seen
-        self._known: dict[WorkerId, tuple[str, int]] = {}  # of those who are there: ("", 0) where it is not reached
+        self._known: dict[WorkerId, tuple[str, int]] = {}  # of connected workers; ("", 0): cannot be dialled
         self._certificates: dict[int, tuple[str, ...]] = {}
         self.addresses: dict[WorkerId, str] = {}
         self._trying = asyncio.Semaphore(_AT_ONCE)
         self._busy: set[WorkerId] = set()
-        self._relays: set[WorkerId] = set()  # who carry for others
+        self._relays: set[WorkerId] = set()  # workers that relay
 
     def joined(self, member: int, certificates: Sequence[str]) -> None:
-        """Whoever has this member shows these certificates, see `Hello`."""
+        """Note the certificates of a new member, see `Hello`."""
         self._certificates[member] = tuple(certificates)
 
     def find(self, asker: int, find: Lookup) -> PeerAddress:
-        """The way from a worker of the member `asker` to another one."""
+        """How a worker of the member `asker` reaches another worker."""
         there = self._known.get((find.member, find.island_rank))
         key = peer_key(self._keys.of(find.member), asker).hex()
         certificates = self._certificates.get(find.member, ()) if there else ()
@@ -114,14 +114,14 @@ class AddressBook:
         return replace(found, relay=relay, ticket=new_ticket(self._keys.of(relay).encode("ascii")).hex())
 
     def forget(self, member: int, island_rank: int) -> None:
-        """Forget where that worker listens, for it may not any more."""
+        """Forget the address of a worker that has disconnected."""
         self._known.pop((member, island_rank), None)
         self._relays.discard((member, island_rank))
         self.addresses.pop((member, island_rank), None)
 
     def try_address(self, member: int, announced: AnnounceAddress, answer: Callable[[Reachability], None]) -> None:
-        """Try the address of `member` (-1: of somebody without one); answer(what came of it), in another thread.
-        ValueError for what is no address, and where one of this member's is being tried.
+        """Dial the announced address of `member` (-1: of a machine that has not joined); `answer` is called with the
+        result, in another thread. ValueError for an invalid address, or while another one of this worker is tried.
         """
         is_reached = bool(announced.host or announced.port)
         host, island_rank = announced.host or self._seen(announced.session), (member, announced.island_rank)
@@ -158,7 +158,7 @@ class AddressBook:
 class Journal:
     """The file `members.jsonl` in `folder`. entries: what it held when it was opened.
 
-    ValueError where it cannot be read, or a line in the middle is damaged.
+    ValueError if it cannot be read, or a line in the middle is damaged.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -172,26 +172,26 @@ class Journal:
         _sync_folder(folder)
 
     def append(self, entry: dict[str, Any]) -> None:
-        """Add an entry; it is safe after `commit`."""
+        """Add an entry; it is on disk after `commit`."""
         self._file.write(json.dumps(entry, separators=(",", ":"), allow_nan=False).encode("ascii") + b"\n")
         self._committed = False
 
     def commit(self) -> None:
-        """Return when everything appended is on the disk. Does nothing where there is nothing new."""
+        """Return when everything appended is on disk. Does nothing if there is nothing new."""
         if not self._committed:
             self._file.flush()
             os.fsync(self._file.fileno())
             self._committed = True
 
     def close(self) -> None:
-        """Commit and give the file back. Safe to call twice."""
+        """Commit and close the file. Safe to call twice."""
         if not self._file.closed:
             self.commit()
             self._file.close()
 
 
 def _read(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """(the entries, bytes up to the end of the last whole line)."""
+    """(entries, bytes up to the end of the last complete line)."""
     try:
         data = path.read_bytes() if path.exists() else b""
     except OSError as error:
@@ -210,7 +210,7 @@ def _read(path: Path) -> tuple[list[dict[str, Any]], int]:
 
 
 def _sync_folder(folder: Path) -> None:
-    """A new file's name is safe when its folder is."""
+    """Sync the folder: a new file survives a crash only if its folder's entry is on disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -218,18 +218,18 @@ def _sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-_ADDRESSES = 4096  # the oldest is forgotten beyond that: it has a full bucket again
+_ADDRESSES = 4096  # beyond that the oldest is dropped, which refills its bucket
 
 
 class Admissions:
-    """`most` turns at once, and as many again within `seconds`."""
+    """A token bucket per address: `most` joins at once, refilled within `seconds`."""
 
     def __init__(self, most: int, seconds: float) -> None:
         self._most, self._each = most, seconds / most
-        self._left: OrderedDict[str, tuple[float, float]] = OrderedDict()  # by address: (turns, when that was so)
+        self._left: OrderedDict[str, tuple[float, float]] = OrderedDict()  # by address: (tokens, when counted)
 
     def take(self, address: str, now: float) -> float:
-        """Take a turn: 0; or the seconds until there is one. now: of a clock in seconds."""
+        """Take a token: 0.0; or the seconds until there is one. now: seconds of any clock."""
         turns, then = self._left.pop(address, (float(self._most), now))
         turns = min(turns + (now - then) / self._each, float(self._most))
         wait = 0.0 if turns >= 1.0 else (1.0 - turns) * self._each
@@ -240,28 +240,28 @@ class Admissions:
 
 
 _LOG = logging.getLogger(__name__)
-GRACE = 8.0  # seconds for workers to come back to a lighthouse that was started again
-JOINS = 30  # members that one address takes at once, and as many again each minute
+GRACE = 8.0  # seconds for workers to reconnect to a restarted lighthouse
+JOINS = 30  # members that may join from one address at once, and as many again each minute
 _TICK = 0.25
-_NOTIFY = 5.0  # seconds that a word to a member is tried for
+_NOTIFY = 5.0  # seconds until a notification is given up
 _LONGEST_REPORT = 1 << 20
-_NUMBERS_PER_RUN = 1 << 40  # more than a lighthouse gives before it is started again
+_NUMBERS_PER_RUN = 1 << 40  # more numbers than a lighthouse uses between two restarts
 T = TypeVar("T")
 
 
 class Lighthouse:
-    """Drives the state machine of a run, `coordinator`, by what workers say, and carries out its orders.
+    """Calls the `coordinator` with what workers send, and carries out its effects.
 
-    An entry is on the disk (`journal`) before anybody is told what follows from it, so a lighthouse that is killed and
-    started again on that journal contradicts nothing that it said before.
+    An entry is on disk (`journal`) before anything that follows from it is sent, so a restarted lighthouse never
+    contradicts what it has sent before.
 
-    coordinator: made of the entries of `journal`. config: the run's, as TOML. version: of isles, which all workers must
-    have. on_report(member, event): called with what a worker reports, parsed from JSON but unchecked; its ValueError
-    refuses the report. island_size: workers in each member, which all get its notifications. failure_detector: what it
-    knows of who is there, if not by what they say.
+    coordinator: built from the entries of `journal`. config: the run's, as TOML. version: of isles, required of all
+    workers. on_report(member, event): called with a worker's report, parsed from JSON but unchecked; its ValueError
+    refuses the report. island_size: workers of each member, which all get its notifications. failure_detector: replaces
+    the one that relies on received messages.
 
-    finished: members that have done the last round. refused: what was not taken, by (member or -1, reason). corpus:
-    SHA-256 of the text of the first worker; None until it came.
+    finished: members that have done the last round. refused: counts rejections by (member or -1, reason). corpus:
+    SHA-256 of the first worker's text; None before it has joined.
     """
 
     def __init__(
@@ -307,17 +307,17 @@ class Lighthouse:
         self._end_ticks: Callable[[], None] | None = session.later(self._tick_on, _TICK) if session.beats else None
 
     def act(self, call: Callable[[float], list[Effect]]) -> None:
-        """Call something of the assembly, in a callback, and carry out its orders. Returns at once."""
+        """Call the coordinator in a callback, and carry out its effects. Returns at once."""
         self._session.later(lambda: self._carry_out(self._call(lambda _, now: call(now))))
 
     def look(self, at: Callable[[float], T]) -> T:
-        """The answer of `at`, called with the time while nothing of the assembly changes."""
+        """The result of `at`, called with the time while the coordinator cannot change."""
         with self._lock:
             return at(self._session.now())
 
     def wait(self, over: Callable[[], bool], seconds: float) -> bool:
-        """Until `over`, looked at whenever somebody was heard, or `seconds` have passed. OSError where the disk takes
-        no more: then nothing was told that is not on it, and nothing will be.
+        """Wait until `over()`, checked after every message, or `seconds` have passed. OSError if the journal could not
+        be written: nothing that is not in it was sent, and nothing more will be.
         """
         with self._lock:
             message = self._lock.wait_for(lambda: self._failed is not None or over(), seconds)
@@ -326,21 +326,21 @@ class Lighthouse:
             return message
 
     def notify(self, members: Sequence[int], message: Any) -> None:
-        """Send `message` to each of `members`; nobody says whether it came."""
+        """Send `message` to each of `members`, without acknowledgement."""
         for member in members:
             self._notify(member, encode(message))
 
     @property
     def relayed(self) -> int:
-        """Bytes that workers have sent to each other over this lighthouse."""
+        """Bytes that workers have sent to each other through this lighthouse."""
         return self._relay.relayed()
 
     def seen(self, member: int) -> str:
-        """The address from which the first worker of a member comes; "" while it does not."""
+        """The address of a member's first worker; "" while it is not connected."""
         return self._address_book.addresses.get((member, 0), "")
 
     def close(self) -> None:
-        """Do no more by itself. The session is whoever's who opened it."""
+        """Stop the timer. The session stays open: its opener closes it."""
         with self._lock:
             if self._end_ticks is not None:
                 self._end_ticks()
@@ -354,10 +354,10 @@ class Lighthouse:
         if hello.version != self._version:
             why = f"this run is of isles {self._version}, not {hello.version}: install that version"
         elif len(hello.certificates) != self._island_size:
-            why = f"each member of this run is of {self._island_size} workers, and shows the certificate of each"
+            why = f"each member of this run has {self._island_size} workers, and must show the certificate of each"
         elif self.corpus is not None and hello.corpus != self.corpus:
             why = (
-                f"data.path: this machine's text is another one (sha256 {hello.corpus[:8]}...) than the run's "
+                f"data.path: this machine's text differs (sha256 {hello.corpus[:8]}...) from the run's "
                 f"({self.corpus[:8]}...): put the same files there"
             )
         if why is not None:
@@ -373,7 +373,7 @@ class Lighthouse:
         self._carry_out(self._call(lambda m, now: m.join(now, hello.corpus, hello.certificates)), query)
 
     def _joined(self, entry: Mapping[str, Any]) -> None:
-        """Note of an entry of the journal who has joined, if that is what it says."""
+        """Note the member of a "join" entry; ignore others."""
         if entry.get("event") == "join":
             self.corpus = str(entry.get("description"))
             self._address_book.joined(entry["member"], entry["certificates"])
@@ -387,7 +387,7 @@ class Lighthouse:
             self._try_address(-1, message, query)
 
     def _greeting(self, query: Query, kind: type[T]) -> T | None:
-        """What somebody without a member says; None, and refused, where that is no `kind`."""
+        """The message of a worker that has not joined. None, and a refusal, if it is no `kind`."""
         try:
             return decode(query.payload, {kind.__name__.lower(): kind})
         except ValueError as error:
@@ -404,7 +404,9 @@ class Lighthouse:
         except ValueError as error:
             self._refuse(query, member, str(error))
             return
-        is_members_own = not isinstance(message, (Lookup, AnnounceAddress, Silent))  # which others of an island say too
+        is_members_own = not isinstance(
+            message, (Lookup, AnnounceAddress, Silent)
+        )  # which other workers of an island send too
         if is_members_own and self._failure_detector.heard_from(member):
             self._carry_out(self._call(lambda m, now: m.reconnected(now, member)))
         match message:
@@ -412,7 +414,7 @@ class Lighthouse:
                 query.reply(encode(self._address_book.find(member, message)))
             case Silent():
                 query.reply()
-                # of a lost one the others were notified; who waits for it has begun to after that
+                # others were notified of a lost member; the asker has begun to wait after that
                 is_lost = self._failure_detector.is_lost(message.member)
                 self.notify([member] if is_lost else self._failure_detector.to_notify(message.member), message)
             case AnnounceAddress():
@@ -452,7 +454,7 @@ class Lighthouse:
         payload = query.payload
         member = self._keys.member(query.attachment, REPORTS, payload)
         if member is None or len(payload) > _LONGEST_REPORT:
-            self._refuse(query, -1 if member is None else member, "a report that cannot be")
+            self._refuse(query, -1 if member is None else member, "an invalid report")
             return
         try:
             self._on_report(member, parse_json(payload))
@@ -465,7 +467,7 @@ class Lighthouse:
             self._lock.notify_all()
 
     def _presence(self, key: str, there: bool) -> None:
-        """The connection of a worker came or broke: with it that of its member, perhaps."""
+        """The connection of a worker opened or broke, and perhaps with it that of its member."""
         # The worker's rank in its island, if that is not 0; and the member.
         names = [name for name in key.split("/") if name.isdecimal() and len(name) <= 9]
         island_rank = int(names[0]) if names[1:] else 0
@@ -482,7 +484,7 @@ class Lighthouse:
             )
 
     def tick(self) -> None:
-        """Time has passed."""
+        """Time has passed; called several times a second."""
         self._carry_out(self._call(lambda m, now: m.tick(now)))
         for member in self._failure_detector.newly_silent(self._session.now()):
             self._carry_out(self._call(lambda m, now, member=member: m.disconnected(now, member)))
@@ -504,7 +506,7 @@ class Lighthouse:
             self._fail(error)
 
     def _fail(self, error: OSError) -> None:
-        """Have `wait` raise: the disk takes no more, so nothing may be told from here on."""
+        """Make `wait` raise: the journal cannot be written, so nothing may be sent from here on."""
         with self._lock:
             self._failed = self._failed or error
             self._lock.notify_all()
@@ -526,7 +528,7 @@ class Lighthouse:
                     message = Entry(message.member, self._keys.of(message.member))
                 answer = encode(message)
             else:
-                if effect.message is not encoded[0]:  # a view goes to everybody
+                if effect.message is not encoded[0]:  # encode a view for all members once
                     encoded = effect.message, encode(effect.message)
                 self._notify(effect.member, encoded[1])
         self._journal.commit()
@@ -535,7 +537,7 @@ class Lighthouse:
 
     def _notify(self, member: int, message: bytes) -> None:
         key = self._keys.of(member)
-        with self._lock:  # orders leave in the order of their numbers
+        with self._lock:  # notifications must leave in the order of their numbers, or receivers refuse them as replayed
             effect = add_sequence(next(self._sequence), message)
             try:
                 for where in (notify_key(member, island_rank) for island_rank in range(self._island_size)):
@@ -557,5 +559,5 @@ class Lighthouse:
 
 
 def _echoed(query: Query) -> int:
-    """Bytes that are asked for."""
+    """Bytes that an ECHO request asks for."""
     return min(int.from_bytes(query.payload[:4], "big"), PIECE)

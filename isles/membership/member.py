@@ -1,15 +1,15 @@
-"""A worker's side of `coordinator`: which round is whose, as far as this worker knows. Calls in, messages out; no
+"""A worker's counterpart of `coordinator`: what it knows of views, rounds and members. Calls in, messages out; no
 clock.
 
     start_round(round)  at its first inner step: which data slice is this worker's to read
     group(round)        at its exchange: who takes part
-    beat()              to the lighthouse at every start, and each second; one at a time, for answers come in order
+    beat()              to the lighthouse at every start, and each second; one at a time, so replies come in order
 
-Two promises make all workers' worlds one. Of groups: a member that has promised not to begin round s undecided, and
-reaches it before it knows, is a group of itself alone. Of data: a worker reads its own slices in rounds that no later
-view can begin with (`BeatReply.newest_round`), at most one round beyond the newest that the lighthouse has answered it
-for, and unassigned samples beyond. So no two workers read one slice, however long one of them was cut off or stood
-still, and when it is lost, there is at most one slice of which only others know that it was read.
+Two rules keep all workers consistent. Groups: a member that has promised not to begin round s undecided, and reaches s
+before the decision, exchanges with nobody. Data: a worker reads its own slices only in rounds with which no later view
+can begin (`BeatReply.newest_round`), and at most one round beyond the newest that the lighthouse has answered;
+unassigned samples beyond. So no two workers read the same slice, however long one of them was cut off or suspended; and
+when a worker is lost, the lighthouse does not know of at most one slice that it has read.
 """
 
 from __future__ import annotations
@@ -20,15 +20,14 @@ from dataclasses import dataclass
 from isles.membership.messages import MARGIN, Ack, Beat, BeatReply, Load, Proposal, View
 from isles.membership.round_commit import RoundDecision
 
-_RETAINED = 8  # rounds whose answers stay final; an exchange is begun at most a few rounds after its round
+_RETAINED = 8  # rounds whose answers are cached; exchanges begin at most a few rounds late
 
 
 @dataclass(frozen=True)
 class RoundMembers:
-    """Who takes part in a round. members: its group, the worker's own included; view: the number of theirs, -1 for
-    none.
+    """The members of a round's exchange. members: the group, this worker included; view: its number, -1 for none.
 
-    decided: False where this worker has promised not to begin the round before it knows more than it does.
+    decided: False if this worker has promised not to begin the round before a proposal is decided.
     """
 
     view: int
@@ -37,55 +36,57 @@ class RoundMembers:
 
 
 class MemberState:
-    """One worker. member: its number."""
+    """The state of one worker. member: its id."""
 
     def __init__(self, member: int) -> None:
         self.member = member
         self.views: dict[int, View] = {}
         self.round = 0
-        self.seconds = 0.0  # of an inner step, 0 where unknown
+        self.seconds = 0.0  # of an inner step, 0 if unknown
         self.call, self.ready = 0, -1
-        self._known = -1  # the newest view of those of which none before is missing
-        self._entered = -1  # views up to this number were for what this worker was before it took another's state
+        self._known = -1  # the newest view up to which no view is missing
+        self._entered = -1  # views up to this number are of the time before the present state was loaded
         self._issued = -1
-        self._answered = 0  # the newest round of a beat whose answer is here
-        self._newest_round = 0  # anybody's, as of the last answer
+        self._answered = 0  # the newest round of a beat with a reply
+        self._newest_round = 0  # of any member, as of the last reply
         self._asked = 0  # the newest round whose group is final
         self._promises: dict[int, Proposal] = {}
-        self._parted: dict[int, int] = {}  # by member that did not ask to leave: the first round of the view without it
+        self._excluded: dict[
+            int, int
+        ] = {}  # by member excluded against its wish: the first round of the view without it
         self.left_out: dict[int, int] = {}  # by member: the newest view when the others landed a round without it
         self._broken: frozenset[int] = frozenset()
         self._groups: dict[int, RoundMembers] = {}
-        self._cells: dict[int, View | None] = {}
+        self._slice_views: dict[int, View | None] = {}  # by round: the view whose data slice it reads
         self._skipped: set[int] = set()
         self._seen: dict[int, int] = {}
 
     # Rounds
 
     def start_round(self, round: int) -> View | None:
-        """This worker is in `round` now. The view whose cell it reads; None: it reads out of turn.
+        """Begin `round`. Returns the view whose data slice this worker reads; None: it reads unassigned data.
 
         The first answer for a round is final.
         """
-        if round not in self._cells:
+        if round not in self._slice_views:
             since = self._since()
-            if not self._cells and since is not None:  # rounds that went on without it
+            if not self._slice_views and since is not None:  # rounds that the others did without it
                 self._skipped.update(range(since, round))
             view = self._own(round) if self._decided(round) and self._may_read(round) else None
-            self._cells = {**{r: v for r, v in self._cells.items() if r > round - _RETAINED}, round: view}
+            self._slice_views = {**{r: v for r, v in self._slice_views.items() if r > round - _RETAINED}, round: view}
             if view is None:
                 self._skipped.add(round)
             self.round = max(self.round, round)
-        return self._cells[round]
+        return self._slice_views[round]
 
     def skip(self, round: int) -> None:
-        """This worker does no step of `round`: what it did before counts in the mean of that one."""
-        self._cells[round] = None
+        """Do no step of `round`: earlier work counts in its mean."""
+        self._slice_views[round] = None
         self._skipped.add(round)
         self.round = max(self.round, round)
 
     def group(self, round: int) -> RoundMembers:
-        """Who takes part in the exchange of `round`; final once it is decided."""
+        """The members of the exchange of `round`; final once decided."""
         if round in self._groups:
             return self._groups[round]
         if not self._decided(round):
@@ -95,11 +96,11 @@ class MemberState:
         if view is not None:
             round_members = RoundMembers(view.number, self._taking_part(view))
         self._groups = {**{r: s for r, s in self._groups.items() if r > round - _RETAINED}, round: round_members}
-        self._asked = max(self._asked, round)  # from here on a view that begins with this round comes too late
+        self._asked = max(self._asked, round)  # a view that begins with this round would be too late now
         return round_members
 
     def accept(self, round: int, members: Collection[int]) -> bool:
-        """Whether the answer of an exchange among `members`, whole by now, may be used. If so they count as seen."""
+        """Whether the answer of a complete exchange among `members` may be used. If so, their work counts as seen."""
         if any(self.lost(member) for member in members):
             return False
         for member in members:
@@ -108,55 +109,55 @@ class MemberState:
         return True
 
     def landed(self, decision: RoundDecision) -> None:
-        """A round of an all-reduce method that this worker has landed, or whose mean it has caught up with."""
+        """Note a round of an all-reduce method that this worker has landed, also when catching up."""
         view = self.view_of(decision.round)
         if view is not None:
             self.left_out |= dict.fromkeys(set(self._taking_part(view)) - set(decision.members), decision.view)
 
     def until(self) -> int | None:
-        """The first round that goes on without this worker, where a newer view than its own says so."""
+        """The first round of a view, newer than this worker's own, that excludes it."""
         own = max((view.number for view in self.views.values() if self.member in view.members), default=-1)
         return min((view.since for view in self.views.values() if view.number > own), default=None)
 
     def earliest(self) -> int:
-        """The first round that a view can begin with that nobody has proposed yet."""
+        """The earliest first round of a view that is not proposed yet."""
         return max(self.round, self._newest_round) + MARGIN
 
     def lost(self, member: int) -> bool:
-        """Whether no work of `member` is taken any more: its connection broke, or a view without it is on its way."""
+        """Whether work of `member` is rejected: its connection broke, or the next view excludes it."""
         return member in self._broken or member in self.abandoned()
 
     def abandoned(self) -> frozenset[int]:
-        """Who is left out, though not by its own wish, of a view that is on its way or begins later than this round."""
+        """Members excluded against their wish by a proposed view, or by one that begins after this round."""
         promised = {member for promise in self._promises.values() for member in promise.lost}
-        return frozenset(promised | {member for member, since in self._parted.items() if since > self.round})
+        return frozenset(promised | {member for member, since in self._excluded.items() if since > self.round})
 
     def connection(self, member: int, *, broken: bool) -> None:
-        """What the network says about `member`."""
+        """The transport reports that a connection broke or opened."""
         self._broken = self._broken | {member} if broken else self._broken - {member}
 
     def loaded(self, load: Load, round: int, left_out: Mapping[int, int] | None = None) -> None:
-        """This worker has the state that its donor had after `round`, and nothing of its own any more.
+        """This worker has loaded the state that its donor had after `round`; it has nothing of its own any more.
 
         left_out: the donor's, at that moment.
         """
         self.left_out = dict(left_out or {})
-        self.round = self._answered = self._asked = 0  # what it did out of turn before, nobody is told any more
+        self.round = self._answered = self._asked = 0  # earlier rounds on unassigned data are not reported
         self.call, self.ready = max(self.call, load.call), load.call
         self._entered = self._issued
-        self._cells, self._groups, self._skipped = {}, {}, set()
-        self._seen, self._parted = {load.donor: round} if load.donor >= 0 else {}, {}
+        self._slice_views, self._groups, self._skipped = {}, {}, set()
+        self._seen, self._excluded = {load.donor: round} if load.donor >= 0 else {}, {}
 
     def first(self, ahead: int = 0) -> int | None:
-        """The first round of a worker that has begun none since it loaded its state: once others are in a view that it
-        is in, or `ahead` rounds before it, the round that they are in. None: not yet.
+        """The first round of a worker that has begun none with its present state, once other members are in a view with
+        it, or `ahead` rounds earlier: the round that they are in. None: not yet.
         """
-        since = None if self._cells else self._since()
+        since = None if self._slice_views else self._since()
         return None if since is None or since > self._newest_round + ahead else max(since, self._newest_round - 1)
 
     def is_known(self, round: int) -> bool:
-        """Whether the lighthouse's answers go far enough for this worker to read its own cell of `round`."""
-        return not self._cells or round <= self._answered + 1
+        """Whether the lighthouse's replies go far enough for this worker to read its own data slice of `round`."""
+        return not self._slice_views or round <= self._answered + 1
 
     def view_of(self, round: int) -> View | None:
         """The newest view known that covers `round`."""
@@ -165,12 +166,12 @@ class MemberState:
     # Messages
 
     def beat(self) -> Beat:
-        """What the lighthouse is to know now."""
+        """The beat to send now."""
         seen = tuple(sorted(self._seen.items()))
         return Beat(self.round, self.ready, self._known, tuple(sorted(self._skipped)), seen, self.seconds)
 
     def answered(self, beat: Beat, answer: BeatReply) -> Ack | None:
-        """The lighthouse's answer to `beat`; this worker's to the proposal in it, if there is one."""
+        """Apply the reply to `beat`; returns the answer to the proposal in it, if there is one."""
         for view in answer.views:
             self._take(view)
         self._known = max(self._known, answer.newest)
@@ -185,7 +186,7 @@ class MemberState:
         return None if answer.proposal is None else self._promise(answer.proposal)
 
     def proposed(self, proposal: Proposal) -> Ack | None:
-        """The answer to a proposal that was pushed; None where an answer has said more already."""
+        """Answer a pushed proposal; None if a reply has already shown a later one."""
         if proposal.number <= self._issued and proposal.number not in self._promises:
             return None
         self._issued = max(self._issued, proposal.number)
@@ -200,7 +201,7 @@ class MemberState:
         return Ack(proposal.number, True, self.beat())
 
     def receive_view(self, view: View) -> None:
-        """A view that was pushed. Taken if nothing before it is missing; otherwise the next answer brings all."""
+        """Apply a pushed view if no earlier one is missing; otherwise the next reply brings all."""
         promise = self._promises.get(view.number)
         if promise is not None and promise.base <= self._known:
             self._take(view)
@@ -210,8 +211,8 @@ class MemberState:
     def _take(self, view: View) -> None:
         self.views[view.number] = view
         if (promise := self._promises.get(view.number)) is not None:
-            later = {member: since for member, since in self._parted.items() if since > self.round}
-            self._parted = later | dict.fromkeys(promise.lost, view.since)
+            later = {member: since for member, since in self._excluded.items() if since > self.round}
+            self._excluded = later | dict.fromkeys(promise.lost, view.since)
 
     def _decided(self, round: int) -> bool:
         return not any(promise.since <= round for promise in self._promises.values())
@@ -221,17 +222,17 @@ class MemberState:
         return tuple(member for member in view.members if self.left_out.get(member, -1) < view.number)
 
     def _since(self) -> int | None:
-        """The first round of the first view that this worker is in with the state it has."""
+        """The first round of the first view that includes this worker with its present state."""
         own = (view for view in self.views.values() if view.number > self._entered and self.member in view.members)
         return min((view.since for view in own if self._own(view.since) is not None), default=None)
 
     def _may_read(self, round: int) -> bool:
-        """Whether no later view can begin with `round`, and it is the only one that the lighthouse does not know of."""
-        new = not self._cells  # it has begun none: whatever was answered was about another life
+        """Whether no later view can begin with `round`, and the lighthouse misses at most this one report."""
+        new = not self._slice_views  # no round begun: earlier replies were about a former state
         return round < self._newest_round + MARGIN and (new or round <= self._answered + 1)
 
     def _own(self, round: int) -> View | None:
-        """The view of `round`; None where this worker is not in it."""
+        """The view of `round`; None if this worker is not in it."""
         view = self.view_of(round)
         return view if view is not None and view.number > self._entered and self.member in view.members else None
 

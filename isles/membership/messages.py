@@ -1,12 +1,12 @@
 """The messages between the lighthouse and the workers of an elastic run, and their JSON form.
 
 Every message is a frozen dataclass of numbers, text and tuples; `encode` and `decode` are the only ways in and out.
-What comes from another machine is data: it must have the kind, the keys, the types and the sizes that are stated here,
-or `decode` refuses it with one line. Nothing of it becomes code, a path or a type.
+Data from another machine must have the kind, keys, types and sizes that are declared here; otherwise `decode` refuses
+it with one line. None of it becomes code, a path or a type.
 
-A `View` names the members of the rounds from `since` on, until a newer view takes over. Workers make their own
-certificates; the lighthouse says where a member is and vouches for its fingerprint. That it vouches for the same one to
-everybody is shown by the views, on which members agree, and by people who compare what their workers print (`spoken`).
+A `View` names the members of the rounds from `since` on, until a newer view replaces it. Workers make their own
+certificates; the lighthouse reports a member's address and vouches for its fingerprint. Views, on which members agree,
+prove that it vouches for the same fingerprint to all of them; people can also compare the printed ones (`spoken`).
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from isles.membership.round_commit import RoundDecision
 
 
 class SampleRange(NamedTuple):
-    """Data that nobody has read for good: `steps` inner steps of the worker at `index` in the view numbered `view`.
+    """Data to be read again: `steps` inner steps of the worker at `index` in the view numbered `view`.
 
-    first: the first of them, counted over all inner steps of that place since the view began.
+    first: the first of these steps, counted over all inner steps of that index since the view began.
     """
 
     view: Int
@@ -41,11 +41,11 @@ class View(Exact):
 
     Round r belongs to the newest committed view with `since` <= r. A fixed world has one view, number 0.
 
-    members: numbers of the workers, in the order of the view; a number is never used twice in a run.
-    steps: inner steps a round of each member; empty: as many as the method is set to, for everybody.
-    start: batches (of one worker and inner step) of the data that come before the first one of this view.
-    backlog: what the first rounds of this view read before they go on in the order of the data.
-    identities: of the workers, in the order of `members`, what others know them by; empty where they have none.
+    members: member ids, in the order of the view; an id is never used twice in a run.
+    steps: inner steps per round of each member; empty: the method's number for every member.
+    start: batches (of one worker and inner step) of the data before the first one of this view.
+    backlog: data to read in the first rounds of this view, before going on in the order of the data.
+    identities: fingerprints of the members, in their order; empty without certificates.
     """
 
     number: Int
@@ -57,34 +57,35 @@ class View(Exact):
     identities: Annotated[tuple[Str, ...], MANY] = ()
 
     def index(self, member: int) -> int | None:
-        """Where `member` stands in this view; None where it is not in it."""
+        """The index of `member` in this view; None if it is not in it."""
         return self.members.index(member) if member in self.members else None
 
 
 Fingerprint = Annotated[str, Field(strict=True, pattern="^[0-9a-f]{32}$")]
-"""Of a certificate, or of those of an island."""
+"""A hash of a certificate, or of those of an island."""
 
 
 def identity_of(certificates: Sequence[str]) -> str:
-    """Of a member whose workers, in their order, have certificates with these fingerprints; "" where it has none."""
+    """The fingerprint of a member whose workers, by rank, have certificates with these fingerprints; "" for none."""
     if len(certificates) < 2:
         return "".join(certificates)
     return hashlib.sha256("".join(certificates).encode("ascii")).hexdigest()[:32]
 
 
 def spoken(identity: str) -> str:
-    """So much of it as two people compare: four groups of four digits."""
+    """The part of a fingerprint that people compare: four groups of four digits."""
     return "-".join(identity[at : at + 4] for at in range(0, 16, 4))
 
 
 MOST = 256
-"""SeatPaths that one worker tells of: those with the most bytes."""
+"""The most peers in a worker's report of paths: those with the most bytes."""
 PathRow = tuple[int, str, float, int, int]
-"""A peer's member; how this worker sends to it now ("" while it does not); the shortest round trip of that connection
-in seconds, 0 where unknown; bytes sent to that peer and taken from it so far, of messages.
+"""(peer, way, round trip, sent, received): the peer's member id; "direct" or "relayed ..." as it is sent to now, "" if
+it is not; the shortest round trip of that connection in seconds, 0 if unknown; bytes of messages sent to it and
+received from it so far.
 """
 MemberPaths = Annotated[tuple[tuple[Int, Int, Str, Float, Int, Int], ...], MANY]
-"""Each with the member before it whose worker tells of it."""
+"""Path rows, each behind the member id of the worker that reports it."""
 _Bytes = Annotated[int, Field(strict=True, ge=0, lt=1 << 62)]
 _Rows = Annotated[
     list[
@@ -101,18 +102,18 @@ _Rows = Annotated[
 
 
 def read_paths(value: object) -> list[PathRow]:
-    """Rows as another machine tells them. ValueError where they are none."""
+    """Path rows received from another machine. ValueError for invalid ones."""
     return read(_Rows, value, "an invalid list of paths")
 
 
 ANY = -1
-"""A peer's wish for a stage, where it has none."""
+"""The wish of a peer that would serve any stage."""
 
 
 @dataclass(frozen=True)
 class RequestWork(Exact):
-    """A peer has nothing to do yet. stage: that it wishes to serve, or `ANY`. run: a number that all of one
-    configuration and of the same cut points share.
+    """A peer has no stage yet. stage: the one that it wishes to serve, or `ANY`. run: a hash of the configuration and
+    of the cut points, equal at all peers of a run.
     """
 
     stage: Int
@@ -121,8 +122,8 @@ class RequestWork(Exact):
 
 @dataclass(frozen=True)
 class StartSwarm(Exact):
-    """Begin a swarm of `members`, which serve `stages`, with what the lighthouse keeps of after `step`; 0: as drawn.
-    epoch: of all swarms of this run, which one.
+    """Begin a swarm of `members` that serve `stages`, from the states that the lighthouse saved after `step`; 0: from
+    initial weights. epoch: the number of this swarm in the run.
     """
 
     epoch: Int
@@ -133,7 +134,7 @@ class StartSwarm(Exact):
 
 @dataclass(frozen=True)
 class JoinSwarm(Exact):
-    """A swarm is at work: ask its `members` to be let in."""
+    """A swarm is running: ask its `members` for admission."""
 
     epoch: Int
     members: Ints
@@ -141,23 +142,23 @@ class JoinSwarm(Exact):
 
 @dataclass(frozen=True)
 class Wait(Exact):
-    """Nothing can begin yet, for the `reason` that is one line for a person."""
+    """Nothing can begin yet; `reason` is one line for the user."""
 
     reason: Str
 
 
 @dataclass(frozen=True)
 class Rejoin(Exact):
-    """The run does not go on with what this peer is part of: it is to come again as somebody else."""
+    """The run continues without this peer's swarm: the peer must join again as a new member."""
 
     reason: Str
 
 
 @dataclass(frozen=True)
 class SwarmBeat(Exact):
-    """A peer at work, each second: after `step` the swarm is `members`, which serve `stages`. seconds: that a
-    microbatch takes it; queue: microbatches that waited, on average; counted: in the newest step; since: seconds since
-    that ended. coordinates: in a run in clusters this peer's, as `PeerStatus` has it.
+    """The heartbeat of a running peer, each second: after `step` the swarm is `members`, which serve `stages`. seconds:
+    of one of its microbatches. queue: mean number of waiting microbatches. counted: microbatches counted in the newest
+    step. since: seconds since that step ended. coordinates: in a run in clusters this peer's, see `PeerStatus`.
     """
 
     epoch: Int
@@ -173,16 +174,16 @@ class SwarmBeat(Exact):
 
 @dataclass(frozen=True)
 class StatesSaved(Exact):
-    """To a peer at work: the lighthouse keeps all stages' states of after `step`; 0: as drawn."""
+    """To a running peer: the lighthouse has saved all stages' states after `step`; 0: no step yet."""
 
     step: Int
 
 
 @dataclass(frozen=True)
 class PeerStatus(Exact):
-    """One peer as the lighthouse knows it. stage: `ANY` while it waits. heard: seconds since it was. coordinates: in a
-    run in clusters its cluster, its stage there, how many that has, and 1 where it is whole; () where it serves none.
-    identity: fingerprint of its certificate.
+    """One peer as the lighthouse knows it. stage: `ANY` while it waits. heard: seconds since its last beat.
+    coordinates: in a run in clusters (cluster, stage, stages of the cluster, 1 if all of them are served); () if it
+    serves none. identity: fingerprint of its certificate.
     """
 
     member: Int
@@ -198,8 +199,8 @@ class PeerStatus(Exact):
 
 @dataclass(frozen=True)
 class SwarmStatus(Exact):
-    """How a swarm stands. wanted: what nothing can begin without, "" where it has begun. since: seconds since the
-    newest step ended, -1 before the first. saved: the newest step of which the lighthouse keeps all stages' states.
+    """The state of a swarm. wanted: what is missing to begin, "" once it has begun. since: seconds since the newest
+    step ended, -1 before the first. saved: the newest step after which the lighthouse has saved all stages' states.
     refused, paths: as in `RunStatus`. clustered: whether it is a run in clusters.
     """
 
@@ -215,17 +216,17 @@ class SwarmStatus(Exact):
     paths: MemberPaths = ()
 
 
-MARGIN = 3  # rounds from the newest that anybody has begun to the first of a new view
+MARGIN = 3  # rounds from the newest begun round to the first round of a new view
 MAX_BYTES = 64 << 10  # of one message from a worker
 Fingerprints = Annotated[tuple[Fingerprint, ...], Field(max_length=1024, fail_fast=True)]
 
 
 @dataclass(frozen=True)
 class Proposal(Exact):
-    """A view that is to be: from round `since` on, `members`. Whoever has not begun that round promises not to begin it
-    before it knows what became of this, and takes no work of `lost` from now on.
+    """A proposed view of `members` from round `since` on. A member that has not begun that round promises not to begin
+    it before the proposal is decided, and to accept no work of `lost` from now on.
 
-    number: that of the view, if it comes to be; never used twice. base: the newest view before it.
+    number: of the view if it is committed; never used twice. base: the newest view before it.
     """
 
     number: Int
@@ -237,12 +238,12 @@ class Proposal(Exact):
 
 @dataclass(frozen=True)
 class Beat(Exact):
-    """A worker's sign of life, at least at the begin of every round.
+    """A worker's heartbeat, at least at the start of every round.
 
-    round: the one that it is in, 0 before the first with the state that it has. ready: the call (`BeatReply.call`) for
-    which it has everything that it needs to take part, -1 while it has not. skipped: rounds that it did out of turn;
-    seen: newest rounds of others whose work it has, by member; both since the last answer. known: its newest view.
-    seconds: of an inner step, 0 where unknown.
+    round: the present one, 0 before the first with the present state. ready: the call (`BeatReply.call`) for which it
+    has loaded all that it needs to take part, -1: none. skipped: rounds done on unassigned data; seen: by member, the
+    newest round of others whose work it has; both since the last reply. known: its newest view. seconds: of an inner
+    step, 0 if unknown.
     """
 
     round: Int = 0
@@ -255,7 +256,7 @@ class Beat(Exact):
 
 @dataclass(frozen=True)
 class Ack(Exact):
-    """A worker's answer to a proposal: True promises what `Proposal` says, False says that it is in that round."""
+    """A worker's answer to a proposal: True: the promise of `Proposal`; False: it has begun that round already."""
 
     number: Int
     promised: Bool
@@ -264,12 +265,12 @@ class Ack(Exact):
 
 @dataclass(frozen=True)
 class BeatReply(Exact):
-    """The lighthouse's answer to a beat.
+    """The lighthouse's reply to a beat.
 
-    round: that of the beat. issued: the highest number ever proposed. newest: number of the newest view, -1 before the
-    first. views: those that the beat's `known` did not know, the older ones that their debts name included.
-    newest_round: that of the member that is furthest; a view that is proposed later begins `MARGIN` rounds behind it or
-    later. proposal: under way. call: how often this worker has been asked to begin with another's state.
+    round: of the beat. issued: the highest number proposed so far. newest: number of the newest view, -1 before the
+    first. views: those newer than the beat's `known`, and older ones that their backlogs name. newest_round: of the
+    member that is furthest; a later proposal begins at least `MARGIN` rounds after it. proposal: the open one. call:
+    how often this worker has been asked to load another state.
     """
 
     round: Int
@@ -283,16 +284,16 @@ class BeatReply(Exact):
 
 @dataclass(frozen=True)
 class Admitted(Exact):
-    """The member of a worker that asked to join."""
+    """The member id of a worker that asked to join."""
 
     member: Int
 
 
 @dataclass(frozen=True)
 class Load(Exact):
-    """Take the state of `donor` (-1: from the lighthouse's disk, or the run's own start), then be ready for `call`.
+    """Load the state of `donor` (-1: from the lighthouse's disk, or the initial weights), then be ready for `call`.
 
-    seconds: that a round takes the donor, 0 where unknown; its state is copied at the end of one.
+    seconds: of a round of the donor, 0 if unknown; it copies its state at the end of a round.
     """
 
     call: Int
@@ -302,7 +303,7 @@ class Load(Exact):
 
 @dataclass(frozen=True)
 class Done(Exact):
-    """The answer of an attempt of an all-reduce round is whole at a worker; `digest` is its hash."""
+    """A worker has the complete answer of an attempt of an all-reduce round; `digest` is its hash."""
 
     round: Int
     attempt: Int
@@ -311,8 +312,8 @@ class Done(Exact):
 
 @dataclass(frozen=True)
 class Delivered(Exact):
-    """A worker has a share of a round for whose mean a quorum is enough, the work of `steps` inner steps, and is at its
-    next exchange in so many `seconds`; 0 where that is unknown.
+    """A worker has its share of a round with a quorum: the work of `steps` inner steps. seconds: until its next
+    exchange; 0 if unknown.
     """
 
     round: Int
@@ -322,8 +323,8 @@ class Delivered(Exact):
 
 @dataclass(frozen=True)
 class PeerReport(Exact):
-    """In this attempt the share of `member` was late, or was refused: `reason` says why. by: who found it so and told
-    the sayer; -1: the sayer itself.
+    """The share of `member` in this attempt was late, or was refused for `reason`. by: the member that detected it and
+    reported it to the sender of this message; -1: the sender itself.
     """
 
     round: Int
@@ -336,8 +337,8 @@ class PeerReport(Exact):
 
 @dataclass(frozen=True)
 class Silent(Exact):
-    """To the lighthouse: nothing comes from `member`, which is waited for. To members: the lighthouse has not heard it
-    either, so nobody waits for it now.
+    """To the lighthouse: the sender waits for `member`, and nothing arrives. To members: the lighthouse has no beat of
+    it either, so nobody should wait for it now.
     """
 
     member: Int
@@ -345,7 +346,7 @@ class Silent(Exact):
 
 @dataclass(frozen=True)
 class Failed(Exact):
-    """From one worker of an island to the others: it has no answer of that attempt, so nobody there waits for one."""
+    """From one worker of an island to the others: it has no answer of that attempt, so they cancel their waits."""
 
     round: Int
     attempt: Int
@@ -353,9 +354,9 @@ class Failed(Exact):
 
 @dataclass(frozen=True)
 class Hello(Exact):
-    """A worker asks for a member. version: of isles. corpus: SHA-256 of its text, which all must share. session: the
-    engine's name of the session that asks. certificates: fingerprints of its own, or of those of all workers of its
-    island: what others are to know it by.
+    """A worker asks to join. version: of isles. corpus: SHA-256 of its text, which must be the same at all workers.
+    session: the name of the session that asks. certificates: fingerprints of its own certificate, or of those of all
+    workers of its island.
     """
 
     version: Str
@@ -366,7 +367,7 @@ class Hello(Exact):
 
 @dataclass(frozen=True)
 class Later(Exact):
-    """The answer to `Hello` where too many come: ask again in `seconds`; `reason` is a line for a person."""
+    """The reply to `Hello` if too many workers ask: ask again in `seconds`; `reason` is a line for the user."""
 
     seconds: Float
     reason: Str
@@ -374,8 +375,8 @@ class Later(Exact):
 
 @dataclass(frozen=True)
 class About(Exact):
-    """How a run stands. clock: the lighthouse's, seconds since 1970. members: who train; round: the newest that anybody
-    has begun, of `last` (0: it has no end).
+    """The progress of a run. clock: of the lighthouse, seconds since 1970. members: number of training members. round:
+    the newest begun one, of `last` (0: no end).
     """
 
     version: Str
@@ -387,7 +388,7 @@ class About(Exact):
 
 @dataclass(frozen=True)
 class Entry(Exact):
-    """The answer to `Hello`: a member, and the key that everything said for that member must bear."""
+    """The reply to `Hello`: a member id, and the key that authenticates all messages of and to that member."""
 
     member: Int
     key: Str
@@ -395,9 +396,10 @@ class Entry(Exact):
 
 @dataclass(frozen=True)
 class AnnounceAddress(Exact):
-    """A worker can be reached directly, it thinks; or, at port 0 of "", it is there and not reached. host: "" where the
-    lighthouse sees it; session: the name of the session that asks; certificate: its own's fingerprint; island_rank: in
-    its island. relays: whether it carries for others.
+    """A worker can be reached directly, as it believes; port 0 and host "": it cannot.
+
+    host: "": the address from which the lighthouse sees it. session: the name of the session that asks. certificate:
+    its fingerprint. island_rank: in its island. relays: whether it relays for others.
     """
 
     host: Str
@@ -410,8 +412,8 @@ class AnnounceAddress(Exact):
 
 @dataclass(frozen=True)
 class Reachability(Exact):
-    """The answer to `AnnounceAddress`: where the lighthouse tried; refusal: why that failed, "" where it did not. seen:
-    the address from which it sees the session that asked.
+    """The reply to `AnnounceAddress`: the address that the lighthouse dialled; refusal: why that failed, "" if it did
+    not. seen: the address of the session that asked.
     """
 
     host: Str
@@ -422,7 +424,7 @@ class Reachability(Exact):
 
 @dataclass(frozen=True)
 class Lookup(Exact):
-    """A worker asks for the way to the worker at `island_rank` in the island of `member`."""
+    """A worker asks for the address of the worker at `island_rank` in the island of `member`."""
 
     member: Int
     island_rank: Int = 0
@@ -430,10 +432,9 @@ class Lookup(Exact):
 
 @dataclass(frozen=True)
 class PeerAddress(Exact):
-    """The answer to `Lookup`. host, port: as in `AnnounceAddress`, "" and 0 where it is not reached directly.
-    certificates: as in `Hello`; none where it is not there. peer_key: what the worker that asked shows to `member`
-    (hex). relay: the member, -1 for none, of who carries for the two where neither reaches the other; ticket: to be
-    shown there (hex).
+    """The reply to `Lookup`. host, port: as in `AnnounceAddress`; "" and 0 if it cannot be reached directly.
+    certificates: as in `Hello`; empty if it is not connected. peer_key: the asker's key for messages to `member` (hex).
+    relay: the member that relays if neither can dial the other, -1: none; ticket: for the relay (hex).
     """
 
     member: Int
@@ -447,27 +448,27 @@ class PeerAddress(Exact):
 
 @dataclass(frozen=True)
 class Leave(Exact):
-    """This worker leaves with the next view."""
+    """This worker asks to leave with the next view."""
 
 
 @dataclass(frozen=True)
 class Reload(Exact):
-    """The state that `Load` named did not come: another donor."""
+    """The state that `Load` named did not arrive: name another donor."""
 
 
 @dataclass(frozen=True)
 class Finished(Exact):
-    """This worker has done the last round, and offers what it came to."""
+    """This worker has done the last round, and offers its model."""
 
 
 @dataclass(frozen=True)
 class Examine(Exact):
-    """The one model of the run is at the lighthouse: fetch it, and report its validation loss."""
+    """The lighthouse has the run's final model: fetch it, and report its validation loss."""
 
 
 @dataclass(frozen=True)
 class Over(Exact):
-    """The run has ended, for the `reason` that is one line for a person; "" where all went well."""
+    """The run has ended; `reason` is one line for the user, "" for a regular end."""
 
     reason: Str = ""
 
@@ -475,7 +476,7 @@ class Over(Exact):
 @dataclass(frozen=True)
 class MemberStatus(Exact):
     """One worker as the lighthouse knows it. state: a `WorkerState`. round: the newest that it has begun. seconds: of
-    an inner step, 0 where unknown. identity: as in `View`. seen: the address from which it comes, "" while it does not.
+    an inner step, 0 if unknown. identity: as in `View`. seen: its address, "" while it is not connected.
     """
 
     member: Int
@@ -488,8 +489,8 @@ class MemberStatus(Exact):
 
 @dataclass(frozen=True)
 class RunStatus(Exact):
-    """How a run of whole replicas stands. view: the newest, -1 before the first. round, last: as in `About`. refused:
-    by whom (-1: the lighthouse), of whom (-1: somebody), why, and how often. paths: by whom, and a `PathRow`.
+    """The state of a run of whole replicas. view: the newest, -1 before the first. round, last: as in `About`. refused:
+    (by whom, -1: the lighthouse; of whom, -1: unknown; reason; count). paths: see `MemberPaths`.
     """
 
     view: Int
@@ -502,7 +503,7 @@ class RunStatus(Exact):
 
 @dataclass(frozen=True)
 class Refusal(Exact):
-    """What was asked is not done; `reason` is one line for a person."""
+    """A request is refused; `reason` is one line for the user."""
 
     reason: Str
 
@@ -517,13 +518,13 @@ KINDS: dict[str, type] = {kind.__name__.lower(): kind for kind in get_args(Messa
 
 
 def encode(message: Any) -> bytes:
-    """One line of JSON, without the end of the line."""
+    """The message as one line of JSON, without a line end."""
     values = {field.name: getattr(message, field.name) for field in fields(message)}
     return to_json({"kind": type(message).__name__.lower(), **values})
 
 
 def decode(data: bytes, kinds: Mapping[str, type] = KINDS, *, limit: int = MAX_BYTES) -> Any:
-    """The message that `encode` was given. ValueError, in one line, where it is none of `kinds`."""
+    """The message that `encode` was given. ValueError, one line, for anything else, or a kind not in `kinds`."""
     if len(data) > limit:
         raise ValueError(f"a message of {len(data)} bytes; at most {limit} are read")
     try:
@@ -534,12 +535,12 @@ def decode(data: bytes, kinds: Mapping[str, type] = KINDS, *, limit: int = MAX_B
 
 
 def plain(message: Any) -> dict[str, Any]:
-    """{"kind": its name in small letters, and its fields}, of values that JSON holds."""
+    """The message as a dict of JSON values: "kind", its name in lower case, and its fields."""
     return from_json(encode(message))
 
 
 def from_plain(value: Any, kinds: Mapping[str, type] = KINDS) -> Any:
-    """The message of `plain`. ValueError where anything is not as its class says."""
+    """The message of `plain`. ValueError if a field is missing, unknown or invalid."""
     if not isinstance(value, dict) or not isinstance(value.get("kind"), str):
         raise ValueError("a message without a kind")
     kind = kinds.get(value["kind"])

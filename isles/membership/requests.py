@@ -1,5 +1,5 @@
-"""What a worker asks of the lighthouse: `LighthouseClient`, which `client` builds on, and `SwarmClient`, that of a peer
-of a swarm; how fast the link to the lighthouse is; and how its run stands, which it tells anybody with the token.
+"""A worker's requests to the lighthouse: `LighthouseClient`, which `client` builds on, and `SwarmClient`, for peers of
+a swarm; also the rates of the link to the lighthouse, and a run's status, which anybody with the token may ask for.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ from isles.membership.round_commit import RoundDecision
 from isles.membership.session import ControlSession
 from isles.membership.tls_session import Session, open_session
 
-_RETAINED = 4096  # lines, while nobody takes them
+_RETAINED = 4096  # the most buffered lines
 _REPORT_AGAIN = 0.2  # seconds
 _ENDING = 5.0
 
 
 class ReportQueue:
-    """take: hands one over, and calls back with whether it was taken; one at a time."""
+    """Buffers reports. take: sends one, and calls back with whether it was accepted; called for one at a time."""
 
     def __init__(self, session: ControlSession, take: Callable[[bytes, Callable[[bool], None]], None]) -> None:
         self._session, self._take = session, take
@@ -65,12 +65,12 @@ class ReportQueue:
                 self._hand_over()
 
     def settle(self, seconds: float) -> None:
-        """Wait until all have been taken, `seconds` at most."""
+        """Wait until all have been accepted, `seconds` at most."""
         with self._changed:
             self._changed.wait_for(lambda: not self._lines, seconds)
 
     def close(self) -> None:
-        """What nobody takes at once is lost. Safe to call twice."""
+        """Stop; reports that are not accepted at once are lost. Safe to call twice."""
         with self._changed:
             self._closed = True
             self._changed.wait_for(lambda: not self._is_busy, _ENDING)
@@ -82,7 +82,7 @@ class ReportQueue:
 
     def _taken(self, line: bytes, taken: bool) -> None:
         with self._changed:
-            if taken and self._lines[0] is line:  # else newer ones have taken its place meanwhile
+            if taken and self._lines[0] is line:  # else it was dropped for newer ones meanwhile
                 self._lines.popleft()
             self._is_busy = bool(self._lines) and (taken or not self._closed)
             if self._is_busy:
@@ -94,52 +94,53 @@ _LOG = logging.getLogger(__name__)
 BEAT = 1.0
 """Seconds between beats."""
 PATIENCE = 3.0
-"""Seconds for an answer of the lighthouse."""
+"""Seconds to wait for a reply of the lighthouse."""
 LONGEST = 4 << 20
-"""Bytes of what the lighthouse says."""
-_LATE = 1.0  # seconds behind its time until whoever waits for an answer counts it as none
+"""The most bytes of a message from the lighthouse."""
+_LATE = 1.0  # seconds that a reply's timeout may be late
 
 
 class DecisionLog:
-    """The newest `RoundDecision` on each round. Fed by whoever hears the lighthouse, under the lock of that line."""
+    """The newest `RoundDecision` on each round. Callers hold the client's condition."""
 
     def __init__(self) -> None:
         self._decisions: dict[int, RoundDecision] = {}
 
     def hear(self, decision: RoundDecision) -> None:
-        """Note a word; one that comes late, or twice, changes nothing."""
+        """Record a decision; an old or repeated one changes nothing."""
         old = self._decisions.get(decision.round)
         if old is None or (old.outcome != "land" and (decision.outcome == "land" or decision.attempt > old.attempt)):
             self._decisions[decision.round] = decision
 
     def newer(self, round: int, attempt: int) -> RoundDecision | None:
-        """The word on `round` where it is one to land, or of a later attempt than `attempt`; else None."""
+        """The decision on `round` if it is to land, or of a later attempt than `attempt`; else None."""
         decision = self._decisions.get(round)
         return decision if decision is not None and (decision.outcome == "land" or decision.attempt > attempt) else None
 
     def of(self, round: int) -> RoundDecision | None:
-        """The newest word on `round`."""
+        """The newest decision on `round`."""
         return self._decisions.get(round)
 
     def forget_before(self, round: int) -> None:
-        """Drop the words on rounds before `round`."""
+        """Drop the decisions on rounds before `round`."""
         self._decisions = {key: decision for key, decision in self._decisions.items() if key >= round}
 
 
 class PendingTransfers(Protocol):
-    """What a worker waits for, of others: its transport."""
+    """A worker's transport, as far as notifications cancel its transfers."""
 
     def give_up(self, member: int, why: str | PeerLost) -> None:
-        """End all that is under way with `member`; later messages are tried again."""
+        """End all transfers with `member`; later messages are tried again."""
 
     def again(self, tag: Tag) -> None:
-        """The attempt of `tag` has begun: nobody waits any more in those of its round before it."""
+        """The attempt of `tag` has begun: cancel transfers of earlier attempts of its round."""
 
 
 class LighthouseClient:
-    """What a worker in the member of `entry` says. changed: held while what callbacks and its own thread share changes.
-    waited: seconds for which that thread has waited here; other threads have lines of their own. transfers: its
-    transport, once there is one. meets: called with each view that it knows of, once it is set.
+    """Sends a worker's messages in the name of the member of `entry`.
+
+    changed: guards what callbacks and the worker's thread share. waited: seconds that this thread has waited here.
+    transfers: the transport, once there is one. meets: called with each known view, once it is set.
     """
 
     transfers: PendingTransfers | None = None
@@ -151,15 +152,15 @@ class LighthouseClient:
         self._closed = False
 
     def report(self, event: Mapping[str, Any]) -> None:
-        """Have the lighthouse note a line of metrics or another event. Returns at once."""
+        """Queue a line of metrics or another event for the lighthouse. Returns at once."""
         self._reports.add(event)
 
     def reported(self, seconds: float) -> None:
-        """Wait until all reports have been taken, `seconds` at most."""
+        """Wait until all reports have been accepted, `seconds` at most."""
         self._reports.settle(seconds)
 
     def wait(self, over: Callable[[], bool], seconds: float) -> bool:
-        """Wait until `over`, asked whenever something has changed, is true, or for `seconds`; what it says then."""
+        """Wait until `over()`, checked after every change, or for `seconds`; returns its value then."""
         began = self.session.now()
         with self.changed:
             is_over = self.changed.wait_for(over, seconds)
@@ -167,7 +168,7 @@ class LighthouseClient:
         return is_over
 
     def ask(self, message: Any, seconds: float = PATIENCE, key: str = REQUESTS) -> Any:
-        """The lighthouse's answer; None where none comes in time, or it has none. Not for callbacks."""
+        """The lighthouse's reply; None if there is none in time, or it refuses. Not for callbacks."""
         answers: list[Any] = []
 
         def answered(answer: Any) -> None:
@@ -186,7 +187,7 @@ class LighthouseClient:
         seconds: float = PATIENCE,
         key: str = REQUESTS,
     ) -> None:
-        """`ask` whoever serves `key` without waiting: `answered` is called with the answer. message: or its bytes."""
+        """Send a request to `key` without waiting. answered: called with the reply. message: or its encoded bytes."""
         payload = message if isinstance(message, bytes) else encode(message)
         proof = signature(self.entry.member, self.entry.key, key, payload)
         try:
@@ -198,18 +199,18 @@ class LighthouseClient:
             answered(None)
 
     def connection(self, member: int, *, broken: bool) -> None:
-        """What the network says of `member`."""
+        """The transport reports that a connection with `member` broke or opened."""
 
     def lost(self, member: int) -> bool:
-        """Whether nothing of `member` is taken any more."""
+        """Whether work of `member` is rejected."""
         return False
 
     def suspect(self, member: int) -> None:
-        """Nothing comes from `member`, which is waited for: does the lighthouse hear it?"""
+        """Ask the lighthouse whether `member`, for which this worker waits too long, still sends beats."""
         self.send(Silent(member))
 
     def close(self) -> None:
-        """Say nothing more by itself. Safe to call twice."""
+        """Send nothing more unasked. Safe to call twice."""
         with self.changed:
             self._closed = True
         self._reports.close()
@@ -219,7 +220,7 @@ class LighthouseClient:
 
 
 def _read(reply: bytes | None) -> Any:
-    """What an answer says: None for none, True for one without a word."""
+    """The message of a reply: None for none, True for an empty one."""
     if not reply:
         return None if reply is None else True
     try:
@@ -229,14 +230,16 @@ def _read(reply: bytes | None) -> Any:
         return None
 
 
-_AGAIN = 0.1  # seconds between looks while something is waited for
+_AGAIN = 0.1  # seconds between polls
 SwarmPart = StartSwarm | JoinSwarm | Wait | Over | Rejoin | Refusal
 
 
 class SwarmClient(LighthouseClient):
-    """Of the peer in the member of `entry`. ended: what the lighthouse said last, where this peer has no part in the
-    run any more. saved: the newest step of which it has said that it keeps all states. is_away: whether it has not
-    answered lately. met: called with a peer that is there (again), in some thread.
+    """The client of the peer in the member of `entry`.
+
+    ended: the lighthouse's message that ended this peer's part in the run. saved: the newest step of which it has saved
+    all states. is_away: whether it has not replied lately. met: called with a peer whose connection opens, in any
+    thread.
     """
 
     def __init__(self, session: ControlSession, entry: Entry, met: Callable[[int], None] = lambda member: None) -> None:
@@ -248,22 +251,22 @@ class SwarmClient(LighthouseClient):
         session.later(self._beat_on, BEAT)
 
     def part(self, stage: int, run: int) -> SwarmPart | None:
-        """What this peer is to do, which wishes to serve `stage`; None where the lighthouse does not answer."""
+        """Ask for work, with a wish for `stage`; None if the lighthouse does not reply."""
         answer = self.ask(RequestWork(stage, run))
         self._hear(answer)
         return answer if isinstance(answer, SwarmPart) else None
 
     def at_work(self, beat: Callable[[], SwarmBeat | None]) -> None:
-        """Say from now on, each second, what `beat` is then."""
+        """Send the result of `beat` each second from now on."""
         self._beat = beat
 
     def rest(self, seconds: float) -> None:
-        """Wait until this peer has no further part in the run, or `seconds` have passed."""
+        """Wait until this peer's part in the run has ended, or `seconds` have passed."""
         self.wait(lambda: self.ended is not None, seconds)
 
     def await_saved(self, step: int, seconds: float, *, though_away: bool = False) -> bool:
-        """Wait until the lighthouse keeps the states of after `step` or of a later one; whether it does. `seconds` at
-        most, and unless `though_away` no longer than it answers.
+        """Wait until the lighthouse has saved the states after `step` or a later one; returns whether it has. Waits for
+        `seconds` at most, and unless `though_away` only while it replies.
         """
         until = self.session.now() + seconds
         while self.saved < step and self.ended is None and (though_away or not self.is_away):
@@ -284,7 +287,7 @@ class SwarmClient(LighthouseClient):
         """Peers of a swarm ask each other."""
 
     def look(self) -> None:
-        """Ask now whether this peer has a part in the run."""
+        """Send a beat now, to learn whether this peer still takes part."""
         beat = self._beat()
         if beat is not None:
             self._hear(self.ask(beat))
@@ -306,17 +309,17 @@ class SwarmClient(LighthouseClient):
                 self._hear(answer)
             self.session.later(self._beat_on, BEAT)
 
-        if not self._closed:  # a model that is being made, or a state that is on its way, takes its time
+        if not self._closed:  # without a beat yet (model or state not ready), Lookup still shows life
             self.send(Lookup(self.member) if beat is None else beat, answered)
 
 
-_PATIENCE = 5.0  # seconds in which a lighthouse that is being lit serves nothing yet, and to connect for its status
+_PATIENCE = 5.0  # seconds to connect, and for a starting lighthouse to serve
 _ANSWER = 10.0  # seconds
 _ASK_AGAIN = 0.05  # seconds between tries
 
 
 def measure_lighthouse_link(session: Session) -> LinkRates | None:
-    """Measured now, within some seconds; None where the lighthouse stops answering meanwhile."""
+    """Measure the link to the lighthouse, within some seconds; None if it stops replying."""
 
     def echo(out: int, back: int) -> None:
         answer = ask(session, ECHO, back.to_bytes(4, "big") + bytes(out))
@@ -330,7 +333,7 @@ def measure_lighthouse_link(session: Session) -> LinkRates | None:
 
 
 def ask(session: Session, key: str, payload: bytes, seconds: float = _ANSWER) -> bytes | None:
-    """The lighthouse's answer; None where it refuses or says nothing."""
+    """The lighthouse's reply; None if it refuses or does not reply."""
     until = time.monotonic() + _PATIENCE
     while True:
         reply, refusal = session.answer(key, payload, seconds=seconds)
@@ -340,7 +343,7 @@ def ask(session: Session, key: str, payload: bytes, seconds: float = _ANSWER) ->
 
 
 def run_status(address: str, token: Token) -> RunStatus | SwarmStatus:
-    """How the run at `address` stands. ValueError where this is not its token; OSError where nobody answers."""
+    """The status of the run at `address`. ValueError if the token is not its; OSError if no lighthouse replies."""
     mend = f"isles doctor --join {address} looks at it"
     try:
         session = open_session(token, address, _PATIENCE)
@@ -351,8 +354,8 @@ def run_status(address: str, token: Token) -> RunStatus | SwarmStatus:
     finally:
         session.close()
     if answer is None:
-        raise OSError(f"{address}: the lighthouse has stopped: ask again once it is restarted")
+        raise OSError(f"{address}: the lighthouse has stopped: ask again once it is started")
     now = decode(answer, limit=LONGEST)
     if not isinstance(now, RunStatus | SwarmStatus):
-        raise ValueError(f"{address}: the lighthouse there does not say how its run stands; {mend}")
+        raise ValueError(f"{address}: the lighthouse there does not report its run's status; {mend}")
     return now

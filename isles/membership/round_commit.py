@@ -6,24 +6,24 @@
                     one of them is lost, and not all others are done  -> journal, then send "retry" among the living
                     the exchange failed at one of them (`NOTHING`)    -> journal, then send "retry" among the same
 
-No member lands on its own judgement: it cannot know who got the last message of a member that then died. A member that
-has landed can vouch for the decision while the lighthouse is away. A restarted lighthouse has its journal, and forgets
-who was done; members repeat it. `tests/membership/test_ballot.py` walks every interleaving.
+No member lands by its own judgement: it cannot know which members got the last message of one that then died. A member
+that has landed can repeat the decision while the lighthouse is away. A restarted lighthouse has its journal, but not
+the answers; members repeat them. `tests/membership/test_ballot.py` walks every interleaving.
 
-Where a quorum is enough there is no exchange as attempt 0, for its members are not known yet:
+With a quorum there is no exchange as attempt 0, because its members are not known yet:
 
     member          delivers, and trains on   -> "retry 1 among these" -> as above
                                               -> "land", not among them: late; it fetches the mean
     lighthouse      all living members have delivered, or a quorum has and its grace is over -> journal, then send
-                    "retry 1" among those who have
+                    "retry 1" among those that have
 
-Everything but `Graces` is immutable: a call returns what is next.
+Everything except `Graces` is immutable: a call returns the next state.
 
-The grace is how long late members may take until a mean is taken without them: never so long that somebody's next
-exchange waits. A member that has delivered is at its next exchange one round later. By then the exchange of this one
-must be over, so the grace ends a round after the first delivery at the latest, less what the last exchange took and a
-margin; and a quarter of a round after a quorum is there, for what lands late is learned from late. Not after the first
-delivery: a member far ahead of the others, as a newcomer may be, would make them all late.
+The grace is the time for late members after which a mean is taken without them. It must never delay the next exchange.
+A member that has delivered is at its next exchange one round later, and the exchange of this round must be over by
+then. So the grace ends at the latest a round after the first delivery, less the duration of the last exchange and a
+margin. It also ends a quarter of a round after a quorum is reached, because a late mean is applied late. It does not
+start at the first delivery: a member far ahead of the others, as a joiner may be, would make them all late.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ from isles.base.parsing import Exact, Int, Ints
 
 NOTHING = -1
 """The digest of a member whose exchange failed: the round is to be tried again."""
-_TRIES = 3  # attempts among the same members with answers that differ
-_WORDS = 2  # of a member on one attempt: an answer, and that it failed there
+_TRIES = 3  # attempts among the same members with differing answers
+_WORDS = 2  # reports of a member on one attempt: an answer, and a failure
 
 
 @dataclass(frozen=True)
 class RoundDecision(Exact):
-    """The lighthouse's word on a round, or that of a member which has landed.
+    """The lighthouse's decision on a round, or its repetition by a member that has landed.
 
-    outcome: "land" the answer of `attempt`, which holds the work of `members`; "retry": exchange as `attempt` among
-    them. view: the newest one when it was decided; a member that is left out takes part again from a newer view on.
-    steps: where those are taken who have delivered, the inner steps in the work of each of `members`.
+    outcome: "land": apply the answer of `attempt`, the work of `members`; "retry": exchange as `attempt` among them.
+    view: the newest one at the decision; a member that is left out takes part again from a newer view on. steps: with a
+    quorum, the inner steps in the work of each of `members`.
     """
 
     round: Int
@@ -63,13 +63,11 @@ class RoundDecision(Exact):
 class Ballot:
     """One round at the lighthouse.
 
-    attempts: the members of each, the newest last. landed: the attempt whose answer all land, once decided; view: the
-    newest one then. done: (attempt, member, digest) of answers, as told since the lighthouse's start. out: members that
-    the next attempt leaves out although they live: late, or refused. quorum: share of the living members that is
-    enough; 0: all exchange at once. delivered: (member, inner steps) of
-    those who have. is_closing: the grace for the
-    others is over. taken: (member, inner steps) of the first attempt of
-    them.
+    attempts: the members of each, the newest last. landed: the attempt to land, once decided; view: the newest one
+    then. done: (attempt, member, digest) of answers since the lighthouse's start. out: members that the next attempt
+    leaves out although they live: late, or refused. quorum: share of the living members that is enough; 0: all exchange
+    at once. delivered: (member, inner steps) of delivered shares. is_closing: the grace is over. taken: (member, inner
+    steps) of the first attempt after a quorum.
     """
 
     round: int
@@ -84,25 +82,23 @@ class Ballot:
     taken: tuple[tuple[int, int], ...] = ()
 
     def add_share(self, member: int, steps: int) -> Ballot:
-        """`member` has delivered the work of so many inner steps. Where the ballot is closed that comes too late."""
+        """`member` has delivered the work of so many inner steps; ignored once an attempt was decided."""
         known = any(member == other for other, _ in self.delivered)
         return self if known or len(self.attempts) > 1 else replace(self, delivered=self.delivered | {(member, steps)})
 
     def add_answer(self, attempt: int, member: int, digest: int) -> Ballot:
-        """`member` has an answer of `attempt`, and `digest` is its hash; or it failed there, and has `NOTHING`."""
+        """`member` has an answer of `attempt` with hash `digest`; `NOTHING`: its attempt failed."""
         answers = [one for one in self.done if one[:2] == (attempt, member)]
         if attempt >= len(self.attempts) or len(answers) >= _WORDS:
             return self
         return replace(self, done=self.done | {(attempt, member, digest)})
 
     def without(self, member: int) -> Ballot:
-        """The next attempt goes on without `member`."""
+        """The next attempt leaves out `member`."""
         return replace(self, out=self.out | {member})
 
     def decision(self, member: int | None = None) -> RoundDecision | None:
-        """What is decided: to land, or the newest attempt that is not the first. For `member`: None where it has no
-        part in it.
-        """
+        """The present decision: to land, or the newest attempt after the first. None for a `member` without a part."""
         attempt = len(self.attempts) - 1 if self.landed is None else self.landed
         if self.landed is None and attempt == 0:
             return None
@@ -114,8 +110,8 @@ class Ballot:
     def decide(
         self, living: Collection[int], worst: Callable[[Sequence[int]], int] | None = None
     ) -> RoundDecision | None:
-        """The word that is due now, to be journalled and then given to `decided`. None: wait. worst: whom of those who
-        are left to go on without, where most never have an answer; None: nobody is accused.
+        """The decision that is due now, to be journalled and then passed to `decided`. None: wait. worst: picks the
+        member to leave out if most members never get an answer; None: nobody is accused.
         """
         if self.landed is not None:
             return None
@@ -132,16 +128,18 @@ class Ballot:
             if alike and alike[0][1] == len(left):
                 return self._decision_of("land", attempt, members)
             if self.attempts[-_TRIES:] == (left,) * _TRIES:
-                if alike and (2 * alike[0][1] > len(left) or worst is None):  # one computes wrongly: on with the most
+                if alike and (2 * alike[0][1] > len(left) or worst is None):
+                    # Some compute wrongly: go on with the most common answer.
                     left = tuple(member for member in left if answers[member] == alike[0][0])
-                elif worst is not None and len(left) > 1:  # most never have an answer, for somebody lies
+                elif worst is not None and len(left) > 1:
+                    # Most never get an answer: a member sends false shares or reports.
                     without = worst(left[::-1])
                     left = tuple(member for member in left if member != without)
-            return self._decision_of("retry", attempt + 1, left)  # answers that differ are nobody's answer
+            return self._decision_of("retry", attempt + 1, left)  # differing answers cannot be landed
         return self._decision_of("retry", attempt + 1, left) if left != members else None
 
     def has_quorum(self, living: Collection[int]) -> bool:
-        """Whether enough of the living members have delivered, and nobody exchanges yet."""
+        """Whether enough living members have delivered, and no exchange was decided yet."""
         if not self.quorum or len(self.attempts) > 1 or self.landed is not None:
             return False
         steps = dict(self.delivered)
@@ -152,7 +150,7 @@ class Ballot:
         return max(math.ceil(self.quorum * members), 1)
 
     def _gathered(self, here: tuple[int, ...]) -> RoundDecision | None:
-        """The first exchange among those of `here` who have delivered, once they are enough."""
+        """The first exchange, among those of `here` that have delivered, once they are enough."""
         steps = dict(self.delivered)
         there = tuple(member for member in here if member in steps)
         enough = self.is_closing and len(there) >= self._quorum_of(len(here))
@@ -169,7 +167,7 @@ class Ballot:
         )
 
     def decided(self, decision: RoundDecision) -> Ballot:
-        """The ballot after a journalled word."""
+        """The ballot after a journalled decision."""
         if decision.outcome == "land":
             return replace(self, landed=decision.attempt, view=decision.view)
         taken = self.taken or tuple(zip(decision.members, decision.steps, strict=False))
@@ -180,10 +178,10 @@ class Ballot:
 
 @dataclass(frozen=True)
 class RoundState:
-    """One round at a member: where it is in it.
+    """One round at a member.
 
-    phase: "exchanging" the attempt; "done", with an answer that waits for the word; "landed"; "left out": the others
-    went on without it, so its state is no longer theirs.
+    phase: "exchanging" the attempt; "done": it has an answer and waits for the decision; "landed"; "left out": the
+    others landed without it, so its state differs from theirs.
     """
 
     member: int
@@ -193,13 +191,13 @@ class RoundState:
     phase: Literal["exchanging", "done", "landed", "left out"] = "exchanging"
 
     def answered(self, attempt: int) -> RoundState:
-        """The exchange of `attempt` is whole here. That of an earlier one changes nothing."""
+        """The exchange of `attempt` completed here. An earlier attempt changes nothing."""
         if self.phase != "exchanging" or attempt != self.attempt:
             return self
         return replace(self, phase="done")
 
     def apply(self, decision: RoundDecision) -> RoundState:
-        """After a word on this round; an old one, or one that comes twice, changes nothing."""
+        """The state after a decision on this round; an old or repeated one changes nothing."""
         if decision.round != self.round or self.phase in ("landed", "left out"):
             return self
         if self.member not in decision.members:
@@ -210,28 +208,28 @@ class RoundState:
             return replace(self, attempt=decision.attempt, members=decision.members, phase="exchanging")
         if decision.attempt == self.attempt and self.phase == "done":
             return replace(self, phase="landed")
-        return self  # it lands once it has that answer
+        return self  # land once this member has that answer
 
     def vouched(self) -> RoundDecision | None:
-        """What a member that has landed tells another one that asks."""
+        """The decision that a landed member repeats to one that asks."""
         return RoundDecision(self.round, "land", self.attempt, self.members) if self.phase == "landed" else None
 
 
-_SHARE, _SPARE = 0.25, 1.25  # of a round, once a quorum is there; of the time of an exchange
-_LEAST = 0.02  # of a round: words take their time, too
+_SHARE, _SPARE = 0.25, 1.25  # of a round after a quorum is reached; of the duration of an exchange
+_LEAST = 0.02  # of a round: messages take time, too
 
 
 class Graces:
-    """By round, when it ends. Seconds of the clock that calls come with."""
+    """When the grace of each round ends. Seconds of the caller's clock."""
 
     def __init__(self) -> None:
         self._ends: dict[int, float] = {}
-        self._shares: dict[int, float] = {}  # seconds that remain once a quorum is there, while it is not
+        self._shares: dict[int, float] = {}  # seconds of grace after a quorum, until it is reached
         self._began: dict[int, float] = {}
-        self._exchange = 0.0  # seconds that the last one took
+        self._exchange = 0.0  # duration of the last exchange, seconds
 
     def delivered(self, now: float, round: int, seconds: float) -> None:
-        """A member has delivered, whose next round takes so long; 0: nobody knows."""
+        """A member has delivered; seconds: of its next round, 0 if unknown."""
         if seconds <= 0:
             return
         end = now + max(seconds - _SPARE * self._exchange, _LEAST * seconds)
@@ -240,19 +238,19 @@ class Graces:
         self._ends[round] = min(self._ends.get(round, end), end)
 
     def enough(self, now: float, round: int) -> None:
-        """So many have delivered by now that they are a quorum; said again, it changes nothing."""
+        """A quorum is reached. Repetitions change nothing."""
         share = self._shares.pop(round, None)
         if share is not None:
             self._ends[round] = min(self._ends[round], now + share)
 
     def exchanging(self, now: float, round: int) -> None:
-        """The exchange of `round` begins, or begins again: what the last attempt takes is what the next one will."""
+        """The exchange of `round` begins, or is retried; the duration of its last attempt will count."""
         self._ends.pop(round, None)
         self._shares.pop(round, None)
         self._began[round] = now
 
     def landed(self, now: float, round: int) -> None:
-        """The exchange of `round` is over: how long it took is known."""
+        """The exchange of `round` is over; note its duration."""
         self._exchange = now - self._began.pop(round, now)
         self._began = {other: at for other, at in self._began.items() if other > round}
         self._ends = {other: at for other, at in self._ends.items() if other > round}
@@ -264,5 +262,5 @@ class Graces:
 
     @property
     def next(self) -> float | None:
-        """When the next one ends."""
+        """When the next grace ends; None: none is open."""
         return min(self._ends.values(), default=None)

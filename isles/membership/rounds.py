@@ -1,14 +1,14 @@
-"""What every worker of a member does next, and with whom: decided once, by the member's leader, and obeyed by all.
+"""What every worker of a member does next. The member's leader decides once, and all its workers follow.
 
-A member is a worker by itself, or an island of several. Who obeys does not care where decisions come from:
+A member is a worker by itself, or an island of several. Workers that follow do not care where decisions come from:
     leader     a worker that is connected with the lighthouse (`isles.training.elastic.leader`)
     follower   the leader, over the island's network (`IslandGroup`)
     replay     the record of a run (`isles.training.elastic.replay`)
 
 A follower exchanges its share with the workers of the same rank in other islands. The leader decides who takes part in
-a round, and who of them is lost (`RoundLeader`); whether an exchange was whole is asked of all ranks. So an island
-lands a round as a whole or not at all. Of pairs and groups the other islands may land a round that this one has done
-alone, as single workers may.
+a round, and which of them are lost (`RoundLeader`). All ranks of an island vote on whether an exchange completed, so an
+island lands a round at all its workers or at none. In pairs and groups, the other islands may land a round in which
+this one used no partner, just as single workers may.
 """
 
 from __future__ import annotations
@@ -35,38 +35,38 @@ from isles.membership.run_log import ALONE, WHOLE
 
 DecisionKind = Literal[
     # between rounds
-    "member",  # be of this member: member, key
-    "idle",  # nothing yet
-    "load",  # take the state of `donor`, of after `round` or a later one
-    "draw",  # begin with the weights as drawn
-    "catch up",  # land the means of rounds `round` to `until - 1` as `donor` has
-    "enter",  # begin with `round`, after so many `steps`; `began_at` as there
-    "forget",  # this member's state is nobody's any more
+    "member",  # take this identity: member, key
+    "idle",  # nothing to do yet
+    "load",  # fetch the state of `donor` after `round` or a later one
+    "draw",  # start from the initial weights
+    "catch up",  # land the means of rounds `round` to `until - 1` as `donor` did
+    "enter",  # start with `round`, after so many `steps`; `began_at` as below
+    "forget",  # this member's state is obsolete: do not serve it
     "conclude",  # write the model
     "end",
     # a round
     "train",  # the inner steps after so many `steps`, on `slices`
     "exchange",  # attempt `attempt` among `members` of `view`, for `seconds`
-    "land",  # the answer is everybody's
+    "land",  # the answer is committed
     "retry",  # exchange once more
-    "postpone",  # nobody can say now, or the member has no part in it
-    "keep",  # `round` has landed: copy what others have asked for
-    "over",  # rounds up to `round` are over here
+    "postpone",  # no decision can be had now, or the member takes no part
+    "keep",  # `round` has landed: save what other members have asked for
+    "over",  # close rounds up to `round`
     "validate",
-    "report",  # what the workers have counted
+    "report",  # the workers' counters
 ]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Decision:
-    """kind: what is done; each of the others is of some kinds alone.
+    """kind: what to do. Each of the other fields is set for some kinds only.
 
-    round: of the run. attempt: of an exchange, from 0. members: members, in the order of the view. view: its number.
-    seconds: for which a state, or a member of an exchange, is waited for. wait: for which a state of after `round` is;
-    None: whatever there is now. donor: the member whose state is taken; -1: the lighthouse. steps: inner steps done
-    before. began_at: inner steps after which the member began without moments; None: with them. slices: what to read,
-    a batch an inner step; none: a round's out of turn, of which `spare` batches were read before. left_out: by member,
-    the newest view at the time that it was left out.
+    round: of the run. attempt: of an exchange, from 0. members: in the order of the view. view: its number. seconds:
+    how long to wait for a state, or for the members of an exchange. wait: how long to wait for a state after `round`;
+    None: take what there is now. donor: the member that serves the state; -1: the lighthouse. steps: inner steps done
+    before. began_at: inner steps after which the member started without optimizer moments; None: it started with them.
+    slices: the batches to read, one per inner step; empty: a round on unassigned data, of which `spare` batches were
+    read before. left_out: by member, the newest view when it was left out.
     """
 
     __pydantic_config__: ClassVar = ConfigDict(extra="forbid", allow_inf_nan=False)
@@ -93,12 +93,12 @@ _DECISION = TypeAdapter(Decision)
 
 
 def to_bytes(decision: Decision) -> bytes:
-    """As `from_bytes` reads it: what is as by default is left out."""
+    """The JSON that `from_bytes` reads; fields with default values are left out."""
     return _DECISION.dump_json(decision, exclude_defaults=True)
 
 
 def from_bytes(text: bytes) -> Decision:
-    """The decision. ValueError, in one line, for what is none."""
+    """The decision of `to_bytes`. ValueError, one line, for invalid bytes."""
     return read_json(Decision, text)
 
 
@@ -109,12 +109,14 @@ _POSITIVE = (1 << 61) - 1
 
 
 class IslandGroup:
-    """mesh: this island's workers, in their order; None: a worker by itself. waits: seconds that others may take."""
+    """Collectives inside a member's island. mesh: its workers; None: a single worker. waits: the most seconds that one
+    worker may be behind the others.
+    """
 
     def __init__(self, mesh: Mesh | None = None, waits: float = 0.0) -> None:
         self.mesh, self._group = mesh, None
         self.failed: Callable[[int, int], None] = lambda round, attempt: None
-        """Called with (round, attempt) of which this worker has no answer: the others are to wait for none either."""
+        """Called with (round, attempt) if this worker has no answer: cancels the other workers' waits for one."""
         if mesh is not None:
             group = mesh.world
             patient = replace(group.deadlines, control=group.deadlines.control + 2 * waits)
@@ -127,11 +129,11 @@ class IslandGroup:
 
     @property
     def island_rank(self) -> int:
-        """This worker's; the leader's is 0."""
+        """This worker's rank in the island; the leader's is 0."""
         return 0 if self._group is None else self._group.rank
 
     def next_decision(self, made: Callable[[], Decision]) -> Decision:
-        """What all do next; all call it together. made: the leader's, which alone is asked. Malformed."""
+        """The leader's decision, at all workers; collective. made: called at the leader only. Raises Malformed."""
         if self._group is None:
             return made()
         text = to_bytes(made()) if self.island_rank == 0 else b""
@@ -147,7 +149,7 @@ class IslandGroup:
             raise Malformed(self._group.ranks[0], f"an invalid decision: {error}") from None
 
     def settle(self, answer: Callable[[], bool]) -> bool:
-        """The leader's answer, for all; all call it together, and the leader alone is asked."""
+        """The leader's answer, at all workers; collective. answer: called at the leader only."""
         if self._group is None:
             return answer()
         agreed = torch.tensor([self.island_rank == 0 and answer()], dtype=torch.uint8, device="cpu")
@@ -155,13 +157,13 @@ class IslandGroup:
         return bool(agreed)
 
     def gather(self, *numbers: int) -> list[list[int]]:
-        """Everybody's numbers, by place; all call it together."""
+        """All workers' numbers, by rank; collective."""
         if self._group is None:
             return [list(numbers)]
         return [own.tolist() for own in self._group.all_gather(torch.tensor(numbers, dtype=torch.int64, device="cpu"))]
 
     def gather_text(self, text: bytes) -> list[bytes]:
-        """Everybody's text, of any length, by place; all call it together."""
+        """All workers' texts, of any length, by rank; collective."""
         if self._group is None:
             return [text]
         lengths = [length for (length,) in self.gather(len(text))]
@@ -174,8 +176,8 @@ class IslandGroup:
     def combine(
         self, round: int, attempt: int, digest: int | None, error: CommError | None, seconds: float
     ) -> tuple[int | None, CommError | None]:
-        """What all places' answers to an attempt are together: one digest of them, or why there is none; all call it
-        together. digest, error: this place's. seconds: for which the others were waited for.
+        """Combine the workers' answers to an attempt into one digest, or into an error if one of them has none;
+        collective. digest, error: this worker's. seconds: how long it waited for the others.
         """
         if self._group is None:
             return digest, error
@@ -185,8 +187,8 @@ class IslandGroup:
 
 
 def _answer_of(digest: int | None, error: CommError | None) -> tuple[int, int, int, int]:
-    """(digest, whose fault it is that there is none, whether that is late or sent what cannot be, who has found it so)
-    as numbers.
+    """An answer as four numbers: digest, the member that caused a failure, whether its share was refused (else late),
+    the member that reported it.
     """
     refused = isinstance(error, (Refused, Malformed, Diverged))
     blamed = getattr(error, "peer", _NOBODY) if refused or isinstance(error, DeadlinePassed) else _NOBODY
@@ -195,7 +197,7 @@ def _answer_of(digest: int | None, error: CommError | None) -> tuple[int, int, i
 
 
 def _together(gathered: Sequence[Sequence[int]], seconds: float) -> tuple[int | None, CommError | None]:
-    """What all places' answers are together: one digest of them, or why there is none."""
+    """The combined digest of gathered answers, or an error if one is missing."""
     for digest, blamed, refused, by in gathered:
         if digest == _NONE and blamed == _NOBODY:
             return None, None
@@ -206,31 +208,32 @@ def _together(gathered: Sequence[Sequence[int]], seconds: float) -> tuple[int | 
 
 
 RETAINED = 8
-"""Rounds whose answers are remembered."""
-_SAMPLES, _ENOUGH = 20, 5  # exchanges whose time counts; of how many something can be said
-_LEAST, _FIRST = 3.0, 10.0  # seconds that a partner is waited for: at the least; before anything can be said
+"""Rounds whose answers are cached."""
+_SAMPLES, _ENOUGH = 20, 5  # recent exchanges to time; the fewest for an estimate
+_LEAST, _FIRST = 3.0, 10.0  # seconds to wait for a partner: at least, and before there is an estimate
 _SPREADS = 5.0
 
 
 class RoundLeader:
-    """By what its line to the lighthouse says. alone: the group of this member by itself.
+    """Decides for a member, by what its client knows from the lighthouse. alone: the group of this member only.
 
-    A partner is waited for a little longer than exchanges usually take (median and spread of the last `_SAMPLES`), and
-    at most `world.outer_deadline`: a partner that has not heard of the new view does its round alone, without a word.
+    It waits for a partner a little longer than exchanges usually take (median and spread of the last `_SAMPLES`), and
+    at most `world.outer_deadline`. A partner that does not know the new view yet does its round without a partner, and
+    sends nothing.
     """
 
     def __init__(self, client: MembershipClient, alone: Group) -> None:
         self.client, self.alone, self.member = client, alone, alone.ranks[0]
         self.deliveries = Deliveries(client, alone)
-        self._begun: dict[int, float] = {}  # when the exchange of a round was decided
-        self._took: deque[float] = deque(maxlen=_SAMPLES)
-        self._state: RoundState | None = None  # the newest round that lands on the lighthouse's word
+        self._begun: dict[int, float] = {}  # by round, when its exchange began
+        self._durations: deque[float] = deque(maxlen=_SAMPLES)
+        self._state: RoundState | None = None  # the newest round that lands by a decision of the lighthouse
         self._view = -1  # its view
         self._opened = 0.0
         self._outcomes: dict[int, tuple[tuple[int, ...], str]] = {}
 
     def exchange(self, round: int) -> Decision:
-        """Among whom `round` is exchanged."""
+        """The decision to exchange `round`, with its members."""
         round_members = self.client.round_members(round)
         self.note_begun(round)
         return Decision(
@@ -245,8 +248,8 @@ class RoundLeader:
         return self.client.lost(member) or self.client.is_silent(member)
 
     def report_failure(self, member: int, error: CommError) -> None:
-        """Note a failed exchange. Who is gone the network tells, and who is late is met again; only a share that cannot
-        be one is reported to the lighthouse.
+        """Note a failed exchange. The network reports lost members and late ones will recover, so only a malformed or
+        refused share is reported to the lighthouse.
         """
         newest = max(self._begun, default=0)
         if isinstance(error, (Malformed, Refused)):
@@ -256,16 +259,16 @@ class RoundLeader:
     def may_apply(
         self, round: int, members: Sequence[int], digest: int | None = 0, failure: CommError | None = None
     ) -> bool:
-        """Whether what was exchanged among `members` may be used. digest: None where it is not whole at all places of
-        this member, for `failure`.
+        """Whether the answer of an exchange among `members` may be used. digest: None if a worker of this member has no
+        complete answer, because of `failure`.
         """
         if failure is not None:
             self.report_failure(getattr(failure, "peer", -1), failure)
         if digest is None:
-            self.note(round, tuple(members), PeerLost.__name__)  # unless it is known better
+            self.note(round, tuple(members), PeerLost.__name__)  # `note` retains an earlier cause
             return False
         if len(members) > 1 and round in self._begun:
-            self._took.append(self._now() - self._begun[round])
+            self._durations.append(self._now() - self._begun[round])
         accepted = self.is_answer_used(round, members)
         if len(members) > 1:
             self.note(round, tuple(members), WHOLE if accepted else PeerLost.__name__)
@@ -275,27 +278,27 @@ class RoundLeader:
         return self.client.accepts(round, members)
 
     def report_peer(self, round: int, error: CommError) -> None:
-        """Tell the lighthouse who sent what cannot be, where it is heard."""
+        """Report an invalid share to the lighthouse, if it is reachable."""
         if self.client.has_answers:
             self.client.report_peer(round, 0, error)
 
     def outcome(self, round: int) -> tuple[tuple[int, ...], str]:
-        """(who took part in this member's exchange of `round`, `WHOLE` or `ALONE` or the error that ended it)."""
+        """(members of this member's exchange of `round`, `WHOLE` or `ALONE` or the name of the error that ended it)."""
         return self._outcomes.get(round, ((self.member,), ALONE))
 
     def note_begun(self, round: int) -> None:
-        """The exchange of `round` is decided."""
+        """Note when the exchange of `round` begins."""
         self._begun = {**{r: at for r, at in self._begun.items() if r > round - RETAINED}, round: self._now()}
 
     def note(self, round: int, members: tuple[int, ...], outcome: str) -> None:
-        """Of the messages of a round the first that failed counts."""
+        """Note how an exchange ended; of several messages of a round the first failure counts."""
         if self._outcomes.get(round, (members, WHOLE))[1] == WHOLE:
             recent = {r: o for r, o in self._outcomes.items() if r > round - RETAINED}
             self._outcomes = {**recent, round: (members, outcome)}
 
     def start_round(self, round: int) -> Decision:
-        """Among whom a round that all land together, or none, is exchanged now; to postpone it where that cannot be
-        said.
+        """Begin an attempt of a round that all members land together, or none; postpone it if its members are not
+        known now.
         """
         postponed = Decision(kind="postpone", round=round)
         if self._state is None or self._state.round != round:
@@ -304,26 +307,26 @@ class RoundLeader:
                 return postponed
             self._state, self._view = RoundState(self.member, round, 0, round_members.members), round_members.view
         if (
-            self._lacks(self._state)
+            self._has_lost_member(self._state)
             and (decision := self.client.finish_round(round, self._state.attempt, None)) is not None
         ):
-            self._state = self._state.apply(decision)  # nobody waits for who cannot come
+            self._state = self._state.apply(decision)  # do not wait for a lost member
         part, self._opened = self._state, self._now()
         if part.phase != "exchanging":
             return postponed
-        waits = self.alone.deadlines.outer if part.attempt else self._patience()  # others may still be at their steps
+        waits = self.alone.deadlines.outer if part.attempt else self._patience()  # other members may still train
         return Decision(
             kind="exchange", round=round, attempt=part.attempt, members=part.members, view=self._view, seconds=waits
         )
 
     def finish_round(self, round: int, attempt: int, digest: int | None, error: CommError | None) -> Decision:
-        """What becomes of an attempt: to land it, to retry or to postpone the round."""
+        """The decision on an attempt: land, retry, or postpone the round."""
         part = self._state
         assert part is not None and part.round == round, "it was opened"
         if digest is not None:
             part = part.answered(attempt)
             if attempt == 0:
-                self._took.append(self._now() - self._opened)
+                self._durations.append(self._now() - self._opened)
         elif error is not None:
             self.client.report_peer(round, attempt, error)
         decision = self.client.finish_round(round, attempt, digest)
@@ -338,34 +341,34 @@ class RoundLeader:
             kind="retry" if decision is not None and part.phase == "exchanging" else "postpone", round=round
         )
 
-    def _lacks(self, part: RoundState) -> bool:
+    def _has_lost_member(self, part: RoundState) -> bool:
         return part.phase == "exchanging" and any(
             self.client.lost(member) for member in part.members if member != self.member
         )
 
     def begin_anew(self) -> None:
-        """This member has another state: what is known of its rounds before is not valid any more."""
+        """Forget earlier rounds: this member has loaded another state."""
         self._begun, self._outcomes, self._state = {}, {}, None
 
     def _now(self) -> float:
         return self.alone.transport.now()
 
     def _patience(self) -> float:
-        """Seconds for which a partner is waited for."""
+        """Seconds to wait for a partner."""
         longest = self.alone.deadlines.outer
-        if len(self._took) < _ENOUGH:
+        if len(self._durations) < _ENOUGH:
             return min(_FIRST, longest)
-        usual = median(self._took)
-        spread = median(abs(one - usual) for one in self._took)
+        usual = median(self._durations)
+        spread = median(abs(one - usual) for one in self._durations)
         return min(max(_LEAST, usual + _SPREADS * spread), longest)
 
 
 class ElasticRoster:
-    """An `isles.comm.roster.Roster`: of a worker by itself, or of each worker of an island, which all ask it the same
-    things in the same order. What is to be decided its leader decides, and all obey.
+    """The `isles.comm.roster.Roster` of a single worker, or of each worker of an island. The workers of an island call
+    it in the same order; their leader decides.
 
-    alone: the group of this member by itself. A worker starts alone, because its weights are drawn as everybody's are,
-    or taken from a member. island: the workers of its island. leader: None at a follower.
+    alone: the group of this member only. A worker's first group is itself, because its weights are initialized like
+    everybody's or loaded from a member. island: the workers of its island. leader: None at a follower.
     """
 
     grows = answers_alike = True
@@ -374,11 +377,11 @@ class ElasticRoster:
         self.founders, self._island, self._leader = alone, island, leader
         self.deliveries = None if leader is None else leader.deliveries
         self._answers: dict[int, Group] = {}
-        self._missed: CommError | None = None  # a follower's, of the exchange that is asked about next
+        self._missed: CommError | None = None  # at a follower: the failure of the present exchange
 
     def group(self, round: int) -> Group:
         if round not in self._answers:
-            group = self._met(self._island.next_decision(lambda: self._lead.exchange(round)))
+            group = self._group_of(self._island.next_decision(lambda: self._lead.exchange(round)))
             self._answers = {**{r: a for r, a in self._answers.items() if r > round - RETAINED}, round: group}
         return self._answers[round]
 
@@ -403,7 +406,7 @@ class ElasticRoster:
 
     def start_round(self, round: int) -> tuple[Group, int] | None:
         made = self._island.next_decision(lambda: self._lead.start_round(round))
-        return (self._met(made), made.attempt) if made.kind == "exchange" else None
+        return (self._group_of(made), made.attempt) if made.kind == "exchange" else None
 
     def finish_round(
         self, round: int, attempt: int, digest: int | None, error: CommError | None = None
@@ -411,21 +414,21 @@ class ElasticRoster:
         together, failure = self._island.combine(round, attempt, digest, error, self.founders.deadlines.outer)
         made = self._island.next_decision(lambda: self._lead.finish_round(round, attempt, together, error or failure))
         if made.kind not in ("land", "retry", "postpone"):
-            raise Malformed(-1, f"of an attempt the leader of this island decides to {made.kind}")
+            raise Malformed(-1, f"the leader of this island answers an attempt with {made.kind!r}")
         return made.kind
 
     def begin_anew(self) -> None:
-        """This worker has another state: answers about its rounds before are not valid any more."""
+        """Forget earlier rounds: this worker has loaded another state."""
         self._answers, self._missed = {}, None
         if self._leader is not None:
             self._leader.begin_anew()
 
     def survivors(self, asked: bool) -> Group:
-        """Itself: the one model is put together at the lighthouse."""
+        """This member's own group: the lighthouse combines the run's model."""
         return self.founders
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing: what is not known here the lighthouse knows."""
+        """Empty: the lighthouse holds the state of membership."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -436,9 +439,9 @@ class ElasticRoster:
         assert self._leader is not None, "a follower is never asked"
         return self._leader
 
-    def _met(self, made: Decision) -> Group:
-        """Who takes part, and how long it is waited for. Malformed."""
+    def _group_of(self, made: Decision) -> Group:
+        """The group of an exchange, with its deadline. Raises Malformed."""
         if made.kind != "exchange" or not made.members:
-            raise Malformed(-1, f"instead of an exchange the leader of this island decides to {made.kind}")
+            raise Malformed(-1, f"the leader of this island decides on {made.kind!r} instead of an exchange")
         waits = replace(self.founders.deadlines, outer=made.seconds)
         return replace(self.founders, ranks=made.members, view=made.view, deadlines=waits)

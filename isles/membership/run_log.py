@@ -1,4 +1,4 @@
-"""What an elastic run leaves on record beside its views, for its report, its Goodput and its replay. Pure.
+"""What an elastic run records beside its views, for its report, Goodput and replay. Pure functions.
 
 RUN/members.jsonl      the coordinator's entries, each with its moment `at`
 RUN/exchanges.jsonl    a `RoundRecord` for each round of each worker, a `StartRecord` for each state that one began
@@ -26,10 +26,10 @@ _Seconds = Annotated[float, Field(strict=True, ge=0, le=1 << 40)]
 class RoundRecord(Exact):
     """A round of worker `member` that is over.
 
-    view: whose cell it read, -1 out of turn; spare: batches that it had read out of turn before. steps: inner steps,
-    which took `seconds` of computing. members: who took part in its exchange; outcome: `WHOLE`, `ALONE`, or the error
-    that ended it; where a quorum is enough `LATE`: its work is in the mean of the next one. at: its end, in seconds of
-    that worker's clock.
+    view: whose data slice it read, -1: unassigned data; spare: batches of unassigned data that it had read before.
+    steps: inner steps, which took `seconds` of computing. members: of its exchange; outcome: `WHOLE`, `ALONE` (no
+    partner), or the name of the error that ended it; with a quorum `LATE`: its work is in the next mean. at: its end,
+    in seconds of that worker's clock.
     """
 
     member: _Number
@@ -46,7 +46,7 @@ class RoundRecord(Exact):
 @dataclass(frozen=True, kw_only=True)
 class StartRecord(Exact):
     """Worker `member` began before round `first` with the state that `donor` (-1: nobody) had after round `copied`, and
-    the means that landed there up to round `has`; the state came in `size` bytes.
+    with the means that landed there up to round `has`. size: bytes of the transferred state.
     """
 
     member: _Number
@@ -59,15 +59,15 @@ class StartRecord(Exact):
 
 
 def read_record(value: Any) -> RoundRecord | StartRecord:
-    """The record of a line of JSON. ValueError where it is none."""
+    """The record of a line of JSON. ValueError for an invalid one."""
     return read(RoundRecord if isinstance(value, dict) and "outcome" in value else StartRecord, value)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunHistory:
-    """What `members.jsonl` says: by member the stretches (from, until) in seconds in which it was connected; the views
-    as (moment, number, first round, members); counts of entries, and of words: "again" those for which a round was
-    tried again. outages: of the lighthouse, (from its last entry, until it was started again).
+    """The contents of `members.jsonl`. present: by member, intervals (from, until) in seconds of its connection. views:
+    (moment, number, first round, members). counts: of entries by event; "retry": decisions to repeat a round. outages:
+    of the lighthouse, (last entry, restart).
     """
 
     present: Mapping[int, list[tuple[float, float]]]
@@ -108,8 +108,8 @@ def read_history(entries: Iterable[Mapping[str, Any]], end: float = 0.0) -> RunH
 
 @dataclass(frozen=True, kw_only=True)
 class RoundCounts:
-    """The rounds of a run: how many were whole, alone (nobody to exchange with), or ended by an error, by its name;
-    `steps` that were done and how long that took; `size` bytes of `transfers`. out_of_turn: rounds without a cell.
+    """The rounds of a run by outcome: whole, alone (no partner), or an error's name. steps, seconds: of computing.
+    size: bytes of the `transfers` of states. out_of_turn: rounds on unassigned data.
     """
 
     rounds: int
@@ -122,12 +122,12 @@ class RoundCounts:
 
     @property
     def alone(self) -> float:
-        """Share of the rounds in which a worker used nobody else's work."""
+        """Share of the rounds in which a worker used no other worker's work."""
         return 1.0 - (self.outcomes[WHOLE] + self.outcomes[LATE]) / self.rounds if self.rounds else 0.0
 
 
 def ledger(records: Sequence[RoundRecord | StartRecord]) -> RoundCounts:
-    """Count the rounds and state transfers in all lines of a run."""
+    """Count the rounds and state transfers in all records of a run."""
     rounds = [record for record in records if isinstance(record, RoundRecord)]
     transfers = [record for record in records if isinstance(record, StartRecord) and record.donor >= 0]
     return RoundCounts(
@@ -142,10 +142,10 @@ def ledger(records: Sequence[RoundRecord | StartRecord]) -> RoundCounts:
 
 
 def goodput(counted: int, done: RoundCounts, there: RunHistory) -> float:
-    """Share of the time for which workers were there that they spent in steps that count.
+    """Share of the workers' connected time that they spent in steps that count.
 
-    counted: inner steps whose work is in the weights at the end. Steps are taken to be alike; what a step of a dead
-    worker took that nobody heard of is not computing here.
+    counted: inner steps whose work is in the final weights. All steps are taken to be equally long; unreported steps of
+    a dead worker do not count as computing.
     """
     seconds = sum(until - since for stretches in there.present.values() for since, until in stretches)
     share = min(counted / done.steps, 1.0) if done.steps else 0.0

@@ -1,12 +1,12 @@
-"""What the control plane of a run needs of whatever carries it: all of its messages, all of its time, all of its waits.
+"""What the control plane needs of its carrier: messages, time and waits all go through a session.
 
 `tls_session.Session` is one between processes, `simulated.SimulatedSession` one on the virtual clock.
 
-    callbacks   one at a time, in the order of what came; no callback waits
-    condition   guards what callbacks and a worker's own thread share; its `wait_for` is the only place where one waits
-    later       replaces threads of one's own
+    callbacks   one at a time, in the order of arrival; a callback never waits
+    condition   guards what callbacks and a worker's own thread share; all waits use its `wait_for`
+    later       timers, in place of threads
 
-A session also counts what was not accepted from others (`Rejections`): by the member that sent it, and by the reason.
+A session also counts what it rejected (`Rejections`), by the member that sent it and by the reason.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pydantic import Field
 
 from isles.base.parsing import Str, read
 
-_MOST = 256  # reasons that are told apart: what a stranger writes must not fill the memory
+_MOST = 256  # distinct reasons: strangers must not fill the memory
 _LONGEST = 100  # characters
 OTHERS = "other reasons"
 RejectionRow = tuple[int, str, int]
@@ -38,16 +38,14 @@ _Rows = Annotated[
 
 
 class Rejections(Counter[tuple[int, str]]):
-    """By (member, reason); member -1: somebody without a member, or in another's name. Safe to call from several
-    threads.
-    """
+    """Counts by (member, reason); member -1: a sender without a member, or with a forged one. Thread-safe."""
 
     def __init__(self) -> None:
         super().__init__()
         self._lock = threading.Lock()
 
     def note(self, member: int, why: str) -> None:
-        """Once more."""
+        """Count one rejection."""
         key = (member, why[:_LONGEST])
         with self._lock:
             if key not in self and len(self) >= _MOST:
@@ -61,7 +59,7 @@ class Rejections(Counter[tuple[int, str]]):
 
 
 def merge_rejections(tables: Iterable[Sequence[RejectionRow]]) -> list[RejectionRow]:
-    """The rows of several workers put together, as if one had refused all of it."""
+    """The rows of several workers as those of one."""
     every = Rejections()
     for member, why, times in chain.from_iterable(tables):
         key = (member, why) if (member, why) in every or len(every) < _MOST else (-1, OTHERS)
@@ -70,33 +68,33 @@ def merge_rejections(tables: Iterable[Sequence[RejectionRow]]) -> list[Rejection
 
 
 def read_rejections(tables: object) -> list[RejectionRow]:
-    """`rows` as another machine tells them. ValueError where they are none."""
+    """`rows` received from another machine. ValueError for invalid ones."""
     return read(_Rows, tables, "an invalid list of refusals")
 
 
 Answered = Callable[[bytes | None, bytes | None], None]
-"""Called with a reply, or with why there is none."""
+"""Called with (reply, None), with (None, refusal), or with (None, None) if there is no answer."""
 
 
 class Query:
-    """A question that came in; answer it once, now or later. payload: what is asked; attachment: what is said beside.
-    answered: called with the reply, or with the refusal.
+    """A question that arrived; answer it once, now or later. payload: the question; attachment: what was sent with it,
+    such as a MAC. answered: called with the reply or the refusal.
     """
 
     def __init__(self, payload: bytes, attachment: bytes, answered: Answered) -> None:
         self.payload, self.attachment, self._answered = payload, attachment, answered
 
     def reply(self, data: bytes | Callable[[], bytes] = b"") -> None:
-        """Answer with `data`, or with what `data()` is."""
+        """Answer with `data`, or with the result of `data()`."""
         self._answered(data if isinstance(data, bytes) else data(), None)
 
     def refuse(self, why: bytes) -> None:
-        """Answer with a refusal, which the asker gets apart from replies."""
+        """Answer with a refusal, which the asker can tell from a reply."""
         self._answered(None, why)
 
 
 class Condition(Protocol):
-    """As `threading.Condition` of a lock that its holder may take again."""
+    """Like `threading.Condition` with a re-entrant lock."""
 
     def __enter__(self) -> Any: ...
     def __exit__(self, kind: Any, error: Any, at: Any, /) -> Any: ...
@@ -105,10 +103,10 @@ class Condition(Protocol):
 
 
 class ControlSession(Protocol):
-    """Of one member, or of the lighthouse. refused: counts what is not taken. taken: bytes that were said to it.
+    """The control-plane session of a member or of the lighthouse.
 
-    beats: whether who is there must say so each second; else members speak where they have something to say, and the
-    lighthouse acts when it is told to.
+    refused: counts rejected messages. taken: bytes received. beats: whether members send a heartbeat each second. If
+    not (on the virtual clock), they send messages only when something changes, and connections break by events.
     """
 
     refused: Rejections
@@ -117,29 +115,29 @@ class ControlSession(Protocol):
 
     @property
     def relayed(self) -> int:
-        """Bytes that others have said to each other over this one."""
+        """Bytes that other clients have sent each other through this session."""
 
     def now(self) -> float:
-        """Seconds of the clock that `later` counts by."""
+        """Seconds of the clock of `later`."""
 
     def wall(self) -> float:
-        """Seconds of the clock that journals are written by."""
+        """Seconds of the clock of journals."""
 
     def condition(self) -> Condition:
-        """A new one."""
+        """A new condition."""
 
     def later(self, call: Callable[[], None], seconds: float = 0.0) -> Callable[[], None]:
-        """Have `call` called in a callback after `seconds`; 0: behind what has come by now. What is returned has it not
-        called, if it was not yet, and is safe to call twice.
+        """Schedule `call` as a callback after `seconds`; 0: behind the callbacks that are due by now. Returns a
+        function that cancels it, which is safe to call twice.
         """
 
     def aside(self, work: Callable[[], None]) -> Callable[[float], None]:
-        """Have `work`, which may take a while, done beside all callbacks. What is returned waits for its end, so many
-        seconds at most.
+        """Run `work`, which may take a while, beside the callbacks. Returns a function that waits for its end, for so
+        many seconds at most.
         """
 
     def serve(self, key: str, answer: Callable[[Query], None]) -> None:
-        """Have `answer` called with every `Query` to `key`."""
+        """Call `answer` with every `Query` to `key`."""
 
     def ask(
         self,
@@ -151,15 +149,15 @@ class ControlSession(Protocol):
         seconds: float,
         urgent: bool = False,
     ) -> None:
-        """Ask whoever serves `key`; `answered` is called once, in a callback, with (None, None) where no answer has
-        come within `seconds`. What is `urgent` goes before bulk, and returns at once. OSError once it is closed.
+        """Ask the client that serves `key`. `answered` is called once, in a callback; with (None, None) if no answer
+        arrives within `seconds`. `urgent` questions go before bulk data. Returns at once. OSError after `close`.
         """
 
     def present(self, key: str) -> None:
-        """Be seen under `key` by those who `watch` it."""
+        """Appear under `key` to clients that `watch` it."""
 
     def watch(self, keys: str, changed: Callable[[str, bool], None]) -> None:
-        """Have `changed(key, whether it is present)` called for those that match `keys`, now and at each change."""
+        """Call `changed(key, whether it is present)` for each key that matches `keys`, now and at each change."""
 
     def seen(self, name: str) -> str:
-        """The address from which the session of that name comes; "" where it does not."""
+        """The address of the session of that name; "" if there is none."""

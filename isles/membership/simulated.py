@@ -1,21 +1,20 @@
-"""What becomes of a run on the virtual clock through a trace's joins, deaths, pauses and outages.
+"""A run on the virtual clock through a trace's joins, deaths, pauses and outages of the lighthouse.
 
     join          a member id, at the start of the worker's thread
-    kill          its thread ends and what is on its link is lost; `_NOTICED` later the others' connections break
+    kill          its thread ends and its messages in flight are lost; `_NOTICED` later the others' connections break
     pause         a lease later the connection counts as broken, until it is back
-    leave         the worker is asked to
-    lighthouse    away: no requests are answered; then another one continues from its journal
+    leave         the worker is asked to leave
+    lighthouse    away: no requests are answered; then a new one continues from its journal
 
-The lighthouse and its clients are those between processes (`Lighthouse`, `MembershipClient`), over sessions of
-the
-virtual clock; between workers messages take what the links say.
+Lighthouse and clients are the real ones (`Lighthouse`, `MembershipClient`), over sessions of the virtual clock.
+Messages between workers take the time of their links.
 
-    ask          takes `WAY` there and `WAY` back; none after `BACK` where nobody serves, or the asker is cut off
+    ask          takes `WAY` there and `WAY` back; no reply after `BACK` if nobody serves, or the asker is cut off
     later        an event of the timeline
-    condition    the turn of a worker, whose `wait_for` blocks in virtual time: a waiting worker looks again when
-                 something has changed, as if it had looked all the time
+    condition    the turn of a worker, whose `wait_for` blocks in virtual time: a waiting worker checks again after each
+                 change, as if it had checked all the time
 
-What is for a paused worker comes when it is back, what is for a dead one never.
+Messages for a paused worker arrive when it resumes, messages for a dead one never.
 """
 
 from __future__ import annotations
@@ -51,16 +50,16 @@ from isles.network.churn import ChurnEvent
 from isles.network.engine import ARRIVED, LAST, Event
 
 WAY = 0.02
-"""Seconds that a word takes."""
+"""Seconds that a control message takes."""
 BACK = 0.5
 """Seconds until a worker finds the lighthouse again."""
-_LONG = 1024  # bytes from which on an answer of one worker to another takes what the links say
-_NUMBERS = 1 << 30  # of such messages, apart from those of control
+_LONG = 1024  # bytes from which on a reply between workers takes the time of their links
+_NUMBERS = 1 << 30  # their tags begin here, apart from those of control messages
 
 
 class SimulatedNetwork:
-    """Where all sessions of a run meet; long answers of one worker to another go over `wire`. cut: members that reach
-    nobody now. asked: called when a question has been dealt with.
+    """Connects all sessions of a run; long replies between workers go over `wire`. cut: members that reach nobody now.
+    asked: called after a question was handled.
     """
 
     def __init__(self, scheduler: Scheduler, wire: VirtualWire) -> None:
@@ -72,12 +71,12 @@ class SimulatedNetwork:
         self.watching: list[tuple[SimulatedSession, str, Callable[[str, bool], None]]] = []
 
     def served(self, key: str) -> tuple[SimulatedSession, Callable[[Query], None]] | None:
-        """By whom `key` is served now, and how."""
+        """The session that serves `key` now, and its callback."""
         found = self.serving.get(key)
         return found if found is not None and found[0].is_open else None
 
     def carry(self, source: int, target: int, data: bytes, come: Callable[[bool], None]) -> None:
-        """Over the lines of both workers; `come` is told whether it has come."""
+        """Send `data` over the links of both workers; `come` is called with whether it has arrived."""
         workers, tag = self.scheduler.workers, Tag("control", next(self._carried))
         out = torch.empty(len(data), dtype=torch.uint8, device="cpu")
         receive = VirtualWork(workers[target], source, out, None)
@@ -87,24 +86,24 @@ class SimulatedNetwork:
         self._wire.send(source, target, sent, tag, VirtualWork(workers[source], target, None, None))
 
     def seen(self, key: str, there: bool) -> None:
-        """What is present under `key` comes or goes, now."""
+        """Notify watchers that something is present under `key`, or not any more."""
         for session, keys, changed in [*self.watching]:
             if session.is_open and fnmatchcase(key, keys):
                 changed(key, there)
 
 
 class _Sleep:
-    """What a worker that waits is blocked on."""
+    """What a waiting worker is blocked on."""
 
     error: BaseException | None = None
 
     def fail(self, error: Exception) -> None:
-        """Nobody is left who could wake it."""
+        """No worker is left that could wake it."""
         self.error = error
 
 
 class SimulatedCondition:
-    """See `isles.membership.session.Condition`. worker: who may wait on it; None: nobody."""
+    """See `isles.membership.session.Condition`. worker: the only one that may wait on it; None: none may."""
 
     def __init__(self, scheduler: Scheduler, worker: VirtualWorker | None) -> None:
         self._scheduler, self._worker = scheduler, worker
@@ -119,12 +118,12 @@ class SimulatedCondition:
             self._worker.__exit__(kind, error, at)
 
     def notify_all(self) -> None:
-        """In a turn, or an event: whoever waits looks again."""
+        """Called in a turn or an event: the waiting worker checks its predicate again."""
         if self._sleep is not None:
             self._wake(self._sleep)
 
     def wait_for(self, predicate: Callable[[], bool], timeout: float | None = None) -> bool:
-        """In the worker's own turn, which others have meanwhile."""
+        """Called in the worker's own turn; others have turns meanwhile."""
         worker, scheduler = self._worker, self._scheduler
         assert worker is not None and not scheduler.depth, "a worker's own thread waits, and holds nothing else"
         until = math.inf if timeout is None else worker.clock + timeout
@@ -144,7 +143,7 @@ class SimulatedCondition:
         if worker is None or worker.awaits is not sleep:
             return
         back = worker.back(timeline.now)
-        if back > timeline.now:  # a paused worker hears of it when it is back
+        if back > timeline.now:  # a paused worker wakes up when it resumes
             timeline.at(back, ARRIVED, worker.rank, self._wake, sleep)
             return
         self._sleep = None
@@ -152,8 +151,8 @@ class SimulatedCondition:
 
 
 class SimulatedSession:
-    """See `isles.membership.session.ControlSession`. worker: whose it is; None: the lighthouse's, which is never
-    paused and waits for nothing.
+    """See `isles.membership.session.ControlSession`. worker: its owner; None: the lighthouse, which is never paused and
+    never waits.
     """
 
     beats = False
@@ -227,7 +226,7 @@ class SimulatedSession:
             timeline.at(to.back(timeline.now + WAY), ARRIVED, max(self._rank, to._rank), arrive)
 
     def present(self, key: str) -> None:
-        """Whoever has events happen says who is there, see `SimulatedNetwork.seen`."""
+        """Nothing to do: the simulated events report who is present, see `SimulatedNetwork.seen`."""
 
     def watch(self, keys: str, changed: Callable[[str, bool], None]) -> None:
         self._network.watching.append((self, keys, changed))
@@ -236,11 +235,11 @@ class SimulatedSession:
         return name
 
     def back(self, time: float) -> float:
-        """`time` if its worker is not paused then, else when it is back."""
+        """`time`, or when its worker resumes if that is paused then."""
         return time if self._worker is None else self._worker.back(time)
 
     def close(self) -> None:
-        """Be gone: nothing comes any more."""
+        """Handle nothing more."""
         self.is_open = False
 
     def _at(self, time: float, rank: int, call: Callable[[], None]) -> Event:
@@ -252,7 +251,9 @@ class SimulatedSession:
 
 
 class SimulatedFailureDetector(FailureDetector):
-    """Whoever is not paused has just spoken; whoever is, half a beat before that. paused_at: when each was last."""
+    """Takes workers that are not paused to have sent a beat now, paused ones half a beat before their pause. paused_at:
+    by member, its last pause.
+    """
 
     def __init__(self, scheduler: Scheduler, paused_at: Mapping[int, float]) -> None:
         super().__init__()
@@ -271,11 +272,11 @@ class SimulatedFailureDetector(FailureDetector):
             self._spoke_at[member] = self._paused_at.get(member, at) - BEAT / 2 if is_paused else at
 
 
-_NOTICED = 0.2  # seconds until a death is noticed
+_NOTICED = 0.2  # seconds until the others notice a death
 
 
 class _Memory(Journal):
-    """A journal that is never on a disk."""
+    """A journal in memory."""
 
     def __init__(self, entries: list[dict[str, Any]]) -> None:
         self.entries = entries
@@ -289,18 +290,18 @@ class _Memory(Journal):
 
 
 class _Keys(MemberKeys):
-    """Which nobody is to know, as nobody else is here."""
+    """Keys that need no secret: there is no other process."""
 
     def __init__(self) -> None:
         self._secret = bytes(32)
 
 
 class SimulatedMembership:
-    """A run of `rules` through the changes of `trace`; `journal` gets what its lighthouses must not forget. lease:
-    seconds of silence after which a connection counts as broken. on_report: called with what workers report.
+    """A run of `rules` through the changes of `trace`. journal: of its lighthouses. lease: seconds of silence after
+    which a connection counts as broken. on_report: called with workers' reports.
 
-    counts: what happened. incarnations: by member (its start, its end) in seconds; an end of None: until the end of the
-    run. finished: members that have done the last round. is_over: whether all members have.
+    counts: of events by kind. incarnations: by member (start, end) in seconds; end None: not ended yet. finished:
+    members that have done the last round. is_over: whether all members have.
     """
 
     def __init__(
@@ -318,7 +319,7 @@ class SimulatedMembership:
         self._ticks_at = -1.0
 
     def open(self, scheduler: Scheduler, wire: VirtualWire, transports: Sequence[VirtualTransport]) -> None:
-        """Before the workers' threads begin: have everything happen at its time."""
+        """Schedule all events, before the workers' threads begin."""
         self.scheduler, self.wire, self.transports = scheduler, wire, transports
         self.timeline, self.network = scheduler.timeline, SimulatedNetwork(scheduler, wire)
         self.network.asked = self._asked
@@ -340,28 +341,28 @@ class SimulatedMembership:
 
     @property
     def membership(self) -> RoundsCoordinator | None:
-        """The lighthouse's; None while it is away."""
+        """The lighthouse's coordinator; None while it is away."""
         return None if self._lighthouse is None else self._coordinator
 
     def admitted(self, member: int) -> MembershipClient | None:
-        """The line of the worker in `member`, for its thread, once it has that member; None: the run is over before."""
+        """The client of `member`, for its worker's thread, once it has joined; None: the run ended before."""
         with self._admitted[member]:
             self._admitted[member].wait_for(lambda: member in self.clients or self.is_over)
         return None if self.is_over else self.clients[member]
 
     def alive(self) -> list[int]:
-        """Seats that have come and are neither dead nor gone."""
+        """Members that have joined, and have not ended."""
         return [member for member, (_, end) in self.incarnations.items() if end is None]
 
     def ended(self, member: int) -> None:
-        """`member` has ended by itself."""
+        """The worker of `member` has ended by itself."""
         if not self.is_over:
             self.incarnations[member] = self.incarnations[member][0], self.timeline.now
             self.sessions[member].close()
             self._break(member)
 
     def end(self) -> None:
-        """The run is over for all."""
+        """End the run for all members."""
         self.is_over = True
         (self._lighthouse or self._start_lighthouse(self._coordinator)).notify(self.alive(), Over())
         for admitted in self._admitted:
@@ -373,7 +374,7 @@ class SimulatedMembership:
         self.timeline.at(seconds, ARRIVED, -1, act)
 
     def _once_there(self, member: int, act: Callable[[int], None]) -> None:
-        """Where the lighthouse is away a worker gets its member late, and what happens to it happens after that."""
+        """Call `act` once `member` has joined: while the lighthouse is away workers join late, and events follow."""
         if self.is_over:
             return
         if member not in self.incarnations:
@@ -384,7 +385,7 @@ class SimulatedMembership:
     def _join(self, member: int) -> None:
         if self.is_over:
             return
-        # Members are given in the order of those who come.
+        # Members join in the order of their ids.
         if self._lighthouse is None or member > len(self.incarnations):
             self._at(self.timeline.now + BACK, partial(self._join, member))
             return
@@ -418,7 +419,7 @@ class SimulatedMembership:
         self._look()
 
     def _seen(self, member: int, *, there: bool) -> None:
-        """The lighthouse, where it is there, is told of a connection."""
+        """Report a connection to the lighthouse, unless it is away."""
         self.network.seen(f"isles/member/{member}", there)
         self._schedule_graces()
 
@@ -446,7 +447,9 @@ class SimulatedMembership:
         self._beat_now(member)
 
     def _suspect(self, client: MembershipClient, member: int) -> None:
-        """`client` waits for `member`: that one has just spoken, if it is there, so nobody need be asked."""
+        """`client` waits too long for `member`. Only a paused member can be silent, so only then the lighthouse is
+        asked.
+        """
         if self.scheduler.workers[member].back(self.timeline.now) > self.timeline.now:
             client.suspect(member)
 
@@ -497,10 +500,10 @@ class SimulatedMembership:
         with self.clients[member].changed:
             self.clients[member].beat_now()
 
-    # Words
+    # Messages
 
     def _asked(self) -> None:
-        """The lighthouse has dealt with a word."""
+        """The lighthouse has handled a message."""
         if self._lighthouse is None:
             return
         self._schedule_graces()
@@ -514,14 +517,14 @@ class SimulatedMembership:
                     self._beat_now(member)
 
     def _schedule_graces(self) -> None:
-        """Tick when the next one ends."""
+        """Schedule a tick for the end of the next grace."""
         end = self._coordinator.ballots.graces.next
         if self._lighthouse is not None and end is not None and end > self.timeline.now and end != self._ticks_at:
             self._ticks_at = end
             self._session.later(self._tick, end - self.timeline.now)
 
     def _look(self) -> None:
-        """The run is over once all that are in it have done their last round."""
+        """End the run once all its members have done their last round."""
         if self.is_over or self._lighthouse is None:
             return
         members = self._coordinator.members()

@@ -1,4 +1,4 @@
-"""Files that members send each other: the state that a joiner begins with, a worker's results, the consolidated model.
+"""Files that members send each other: a joiner's first state, a worker's results, the consolidated model.
 
     StateServer   publishes a file under a name; a newer one replaces it. A request for a file that is not there yet is
                   answered once it is; `is_requested` tells the server's training loop.
@@ -6,9 +6,9 @@
 
 The server's worker trains meanwhile: pieces are read from the disk as they are requested.
 
-Every answer of a member bears a MAC over request and answer by the receiver's peer key (`keys`): anybody with the token
-may hear requests, but what it answers in the server's place is not accepted. At the lighthouse's own addresses nobody
-else can answer, so those answers bear none.
+Every reply of a member bears a MAC over request and reply by the receiver's peer key (`keys`): anybody with the token
+may receive requests, but its replies in the server's place are rejected. At the lighthouse's own addresses nobody else
+can answer, so its replies bear no MAC.
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ def state_of(stage: int, step: int) -> str:
 PIECE = 1 << 20
 WINDOW = 4
 MOST_FACTS = 1 << 16
-"""Bytes of what is said beside a file, and of a request."""
+"""The most bytes of a file's facts, and of a request."""
 REQUEST = b"isles state "
-"""Before a request, under a MAC."""
+"""The prefix of a request in its MAC."""
 _NUMBERS = {"size": (0, 1 << 62), "number": (0, 1 << 53), "crc32": (0, (1 << 32) - 1), "step": (0, 1 << 53)}
 _NUMBERS |= {"parts": (1, 1 << 16), "participants": (1, 1 << 30), "digest": (-1 << 63, (1 << 63) - 1)}
 _AGAIN = 0.2  # seconds
-_Answer = tuple[bytes | None, bytes | None]  # a reply, or why there is none
+_Answer = tuple[bytes | None, bytes | None]  # a reply, or a refusal
 
 
 class PeerKeys(Protocol):
@@ -74,7 +74,7 @@ class PeerKeys(Protocol):
 
 
 class NoPeerKeys:
-    """Where all members are one program's, as in a test: no keys."""
+    """All-zero keys, for members of a single program, as in tests."""
 
     def peer_key(self, peer: int) -> bytes:
         return bytes(16)
@@ -84,15 +84,15 @@ class NoPeerKeys:
 
 
 class StateUnavailable(Exception):
-    """The file did not come; the reason is a line for a person."""
+    """The file did not arrive; the reason is a line for the user."""
 
 
 class StateNotFound(StateUnavailable):
-    """Its server has nothing of that name, and will have nothing."""
+    """The server does not have that file, and will not."""
 
 
 class StateRejected(StateUnavailable):
-    """The state that came is unusable, and the one that the receiver had before is lost."""
+    """The received state is unusable, and the receiver's former state is lost."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +100,7 @@ class FetchRequest:
     """A request for the file that `source` publishes under the name `what`.
 
     most: bytes that are accepted. seconds: without a piece until the transfer fails. wait: seconds until the file must
-    be published; None: as long as `seconds`. after, newest: only a file of a round in (after, newest] will do.
+    be published; None: `seconds`. after, newest: only a file of a round in (after, newest] is accepted.
     """
 
     source: str
@@ -113,7 +113,7 @@ class FetchRequest:
 
     @property
     def patience(self) -> float:
-        """Seconds until it must be published."""
+        """Seconds until the file must be published."""
         return self.seconds if self.wait is None else self.wait
 
 
@@ -137,13 +137,13 @@ def fetch_state(
     Args:
         receiver: the member that asks; -1: the lighthouse.
         peer_key: as in `PeerKeys`.
-        lost: whether the source is gone; asked when `changed` is notified, without it several times a second.
+        lost: whether the source is lost; called when `changed` is notified, without it several times a second.
 
     Returns:
         The facts that were published with it.
 
     Raises:
-        StateUnavailable: it does not come, is too long, or is not what was published.
+        StateUnavailable: it does not arrive, is too long, or differs from what was published.
     """
     look = _AGAIN if changed is None else math.inf
     fetch = _Fetch(session, asked, receiver, peer_key, lost, changed or session.condition(), look)
@@ -179,7 +179,7 @@ class _Fetch:
         self._key, self._source = state_key(self.asked.source), member_in(self.asked.source)
 
     def open(self, seconds: float) -> dict[str, Any]:
-        """Length, number and facts, once it is published."""
+        """Wait until the file is published; its length, number and facts."""
         until = self.session.now() + seconds
         while self.session.now() < until:
             reply = refusal = None
@@ -191,7 +191,7 @@ class _Fetch:
             if refusal == b"never":
                 raise StateNotFound("there is none")
             if self.lost():
-                raise StateUnavailable("it is gone")
+                raise StateUnavailable("its source is lost")
             with self.changed:
                 self.changed.wait_for(lambda: False, _AGAIN)
         raise StateUnavailable(f"nothing arrived within {seconds:g} s")
@@ -203,14 +203,14 @@ class _Fetch:
         return self._source < 0 or bool(self._mac_key)
 
     def pieces(self, number: int, size: int, seconds: float) -> Iterator[bytes]:
-        """Its bytes, in order."""
+        """The file's bytes, in order."""
         offsets, posted = range(0, size, PIECE), 0
         for index, offset in enumerate(offsets):
             while posted < min(index + WINDOW, len(offsets)):
                 self._post(number, offsets[posted], seconds)
                 posted += 1
             piece, refusal = self._wait(offset, seconds)
-            if piece is None and refusal is None:  # an answer may be lost: once more
+            if piece is None and refusal is None:  # a reply may be lost: ask again
                 self._post(number, offset, seconds)
                 piece, _ = self._wait(offset, seconds)
             if piece is None or len(piece) != min(PIECE, size - offset):
@@ -238,7 +238,7 @@ class _Fetch:
             raise StateUnavailable(str(error)) from None
 
     def _authentic(self, asked: bytes, reply: bytes) -> bytes | None:
-        """The source's answer; None, and counted, where it is somebody else's."""
+        """The source's reply without its MAC; None, and counted, for a forged one."""
         if self._source < 0:
             return reply
         mac, data = reply[:PROOF], reply[PROOF:]
@@ -252,15 +252,15 @@ class _Fetch:
         with self.changed:
             while offset not in self._answers and (left := until - self.session.now()) > 0:
                 if self.lost():
-                    raise StateUnavailable("it is gone")
+                    raise StateUnavailable("its source is lost")
                 self.changed.wait_for(lambda: offset in self._answers or self.lost(), min(self.look, left))
             return self._answers.pop(offset, (None, None))
 
 
 def _facts(answer: bytes, rounds: range) -> dict[str, Any]:
-    """Read the facts of a file of one of `rounds`, and check all numbers. StateUnavailable."""
+    """Parse the facts of a file of one of `rounds`, and check all numbers. Raises StateUnavailable."""
     try:
-        facts = table(parse_json(answer[:MOST_FACTS]), "what is said of it")
+        facts = table(parse_json(answer[:MOST_FACTS]), "its facts")
         left_out, whole = table(facts.get("left_out", {}), "left_out"), facts.get("whole", False)
         if not isinstance(whole, bool) or not all(member.isdecimal() and len(member) < 10 for member in left_out):
             raise Unfit("whole is neither true nor false, or left_out names no members")
@@ -270,20 +270,20 @@ def _facts(answer: bytes, rounds: range) -> dict[str, Any]:
             integer(facts, key, *bounds[key])
         return facts
     except ValueError as error:
-        raise StateUnavailable(f"its description is invalid: {error}") from None
+        raise StateUnavailable(f"its facts are invalid: {error}") from None
 
 
 _MOST_WAITING = 64
-_CLOSING = 10.0  # seconds for what is being written when a server closes
-_RETAINED = 3  # files under one name, whose receivers may still go on
+_CLOSING = 10.0  # seconds to finish writing when a server closes
+_RETAINED = 3  # files under one name, so that transfers under way can go on
 
 
 def is_written(path: Path) -> None:
-    """For a file that is there already: nothing to write."""
+    """The default `write` of `publish`, for a file that exists already."""
 
 
 class StateTransfer(Protocol):
-    """What a worker publishes and fetches, see `StateServer`."""
+    """A worker's published and fetched files, see `StateServer`."""
 
     def is_requested(self, what: str) -> bool: ...
     def publish(self, what: str, path: Path, facts: dict[str, Any], write: Callable[[Path], None] = ...) -> None: ...
@@ -302,17 +302,17 @@ class _Published:
     is_own: bool
 
     def drop(self) -> None:
-        """Remove the file, unless it was there before: then it is somebody else's, who removes it."""
+        """Remove the file if this server wrote it."""
         if self.is_own:
             self.path.unlink(missing_ok=True)
 
 
 @dataclass
 class StateServer:
-    """What this process publishes as `name` (a member, or `LIGHTHOUSE`).
+    """The files that this process publishes as `name` (a member, or `LIGHTHOUSE`).
 
-    notice: called with a line for a person where a file could not be written. lost: whether the server of that name is
-    gone, so that nothing is requested of it any more; changed: notified when that may be so. peer_keys: keys of
+    notice: called with a line for the user if a file could not be written. lost: whether the source of that name is
+    lost, so that nothing is fetched from it any more; changed: notified when that may be so. peer_keys: keys of
     members. comes: see `announce`.
     """
 
@@ -324,11 +324,11 @@ class StateServer:
     peer_keys: PeerKeys = field(default_factory=NoPeerKeys)
     changed: Condition | None = None
     _published: dict[int, _Published] = field(default_factory=dict)  # by number, the newest last
-    _open: dict[str, int] = field(default_factory=dict)  # what a new receiver gets
+    _open: dict[str, int] = field(default_factory=dict)  # by name: the number that a new receiver gets
     _made: int = 0
-    _coming: dict[int, str] = field(default_factory=dict)  # by number: being written
-    _ends: dict[int, Callable[[float], None]] = field(default_factory=dict)  # by number: waits until that is written
-    _waiting: list[tuple[str, int, int, Query]] = field(default_factory=list)  # for what is not there yet
+    _coming: dict[int, str] = field(default_factory=dict)  # by number: names of files being written
+    _ends: dict[int, Callable[[float], None]] = field(default_factory=dict)  # by number: waits for the end of writing
+    _waiting: list[tuple[str, int, int, Query]] = field(default_factory=list)  # requests for files not yet published
 
     def __post_init__(self) -> None:
         self.session.serve(state_key(self.name), self._asked)
@@ -340,7 +340,7 @@ class StateServer:
         """
         self._made += 1
         number = self._made
-        self._coming[number] = what  # before it can be there
+        self._coming[number] = what  # before the writer can finish
         self._ends[number] = self.session.aside(partial(self._make, number, what, path, facts, write))
 
     def is_requested(self, what: str) -> bool:
@@ -372,12 +372,12 @@ class StateServer:
         return fetch_state(self.session, asked, path, own, self.peer_keys.peer_key, lost=lost, changed=self.changed)
 
     def close(self) -> None:
-        """Wait until files that are being written are whole."""
+        """Wait until files that are being written are complete."""
         for end in [*self._ends.values()]:
             end(_CLOSING)
 
     def _make(self, number: int, what: str, path: Path, facts: dict[str, Any], write: Callable[[Path], None]) -> None:
-        """Write the file, and find its length and checksum; beside all else."""
+        """Write the file, and compute its length and checksum; in a thread of its own."""
         made: _Published | OSError
         try:
             write(path)
@@ -391,11 +391,13 @@ class StateServer:
         self.session.later(lambda: self._add(number, what, made))
 
     def _add(self, number: int, what: str, made: _Published | OSError) -> None:
-        """Publish a file that was written, or refuse requests for one that could not be. In a callback."""
+        """Publish a file that was written, or refuse requests if that failed. In a callback."""
         is_needed = self._coming.pop(number, None) is not None
         self._ends.pop(number, None)
         if isinstance(made, OSError):
-            self.notice(f"what another worker asked for could not be written: {made}; it will ask a third one")
+            self.notice(
+                f"a file that another worker asked for could not be written: {made}; it will ask a third worker"
+            )
             self._refuse(what)
             return
         if not is_needed or number < self._open.get(what, -1):  # a newer one was written before it
@@ -417,7 +419,7 @@ class StateServer:
             what, offset = value_of(asked, "what", OneLine), integer(asked, "offset", 0, 1 << 62)
             number, after, receiver = (integer(asked, key, -1, 1 << 62) for key in ("number", "after", "receiver"))
         except ValueError:
-            self.session.refused.note(-1, "a request for a state that makes no sense")
+            self.session.refused.note(-1, "an invalid request for a state")
             query.refuse(b"never")
             return
         if number < 0:
@@ -431,19 +433,19 @@ class StateServer:
             query.reply(partial(self._piece, query.payload, receiver, file.path, offset))
 
     def _piece(self, asked: bytes, receiver: int, path: Path, offset: int) -> bytes:
-        data = b""  # of a file that was removed meanwhile: then the receiver asks elsewhere
+        data = b""  # empty if the file was removed: the receiver then asks elsewhere
         with suppress(FileNotFoundError), path.open("rb") as file:
             file.seek(offset)
             data = file.read(PIECE)
         return self._signed(asked, receiver, data)
 
     def _signed(self, asked: bytes, receiver: int, data: bytes) -> bytes:
-        """`data` as the answer to a request of `receiver`, behind its MAC."""
+        """`data` as the reply to a request of `receiver`, with its MAC."""
         by_member = self.name != LIGHTHOUSE
         return authenticate(self.peer_keys.expected(receiver), REQUEST + asked, data) + data if by_member else data
 
     def _answer(self) -> None:
-        """Answer requests whose file is there now. In a callback."""
+        """Answer requests whose file is published now. In a callback."""
         waiting, self._waiting = self._waiting, []
         for what, after, receiver, query in waiting:
             number = self._open.get(what)
@@ -461,7 +463,7 @@ class StateServer:
         return what in [*self._coming.values()]
 
     def _refuse(self, what: str) -> None:
-        """Refuse all requests that wait for `what`: they try another member."""
+        """Refuse all requests that wait for `what`; the receivers then try another member."""
         for *_, query in [one for one in self._waiting if one[0] == what]:
             query.refuse(b"never")
         self._waiting = [one for one in self._waiting if one[0] != what]

@@ -1,15 +1,15 @@
-"""Who is of a swarm: a pure state machine beside `coordinator`, for worlds whose peers agree among themselves.
+"""Which peers are in a swarm: a pure state machine like `coordinator`, for worlds whose peers agree among themselves.
 
-    waiting     a peer that has its member id; it asks again and again what to do
-    begin       once every stage has its peers: these, at these stages, from what is saved on the disk
-    join        where a swarm is at work: ask its members, who let the peer in at the end of a step
-    serving     its members say who they are; the lighthouse does not vote
+    waiting     a peer with a member id that asks again and again what to do
+    begin       once every stage has its peers: these peers, at these stages, from the states saved on disk
+    join        while a swarm is running: ask its members, which admit the peer at the end of a step
+    serving     the swarm's members report its membership; the lighthouse does not vote
 
-A swarm that has nobody left is over; the next one consists of the peers that wait by then, and continues from what is
-saved. A swarm that was partitioned runs twice until one half is heard of: the half that is heard first continues, and
-the peers of the other rejoin. So `epoch` and membership, as the lighthouse has it, are the run's one history.
+A swarm without peers has ended; the next one consists of the peers that wait by then, and continues from the saved
+states. A partitioned swarm runs twice until the lighthouse hears from one half: that half continues, and the peers of
+the other rejoin. So the lighthouse's `epoch` and membership are the run's only history.
 
-Calls in, effects out, as `coordinator`: no clock, no sockets; `SwarmCoordinator(rules, entries)` continues from its
+Calls in, effects out, like `coordinator`: no clock, no sockets; `SwarmCoordinator(rules, entries)` continues from a
 journal.
 """
 
@@ -41,15 +41,15 @@ from isles.membership.messages import (
 )
 
 MAX_MEMBERS = 1 << 14
-"""Of a run, whoever had them: positions in the letters of a swarm. Some 1,000 are taken in a run of days."""
+"""The most members of a run, over all time: positions in a swarm's messages. A run of days takes some 1,000."""
 AGAIN = 5.0
 """Seconds for which a run that has lost its swarm waits for further peers, once every stage has one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SwarmRules:
-    """peers: of each stage, that the first swarm waits for; least: that later ones begin with. most: at once. last: the
-    run's last step. clustered: they are nodes of clusters, of one kind for the lighthouse.
+    """peers: by stage, that the first swarm waits for; least: per stage, that later swarms need. most: at once. last:
+    the run's last step. clustered: the peers are nodes of clusters, which are all alike for the lighthouse.
     """
 
     peers: tuple[int, ...]
@@ -62,8 +62,8 @@ class SwarmRules:
 
 @dataclass
 class _Peer:
-    """What is known of one member. identity: by its certificate. wish: None while it has not asked what to do.
-    heard_at: when it last reported; serving: its work then, `beside` whom. is_out: the others have gone on without it.
+    """What is known of one member. identity: fingerprint of its certificate. wish: None if it has not asked for work.
+    heard_at, serving: its last beat; beside: the members in it. is_out: the others go on without it.
     """
 
     identity: str
@@ -77,35 +77,35 @@ class _Peer:
 
     @property
     def is_here(self) -> bool:
-        """Whether it has a part in the run now."""
+        """Whether it takes part in the run now."""
         return self.connected and not self.left
 
 
 class SwarmCoordinator(Coordinator):
-    """rules: of the run. entries: its journal so far. until: if there is one, `tick` counts who has not come back by
-    then as gone.
+    """rules: of the run. entries: of its journal so far. until: after a restart, when `tick` takes members that have
+    not reconnected for lost.
     """
 
     def __init__(self, rules: SwarmRules, entries: Iterable[dict[str, Any]] = (), until: float = 0.0) -> None:
         self.rules = rules
         self.peers: dict[int, _Peer] = {}
         self.members: dict[int, int] = {}
-        """The stage of each of the swarm's, as it was told last."""
+        """By member of the swarm, its stage, as last reported."""
         self.epoch = self.step = self.saved = 0
         self.ended: str | None = None
-        """Set where the run is over: its reason, "" where all went well."""
+        """Set once the run is over: its reason, "" for a regular end."""
         self._run: int | None = None
-        self._came = self._ended_at = -1.0
+        self._last_joined = self._ended_at = -1.0
         super().__init__(entries, until)
 
     # Calls
 
     def join(self, now: float, description: str, certificates: Sequence[str] = ()) -> list[Effect]:
-        """A worker asks for a member. certificates: as in `Hello`."""
+        """Admit a worker as a new member. certificates: as in `Hello`."""
         if len(self._connected()) >= self.rules.most:
             return [Reply(Refusal(f"the run has its most workers, {self.rules.most} (isles lighthouse --max-members)"))]
         if len(self.peers) >= self.rules.members:
-            return [Reply(Refusal(f"the run has given its {self.rules.members} members, and none is used twice"))]
+            return [Reply(Refusal(f"the run has issued its {self.rules.members} member ids, and none is used twice"))]
         member = len(self.peers)
         self._record("join", member=member, description=description, certificates=[*certificates])
         self._reply(Admitted(member))
@@ -118,7 +118,7 @@ class SwarmCoordinator(Coordinator):
         return self._taken()
 
     def reconnected(self, now: float, member: int) -> list[Effect]:
-        """The connection of a worker is there (again)."""
+        """The connection of a worker is open (again)."""
         self._awaited.discard(member)
         if member in self.peers and not self.peers[member].connected:
             self._record("back", member=member)
@@ -131,10 +131,10 @@ class SwarmCoordinator(Coordinator):
         return self._taken()
 
     def hear(self, now: float, member: int, message: Any) -> list[Effect] | None:
-        """What a worker says; None where no peer of a swarm says that. ValueError for what cannot be."""
+        """Handle a peer's message; None for a kind that no peer sends. ValueError for impossible values."""
         peer = self.peers.get(member)
         if peer is None or peer.left:
-            return [Reply(Rejoin(f"member {member} is not of this run any more"))]
+            return [Reply(Rejoin(f"member {member} is no longer in this run"))]
         match message:
             case RequestWork():
                 self._wait(now, member, message)
@@ -147,28 +147,28 @@ class SwarmCoordinator(Coordinator):
         return self._taken()
 
     def keep(self, step: int) -> list[Effect]:
-        """The states of all stages after `step` are on the disk."""
+        """The states of all stages after `step` are on disk."""
         if step > self.saved:
             self._record("saved", step=step)
         return self._taken()
 
     def end(self, now: float, reason: str = "") -> list[Effect]:
-        """The run is over; whoever asks is told."""
+        """The run is over; peers learn it by the reply to their next message."""
         self.ended = reason
         return self._taken()
 
-    # What is asked
+    # Queries
 
     def alive(self) -> list[int]:
-        """Members that are there, or may be: after a restart they are given a while."""
+        """Members that are connected, or may be: after a restart they have some time to reconnect."""
         return [member for member in self.members if self.peers[member].is_here]
 
     def about(self) -> tuple[int, int, int]:
-        """(peers at work, newest step, last step)."""
+        """(running peers, newest step, last step)."""
         return len(self.alive()), self.step, self.rules.last
 
     def now(self, now: float, refused: Sequence[tuple[int, int, str, int]]) -> SwarmStatus:
-        """How the swarm stands, for a person. refused: see `SwarmStatus`."""
+        """The swarm's status, for the user. refused: see `SwarmStatus`."""
         rows = []
         for member, peer in self.peers.items():
             if peer.is_here:
@@ -191,7 +191,7 @@ class SwarmCoordinator(Coordinator):
         more = tuple(rows), tuple(refused), self.rules.clustered
         return SwarmStatus(self.epoch, step, last, since, self.saved, wanted, *more)
 
-    # What follows
+    # Consequences
 
     def _wait(self, now: float, member: int, seek: RequestWork) -> None:
         if not ANY <= seek.stage < len(self.rules.peers):
@@ -207,7 +207,7 @@ class SwarmCoordinator(Coordinator):
         peer = self.peers[member]
         peer.heard_at, peer.serving = now, None
         if peer.wish is None:
-            peer.wish, self._came = seek.stage, now
+            peer.wish, self._last_joined = seek.stage, now
         self._form(now)
         self._reply(self._part(member))
 
@@ -218,14 +218,14 @@ class SwarmCoordinator(Coordinator):
         if member in alive:
             members = tuple(sorted(self.members))
             return StartSwarm(self.epoch, self.saved, members, tuple(self.members[one] for one in members))
-        heard_at = [one for one in alive if one not in self._awaited]  # who was not heard since a restart may be gone
+        heard_at = [one for one in alive if one not in self._awaited]  # members not heard since a restart may be lost
         if heard_at:
             return JoinSwarm(self.epoch, tuple(heard_at))
         return Wait(self._wanted())
 
     def _serve(self, now: float, member: int, serving: SwarmBeat) -> None:
-        """What a peer says of others is that it works with them, or does not: it is of the swarm once more than half of
-        the others work with it, and counted out once so many do not, at a later step than its own.
+        """Handle a beat. A peer's report of the others is a vote on whether it works with them: a peer is in the swarm
+        once more than half of the others work with it, and out once so many at a later step do not.
         """
         stages = dict(zip(serving.members, serving.stages, strict=False))
         fits = len(stages) == len(serving.members) == len(serving.stages) and member in stages
@@ -233,7 +233,7 @@ class SwarmCoordinator(Coordinator):
         numbers = (*serving.coordinates, serving.seconds, serving.queue, serving.counted, serving.since)
         fits = fits and all(0 <= number <= 1 << 40 for number in numbers)
         if not fits or not all(one in self.peers and 0 <= stages[one] < len(self.rules.peers) for one in stages):
-            raise ValueError("a swarm that cannot be")
+            raise ValueError("an impossible swarm")
         peer, others = self.peers[member], {*self.alive()} - {member}
         is_new = member not in self.members
         if serving.epoch != self.epoch or peer.is_out or (is_new and others and not others & stages.keys()):
@@ -242,7 +242,7 @@ class SwarmCoordinator(Coordinator):
         peer.heard_at, peer.serving, peer.beside, peer.wish = now, serving, stages.keys(), None
         beats = [self.peers[one].serving for one in self.alive()]
         steps = sorted(self.step if beat is None else beat.step for beat in beats)
-        if steps and (reached := steps[(len(steps) - 1) // 2]) > self.step:  # half of them, at the least, are there
+        if steps and (reached := steps[(len(steps) - 1) // 2]) > self.step:  # at least half of them have reached it
             self.step, self._ended_at = reached, now - serving.since
         members = self.members | ({member: stages[member]} if self._is_of(member) else {})
         members = {one: at for one, at in members.items() if one in stages or self._is_of(one)}
@@ -251,7 +251,7 @@ class SwarmCoordinator(Coordinator):
         self._reply(StatesSaved(self.saved) if self.ended is None else Over(self.ended))
 
     def _is_of(self, member: int) -> bool:
-        """Whether it is one of the swarm, by what the others there have said last."""
+        """Whether it is in the swarm, by the latest beats of the others."""
         own, others = self.peers[member].serving, [self.peers[one] for one in self.alive() if one != member]
         votes = [(member in other.beside, other.serving.step) for other in others if other.serving is not None]
         if member not in self.members:
@@ -260,21 +260,21 @@ class SwarmCoordinator(Coordinator):
         return 2 * sum(not is_beside and at > step for is_beside, at in votes) <= len(others)
 
     def _form(self, now: float) -> None:
-        """A new swarm, where there is none."""
+        """Begin a new swarm if there is none and enough peers wait."""
         if self.alive() or self._awaited or self.ended is not None:
             return
         found = self._assigned()
         counts = Counter(found.values())
         whole = all(counts[stage] >= wanted for stage, wanted in enumerate(self.rules.peers))
         some = self.epoch > 0 and all(counts[stage] >= self.rules.least for stage in range(len(self.rules.peers)))
-        if whole or (some and now - self._came >= AGAIN):
+        if whole or (some and now - self._last_joined >= AGAIN):
             members = sorted(found)
             self._record(
                 "begin", epoch=self.epoch + 1, step=self.saved, members=members, stages=[found[s] for s in members]
             )
 
     def _assigned(self) -> dict[int, int]:
-        """By member, the stage of each that waits: its wish, or the one that lacks most."""
+        """By waiting member, a stage: its wish, or the stage that lacks most peers."""
         waiting = {member: peer.wish for member, peer in self.peers.items() if peer.wish is not None and peer.is_here}
         found = {member: wish for member, wish in waiting.items() if wish != ANY}
         counts = Counter(found.values())
@@ -292,7 +292,7 @@ class SwarmCoordinator(Coordinator):
         beat = ", ".join(f"stage {stage} for {number} peer{'s' * (number > 1)}" for stage, number in missing)
         return f"waiting: {beat}" if beat else "waiting for the others to come back"
 
-    # What must survive
+    # Journalled state
 
     def _connected(self) -> list[int]:
         return [member for member, peer in self.peers.items() if peer.is_here]

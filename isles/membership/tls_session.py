@@ -1,13 +1,13 @@
-"""The session between processes: over TLS 1.3, passed on by a `Hub`.
+"""The session between processes: over TLS 1.3, forwarded by a `Hub`.
 
     open_router(credentials, address)    the lighthouse: a hub
     open_session(token, address)         a client of it; what it sends to other clients goes through the hub
     ask / answer / serve                 a request and its reply (`answer` waits for it)
-    present / watch                      who is there: notified when a process ends, stands still or is cut off
+    present / watch                      who is connected: notified when a process ends, hangs or is cut off
 
-A client whose connection breaks reconnects by itself (`Uplink`), under whatever address its hub's name then has, and
-declares again what it serves, where it is present and what it watches; meanwhile its requests have no answer, and
-nobody is there. A process may fork, and end without closing its session.
+A client whose connection breaks reconnects by itself (`Uplink`), under whatever address its hub's name then has. It
+then declares again what it serves, where it is present and what it watches; in between its requests have no reply, and
+nobody counts as present. A process may fork, and end without closing its session.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ from isles.membership.keys import RELAY_TICKETS
 from isles.membership.p2p.stream import TICKET
 from isles.membership.session import Answered, Query, Rejections
 
-_WAITING = 64 << 20  # bytes of its own words that wait to be sent
-_AGAIN, _SELDOM = 0.1, 1.0  # seconds until the next try: twice as many each time
+_WAITING = 64 << 20  # the longest send queue, bytes
+_AGAIN, _SELDOM = 0.1, 1.0  # seconds until the next attempt: doubled each time, up to the second
 _DECLARES = (FrameKind.SERVE, FrameKind.PRESENT, FrameKind.WATCH)
-BROKEN = (OSError, EOFError, RuntimeError, ValueError)  # what a connection may end by, TLS's and the proof's included
+BROKEN = (OSError, EOFError, RuntimeError, ValueError)  # errors that end a connection, with TLS's and the proof's
 
 
 class Uplink:
-    """To the hub at host:port, for whoever has `token`. on_frame: called with what the hub says. lost: called when the
-    connection breaks, and what was asked has no answer.
+    """The connection to the hub at host:port, with `token`. on_frame: called with the hub's frames. lost: called when
+    the connection breaks, so that open questions get no reply.
 
-    where: host and port. name: as the hub has said last. is_local: whether the hub is on this machine.
+    where: host and port. name: this client's, given by the hub. is_local: whether the hub is on this machine.
     """
 
     def __init__(
@@ -65,8 +65,8 @@ class Uplink:
         self._task: asyncio.Task[None] | None = None
 
     async def start(self, seconds: float) -> None:
-        """Be connected within `seconds`. LinkLost with the last reason; TokenRefused where what answers is another
-        machine than the token's.
+        """Connect within `seconds`. LinkLost with the last reason; TokenRefused if another machine than the token's
+        answers.
         """
         self._task = asyncio.get_running_loop().create_task(self._keep())
         welcomed = asyncio.ensure_future(self._welcomed.wait())
@@ -80,7 +80,7 @@ class Uplink:
             raise LinkLost(str(why) if isinstance(why, TokenRefused | LinkLost) else reason(why, seconds)) from why
 
     def send(self, frame: Frame, urgent: bool) -> None:
-        """Say it, or keep it until it can be said where it declares something."""
+        """Send a frame; a declaration is repeated on each new connection, a question without one has no reply."""
         if frame.kind in _DECLARES:
             self._declared.append(frame)
         if self._link is None:
@@ -92,7 +92,7 @@ class Uplink:
             self._on_frame(answer, True)
 
     async def end(self) -> None:
-        """Be gone, once what was said has left."""
+        """Close after the queue was sent."""
         link, task = self._link, self._task
         if link is not None:
             await link.close()
@@ -138,20 +138,19 @@ class Uplink:
 
 
 _LOG = logging.getLogger(__name__)
-_QUEUED = 8 << 20  # bytes of questions that wait for the session's thread
-_OF_ITSELF = 1024  # bytes that a question takes beside what it says
-_LATE = 1.0  # seconds behind its time until whoever waits for an answer counts it as none
-_ENDS = 5.0  # seconds for a session to be closed
+_QUEUED = 8 << 20  # the most bytes of questions that wait for the session's thread
+_OF_ITSELF = 1024  # bytes that a question counts beside its content
+_LATE = 1.0  # seconds that a reply's timeout may be late
+_ENDS = 5.0  # seconds to close a session
 
 
 class Session:
     """An open connection to a run.
 
-    All callbacks run in one thread of the session's own, one after the other, in the order of what came. Questions that
-    come faster than that thread answers them are turned away, so that they cannot fill the memory.
+    All callbacks run in one thread of the session, one after the other, in the order of arrival. Questions that arrive
+    faster than that thread handles them are refused, so that they cannot fill the memory.
 
-    refused: counts what those who serve on this session did not take. port: that a router listens at. taken: bytes
-    that were said to this session.
+    refused: counts rejected messages. port: at which a router listens. taken: bytes received.
     """
 
     beats = True
@@ -160,7 +159,7 @@ class Session:
         self.refused, self.port, self.taken = Rejections(), 0, 0
         self._hub: Hub | None = None
         self._uplink: Uplink | None = None
-        self._own = Peer("", "", self._came)
+        self._own = Peer("", "", self._handle_frame)
         self._numbers = count(1)
         self._asked: dict[int, tuple[Answered, TimerHandle]] = {}
         self._serves: dict[str, Callable[[Query], None]] = {}
@@ -170,7 +169,7 @@ class Session:
         self._queued = 0  # bytes
         self._thread = threading.Thread(target=self._work, name="isles-session", daemon=True)
 
-    # As `ControlSession` has it
+    # See `ControlSession`
 
     def serve(self, key: str, answer: Callable[[Query], None]) -> None:
         self._serves[key] = answer
@@ -201,8 +200,8 @@ class Session:
         seconds: float,
         urgent: bool = False,
     ) -> tuple[bytes | None, bytes | None]:
-        """`ask`, and wait for what it would call `answered` with. Not for the session's own thread, which would wait
-        for itself.
+        """`ask`, and wait for the arguments of `answered`. Not for the session's own thread, which would wait for
+        itself.
         """
         done, answers = threading.Event(), list[tuple[bytes | None, bytes | None]]()
 
@@ -225,7 +224,7 @@ class Session:
         waiting = [call]
 
         def ring() -> None:
-            for one in [*waiting]:  # another thread may empty it meanwhile
+            for one in [*waiting]:  # a copy: another thread may cancel meanwhile
                 one()
 
         if seconds > 0:
@@ -250,7 +249,7 @@ class Session:
         return thread.join
 
     def name(self) -> str:
-        """The hub's name of this session, which others see."""
+        """The hub's name for this session."""
         return "" if self._uplink is None else self._uplink.name
 
     def seen(self, name: str) -> str:
@@ -262,15 +261,15 @@ class Session:
 
     @property
     def relayed(self) -> int:
-        """Bytes that the clients of this router have said to each other."""
+        """Bytes that the clients of this router have sent to each other."""
         return 0 if self._hub is None else self._hub.relayed
 
     def say(self, frame: Frame, *, urgent: bool = True) -> None:
-        """Have the hub hear a word."""
+        """Send a frame to the hub."""
         loop.call(self._say, frame, urgent)
 
     def close(self) -> None:
-        """Be gone. Safe to call twice."""
+        """Close the session. Safe to call twice."""
         if self._closed:
             return
         self._closed = True
@@ -282,10 +281,10 @@ class Session:
         if threading.current_thread() is not self._thread:
             self._thread.join(_ENDS)
 
-    # What opens it
+    # Opening
 
     def listen(self, mine: Credentials, listening: socket.socket, lease: float) -> None:
-        """Be a router at `listening`."""
+        """Serve as a router at `listening`."""
         self.port = listening.getsockname()[1]
         self._hub = Hub(mine, listening, lease, self.refused)
         loop.call(self._hub.join, self._own)
@@ -293,21 +292,21 @@ class Session:
         self._thread.start()
 
     def connect(self, token: Token, host: str, port: int, seconds: float) -> None:
-        """Be a client of a hub. LinkLost where it lets nobody in within `seconds`."""
-        self._uplink = Uplink(token, host, port, self._came, self._lost)
+        """Connect to a hub. LinkLost if that fails within `seconds`."""
+        self._uplink = Uplink(token, host, port, self._handle_frame, self._lost)
         loop.run(self._uplink.start(seconds))
         self._thread.start()
 
     def connect_by_ticket(self, ticket: bytes, seconds: float, where: tuple[str, int] | None = None) -> socket.socket:
-        """The connection to whoever comes to this client's hub, or to `where`, with the same ticket. OSError where
-        nobody does.
+        """A connection joined with the one that shows the same ticket at this client's hub, or at `where`. OSError if
+        none does.
         """
         assert self._uplink is not None
         link = socket.create_connection(where or self._uplink.where, seconds)
         try:
             link.sendall(TICKET + ticket)
             if link.recv(1) != TICKET[:1]:
-                raise ConnectionError("the other side did not connect")
+                raise ConnectionError("the other end did not show the ticket")
         except OSError:
             link.close()
             raise
@@ -332,21 +331,21 @@ class Session:
         if frame.size <= MAX_MESSAGE:
             self._say(frame, urgent)
 
-    def _came(self, frame: Frame, urgent: bool) -> bool:
-        """The hub says something."""
+    def _handle_frame(self, frame: Frame, urgent: bool) -> bool:
+        """Handle a frame of the hub."""
         self.taken += frame.size
         if frame.kind == FrameKind.ASK:
-            self._was_asked(frame)
+            self._handle_question(frame)
         elif frame.kind in (FrameKind.SEEN, FrameKind.GONE):
             self._todo.put(lambda: self._seen(frame))
         else:
             self._settle(frame)
         return True
 
-    def _was_asked(self, frame: Frame) -> None:
+    def _handle_question(self, frame: Frame) -> None:
         size = frame.size + _OF_ITSELF
         if self._queued + size > _QUEUED:
-            self.refused.note(-1, "more at once than can be looked at")
+            self.refused.note(-1, "more messages at once than can be handled")
             self._say(Frame(FrameKind.REFUSAL, frame.number, payload=b"later"), True)
             return
         self._queued += size
@@ -380,7 +379,7 @@ class Session:
         self._todo.put(lambda: answered(*outcome))
 
     def _lost(self) -> None:
-        """The connection broke: nobody answers, and nobody is there as far as one knows."""
+        """The connection broke: open questions get no reply, and nobody counts as present."""
         for number in [*self._asked]:
             self._settle(Frame(FrameKind.NOBODY, number))
         self._todo.put(self._nobody)
@@ -415,16 +414,16 @@ class Session:
                 call()
             except Exception:  # a stranger's message must not end the thread that serves all others
                 if not self._closed:
-                    _LOG.exception("a message could not be dealt with")
+                    _LOG.exception("a message could not be handled")
             del call
 
 
 def open_router(mine: Credentials, address: str, lease: float = 3.0) -> Session:
     """A router's session, of the run whose key is in `mine`.
 
-    address: HOST:PORT to be reached at, port 0 for any. lease: seconds of silence after which a client counts as gone.
+    address: HOST:PORT to listen at, port 0 for any. lease: seconds of silence after which a client counts as lost.
 
-    ValueError where the key is missing, or the address cannot be had.
+    ValueError if the key is missing, or the address cannot be bound.
     """
     if mine.key is None:
         raise ValueError("to listen for others this machine needs the run's key: join first")
@@ -437,8 +436,8 @@ def open_router(mine: Credentials, address: str, lease: float = 3.0) -> Session:
 def open_session(token: Token, address: str, patience: float = 5.0) -> Session:
     """A client's session with the router at `address`, HOST:PORT, which must be the machine of the token.
 
-    patience: seconds to try to connect for. TokenRefused where that is another machine; LinkLost, with the reason,
-    where nobody lets it in.
+    patience: seconds to connect. TokenRefused if it is another machine; LinkLost, with the reason, if no connection is
+    made.
     """
     session = Session()
     session.connect(token, *parse_address(address, "--connect"), patience)

@@ -1,14 +1,14 @@
-"""Workers that come and go: who joins, dies, leaves or stands still when, for the virtual clock and the planner.
+"""Workers that come and go: when workers join, die, leave or pause, for the virtual clock and the planner.
 
 A trace is a file of JSON lines, ordered by time; times are seconds since the start. Workers are numbered in the order
-in which they came (the founders of N are 0 .. N - 1, whoever joins next is N):
+in which they joined (the founders of N are 0 .. N - 1, the next joiner is N):
 
     {"at": 12.5, "join": 1}            so many workers ask to join
-    {"at": 60, "kill": 3}              worker 3 dies without a word
-    {"at": 61, "leave": 0}             it says that it leaves
-    {"at": 70, "pause": 2}             it stands still (a closed lid) ...
-    {"at": 90, "resume": 2}            ... and is back with everything it had
-    {"at": 95, "lighthouse": 8}        the lighthouse is away for so many seconds
+    {"at": 60, "kill": 3}              worker 3 dies without notice
+    {"at": 61, "leave": 0}             worker 0 announces that it leaves
+    {"at": 70, "pause": 2}             worker 2 is suspended (a closed lid) ...
+    {"at": 90, "resume": 2}            ... and continues with its state
+    {"at": 95, "lighthouse": 8}        the lighthouse is down for so many seconds
 
 `churn` reads such a file, or makes a trace from a rate ("10%/h": each worker dies at that rate and another one joins in
 its stead) or from a pool whose size changes as planned, after the adaptive pools of DiLoCo (arXiv 2311.08105):
@@ -50,8 +50,8 @@ class ChurnEvent:
 
     Args:
         at: seconds from the start.
-        kind: what.
-        number: of the worker; for "join" how many come, for "lighthouse" the seconds of its absence.
+        kind: what happens.
+        number: the worker; for "join" the number of joiners, for "lighthouse" the seconds that it is down.
     """
 
     at: float
@@ -61,9 +61,9 @@ class ChurnEvent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Poisson:
-    """Deaths of each worker by itself at a constant rate; in the place of each another one joins.
+    """Independent deaths at a constant rate. Another worker joins in the place of each dead one.
 
-    per_second: deaths a worker and second. repair: mean seconds until the other one joins, exponential; 0: at once.
+    per_second: deaths per worker and second. repair: mean seconds until the replacement joins, exponential; 0: at once.
     """
 
     per_second: float
@@ -71,10 +71,14 @@ class Poisson:
 
     def __post_init__(self) -> None:
         if not 0 <= self.per_second < math.inf or not 0 <= self.repair < math.inf:
-            raise ValueError(f"churn: a rate of {self.per_second} a second with repairs of {self.repair} s is none")
+            raise ValueError(
+                f"churn: rate {self.per_second}/s, repair {self.repair} s: both must be finite and 0 or more"
+            )
 
     def events(self, workers: int, seconds: float, seed: int) -> list[ChurnEvent]:
-        """The trace of `workers` founders over `seconds`; the same for the same seed, longer for more seconds."""
+        """The trace of `workers` founders over `seconds`. A longer trace of the same seed begins with the shorter
+        one.
+        """
         events: list[ChurnEvent] = []
         deaths = [self._death(0.0, number, seed) for number in range(workers)]
         joins: list[float] = []
@@ -108,10 +112,10 @@ def churn(name: str, *, workers: int, seconds: float, seed: int = 0) -> list[Chu
         name: a file, a rate ("10%/h", "1%/h, repair 600"), or one of `POOLS`.
         workers: founders; of a pool: its largest size.
         seconds: length of the run.
-        seed: of what is drawn.
+        seed: of the random times.
 
     Raises:
-        ValueError: in one line, for none of these, or for a file in which something cannot be.
+        ValueError: one line, for an unknown name or a file with an impossible event.
     """
     rate = rate_of(name)
     if rate is not None:
@@ -124,7 +128,9 @@ def churn(name: str, *, workers: int, seconds: float, seed: int = 0) -> list[Chu
 
 
 def rate_of(name: str) -> Poisson | None:
-    """The churn of rate `name` ("10%/h", "1%/h, repair 600"); None for another name. ValueError for half of one."""
+    """The churn of rate `name` ("10%/h", "1%/h, repair 600"); None for another name. ValueError for a malformed
+    repair.
+    """
     rate, _, rest = name.partition(",")
     found = _RATE.fullmatch(rate)
     if found is None:
@@ -137,13 +143,13 @@ def rate_of(name: str) -> Poisson | None:
 
 
 def founders(name: str, workers: int) -> int:
-    """With how many workers a run of `churn(name, workers=...)` begins: a pool may begin smaller than it gets."""
+    """The number of workers with which a run of `churn(name, workers=...)` begins: a pool may start smaller."""
     return max(round(POOLS[name][0] * workers), 1) if name in POOLS else workers
 
 
 def pool(shares: Sequence[float], *, workers: int, seconds: float) -> list[ChurnEvent]:
     """A pool whose size follows `shares` of `workers` in equal parts of `seconds`: planned joins and leaves. The first
-    share is the founders'; who came last leaves first.
+    share is the founders'; the latest joiner leaves first.
     """
     sizes = [max(round(share * workers), 1) for share in shares]
     here = list(range(sizes[0]))
@@ -164,7 +170,7 @@ def read_trace(path: str, *, workers: int) -> list[ChurnEvent]:
     """The events of a file of JSON lines, as `write_trace` writes it.
 
     Raises:
-        ValueError: that names the file and the line, and what to write.
+        ValueError: naming the file, the line, and what to write.
     """
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
@@ -183,7 +189,7 @@ def write_trace(events: Iterable[ChurnEvent], path: str) -> None:
 
 
 def check(events: Sequence[ChurnEvent], *, workers: int, path: str = "churn") -> None:
-    """ValueError where a trace goes back in time, or lets something happen to a worker to whom it cannot."""
+    """ValueError if a trace goes back in time, or an event does not fit its worker's state."""
     here, still = set(range(workers)), set[int]()
     coming, at = workers, 0.0
     for event in events:
@@ -234,12 +240,12 @@ def _is_number(value: object) -> bool:
 
 @dataclass(frozen=True)
 class Returns:
-    """Where nobody comes back into its old place: who stands still for longer than its line is kept is gone for the
-    others then, and comes again as somebody else once it goes on.
+    """A trace for workers whose lease expires: a worker that pauses for longer than its lease is lost to the others,
+    and joins as a new member once it resumes.
 
-    events: in which who stood still for too long is killed, and what happens to it later happens to who it is then.
-    begins: by worker, when it comes (s), those who come again behind all others. machines: by worker, the number of the
-    first one on its machine.
+    events: of the trace, with a kill when a lease expires; later events of that worker have its new number. begins: by
+    worker, when it joins (s), with rejoined workers last. machines: by worker, the number of the first worker on its
+    machine.
     """
 
     events: tuple[ChurnEvent, ...]
@@ -248,10 +254,12 @@ class Returns:
 
 
 def returns(trace: Iterable[ChurnEvent], begins: Sequence[float], lease: float) -> Returns:
-    """Of a trace whose workers come at `begins`. lease: seconds that a line is kept for one that stands still."""
+    """Apply a lease to a trace. begins: when each worker joins, seconds. lease: the longest tolerated pause,
+    seconds.
+    """
     events: list[ChurnEvent] = []
     came, machines = list(begins), list(range(len(begins)))
-    who = list(machines)  # by the trace's number, who it is now
+    who = list(machines)  # the trace's number -> the present number
     paused: dict[int, float] = {}
     for event in trace:
         if event.kind in ("join", "lighthouse"):
@@ -278,5 +286,5 @@ def returns(trace: Iterable[ChurnEvent], begins: Sequence[float], lease: float) 
 
 
 def _expired(number: int, at: float) -> list[ChurnEvent]:
-    """Its pause ends there, and so does it."""
+    """The pause ends because the worker is killed."""
     return [ChurnEvent(at, "resume", number), ChurnEvent(at, "kill", number)]

@@ -1,7 +1,7 @@
-"""Unequal nodes put together into clusters that each hold one copy of a model, cut to what its nodes can do (Ravnest,
-Menon et al. 2024, arXiv 2401.01728). No torch.
+"""Unequal nodes grouped into clusters that each hold one copy of a model, cut to what its nodes can do (Ravnest, Menon
+et al. 2024, arXiv 2401.01728). No torch.
 
-`ClusterNode`: what a node offers, as it says itself, in a table that `isles doctor --describe` writes.
+`ClusterNode`: what a node reports about itself, in a table that `isles doctor --describe` writes.
 
 [[node]]
 name = "desk"
@@ -10,35 +10,35 @@ speed = "120G"              # FLOP/s that a forward pass reaches
 bandwidth = "40Mbit/s"      # of its own link, the slower direction
 latency = "12ms"            # one way, to the middle of the network; left out: 0
 
-`encode_node` packs it into 8 bytes, so that nodes exchange it in one word: four logarithms.
+`encode_node` packs it into 8 bytes, so that nodes exchange it as one number: four logarithms.
 
-bit 0        1: a node is there; the number 1 alone says nothing more
+bit 0        1: a node is present; the number 1 alone: no figures
 15 bits each memory, speed, bandwidth, latency in nanoseconds: 512 log2(1 + amount), so to 0.07 %
 
-`ClusterCutter`: where a model is cut for a row of nodes; exact, by dynamic programming over blocks. What
-stage s of S takes, asynchronous, with S microbatches in flight and forward passes run again (see
+`ClusterCutter`: where a model is cut for a row of nodes; exact, by dynamic programming over blocks. The cost of stage s
+of S, asynchronous, with S microbatches in flight and recomputed forward passes (see
 `isles.pipeline.ravnest`):
 
-    seconds    4 forwards of its blocks (the pass, the pass again, a backward of two), 3 at the last, which keeps its
-               own; and a microbatch's stream over the node's line, once for each neighbour
+    seconds    4 forwards of its blocks (the pass, the recomputation, a backward of two), 3 at the last stage, which
+               keeps its activations; and a microbatch's stream over the node's link, once for each neighbour
     bytes      weights x (S - s versions + 1 gradient + optimizer states) + one input for each of S - s microbatches
                + what its blocks keep for one backward pass
 
 `form_clusters`: which nodes share a copy of the model; as many clusters as the nodes' memory allows, as alike in speed
-as can be. Ravnest's public code lowers a penalty that one cluster of all nodes always brings to nothing, so the number
-of clusters is luck there. Here three things count, in this order:
+as can be. The penalty in Ravnest's public code is 0 for a single cluster of all nodes, so the number of clusters is
+luck there. Here three criteria count, in this order:
 
     1. every cluster holds the whole model, cut somewhere between its blocks (`ClusterCutter`)
     2. as many clusters as can be, up to a limit
     3. the slowest cluster's predicted step time as close as can be to the fastest one's, because averaging waits for
-       all; then the shortest way between any two nodes of a cluster, then the shortest step
+       all; then the longest latency inside a cluster, then the step time
 
-All nodes are used. Up to eight of them every grouping is looked at; above, a local search from a seed.
+All nodes are used. For up to eight nodes every grouping is tried; above, a local search from a seed.
 
 `ClusterGrowth` forms clusters of nodes that join a running run:
 
     all nodes described        as `form_clusters` groups them, eight at a time, those with the most memory first; the
-                               smallest stay out where they are in the way
+                               smallest stay out if they prevent it
     else                       the cut of a training cluster, the shortest first, in the order in which nodes joined
 """
 
@@ -68,14 +68,14 @@ class ClusterNode:
     """A machine that may serve a stage.
 
     Args:
-        name: for people.
+        name: for display.
         memory: bytes.
         speed: FLOP/s of a forward pass.
         bandwidth: bits per second.
         latency: seconds one way to the middle of the network, so that two nodes are as far apart as theirs together.
 
     Raises:
-        ValueError: that begins with the field's name, for a number that cannot be.
+        ValueError: beginning with the field's name, for an impossible value.
     """
 
     name: str
@@ -149,13 +149,13 @@ def _node(where: str, table: dict[str, Any]) -> ClusterNode:
 
 
 NO_FIGURES = 1
-"""Of a node that is there, and tells nothing of itself."""
+"""The encoding of a node that is present and reports no figures."""
 _BITS, _FINE, _SHIFTS = 15, 512, (1, 16, 31, 46)
 _END = 1 << 61
 
 
 def encode_node(node: ClusterNode | None) -> int:
-    """The number, above 0 and below 2**61."""
+    """The node as a number above 0 and below 2**61."""
     if node is None:
         return NO_FIGURES
     amounts = (node.memory, node.speed, node.bandwidth, 1e9 * node.latency)
@@ -164,12 +164,12 @@ def encode_node(node: ClusterNode | None) -> int:
 
 
 def is_encoded_node(number: int) -> bool:
-    """Whether it can be what a node tells."""
+    """Whether `number` can be an encoded node."""
     return 0 < number < _END and bool(number & 1)
 
 
 def decode_node(number: int, name: str) -> ClusterNode | None:
-    """The node that tells this; None for one that tells nothing, or has nothing to give."""
+    """The node of this encoding; None for one without figures, or without memory, speed or bandwidth."""
     codes = (number >> shift & (1 << _BITS) - 1 for shift in _SHIFTS)
     memory, speed, bandwidth, nanoseconds = (2 ** (code / _FINE) - 1 for code in codes)
     if not min(memory, speed, bandwidth) > 0:
@@ -184,7 +184,7 @@ SPLITS: tuple[CutBy, ...] = get_args(CutBy)
 
 @dataclass(frozen=True, kw_only=True)
 class ModelLoad:
-    """What a model asks of the nodes that share it, by block, with what enters at the first and leaves at the last.
+    """What a model needs of the nodes that share it, by block; the embedding counts to the first, the head to the last.
 
     Args:
         flops: of the forward pass of a microbatch.
@@ -210,13 +210,13 @@ class ModelLoad:
 
     @property
     def least(self) -> float:
-        """Bytes that one cluster takes at least, however it is cut: one version of everything."""
+        """The least bytes of one cluster, however it is cut: one version of everything."""
         return sum(self.weights) * (2 + self.states) + max(self.saved)
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSplit:
-    """cuts: the first block of each stage but the first. seconds: of a microbatch at each stage, as predicted; fills:
+    """cuts: the first block of each stage but the first. seconds: predicted, of a microbatch at each stage; fills:
     shares of the nodes' memory.
     """
 
@@ -226,9 +226,9 @@ class ModelSplit:
 
 
 class ClusterCutter:
-    """Cuts one model for one row of nodes after another. What a run of blocks costs a node is computed once for all
-    rows in which it takes that place. by: "time", so that the slowest stage is as fast as can be, or "memory", so that
-    the fullest node is as empty.
+    """Cuts one model for one row of nodes after another. The cost of a run of blocks on a node is cached for all rows
+    in which it has that place. by: "time": the slowest stage as fast as possible; "memory": the fullest node as empty
+    as possible.
     """
 
     def __init__(self, load: ModelLoad, by: CutBy = "time") -> None:
@@ -244,13 +244,13 @@ class ClusterCutter:
         self._filled = cache(self._stage_filled)
 
     def seconds(self, node: ClusterNode, versions: int, is_first: bool) -> FloatMatrix:
-        """[stop, first]: of one microbatch. versions: of its weights that a stage keeps, 1 at the last."""
+        """[stop, first]: seconds of one microbatch. versions: of the weights that a stage keeps, 1 at the last."""
         forward = self._flops / node.speed
         sent = (not is_first) + (versions > 1)
         return (4 if versions > 1 else 3) * forward + sent * 8 * self.load.stream / node.bandwidth
 
     def filled(self, node: ClusterNode, versions: int) -> FloatMatrix:
-        """[stop, first]: the share of the node's memory that this takes."""
+        """[stop, first]: the share of the node's memory that this run of blocks takes."""
         nbytes = self._weights * (versions + 1 + self.load.states) + versions * self.load.stream + self._saved
         return nbytes / node.memory
 
@@ -263,7 +263,7 @@ class ClusterCutter:
         return np.where(self._empty | (filled > 1), math.inf, cost)
 
     def worst(self, nodes: Sequence[ClusterNode]) -> float:
-        """Of the best cut: seconds of the slowest stage, or the share of the fullest node; infinity: no cut does."""
+        """Cost of the best cut: seconds of the slowest stage, or share of the fullest node; infinity: no cut fits."""
         rows = self._rows(nodes, self._cost)
         return float(rows[-1][-1]) if rows else math.inf
 
@@ -273,7 +273,7 @@ class ClusterCutter:
         return float(rows[-1][-1]) if rows else math.inf
 
     def split(self, nodes: Sequence[ClusterNode]) -> ModelSplit | None:
-        """The best cut for nodes that take the stages in this order; None where none gives each what it holds."""
+        """The best cut for nodes in this order of stages; None if no cut fits their memory."""
         rows, stages = self._rows(nodes, self._cost), len(nodes)
         if not rows or math.isinf(rows[-1][-1]):
             return None
@@ -290,8 +290,8 @@ class ClusterCutter:
     def _rows(
         self, nodes: Sequence[ClusterNode], of: Callable[[ClusterNode, int, bool], FloatMatrix]
     ) -> list[FloatMatrix]:
-        """[stage][stop - stage - 1]: the worst of the stages so far, if they end there, so that each of these and of
-        those behind has a block; nothing where there are too few blocks.
+        """[stage][stop - stage - 1]: the worst cost of the stages so far if they end at `stop`, leaving at least one
+        block for each later stage; empty if there are too few blocks.
         """
         stages = len(nodes)
         width = self.load.blocks - stages + 1
@@ -312,7 +312,7 @@ def fill(load: ModelLoad, cuts: Sequence[int], stage: int, node: ClusterNode) ->
 
 
 EXACT = 8
-"""Nodes up to which every grouping is looked at: 4,140 of eight."""
+"""Up to so many nodes every grouping is tried: 4,140 of eight."""
 
 Grouping = tuple[int, ...]
 """By node, the number of its cluster."""
@@ -332,16 +332,16 @@ class NodeCluster:
 
     @property
     def seconds(self) -> float:
-        """Of a microbatch at its slowest stage, as predicted."""
+        """Predicted seconds of a microbatch at the slowest stage."""
         return max(self.split.seconds)
 
 
 class ClusterScore(NamedTuple):
-    """Of a grouping; the least is best.
+    """The score of a grouping; the least is best.
 
     Args:
-        lacking: of the clusters that do not hold the model, by how much the fullest node is over its memory, as a share
-            of it, summed.
+        lacking: summed over the clusters that do not hold the model: by what share of its memory the fullest node is
+            exceeded.
         clusters: their number, negative.
         spread: slowest over fastest.
         latency: longest way inside of a cluster, seconds.
@@ -407,7 +407,7 @@ def groupings(nodes: int, most: int) -> Iterator[Grouping]:
 
 
 def members(grouping: Grouping) -> list[int]:
-    """The nodes of each cluster that has any, as a number with a bit for each."""
+    """The nodes of each nonempty cluster, as a bit set."""
     found: dict[int, int] = {}
     for node, number in enumerate(grouping):
         found[number] = found.get(number, 0) | 1 << node
@@ -415,7 +415,7 @@ def members(grouping: Grouping) -> list[int]:
 
 
 class _ClusterWorth(NamedTuple):
-    """Of a set of nodes. seconds: of a microbatch. latency: of the longest way. lacking: as in `ClusterScore`."""
+    """Figures of a set of nodes. seconds: of a microbatch. latency: the longest. lacking: as in `ClusterScore`."""
 
     seconds: float
     latency: float
@@ -423,7 +423,7 @@ class _ClusterWorth(NamedTuple):
 
 
 class _Bench:
-    """What groupings are worth; each cluster is cut once. A set of nodes is a number with a bit for each."""
+    """Scores groupings; each cluster is cut once. A set of nodes is a bit set."""
 
     def __init__(self, nodes: Sequence[ClusterNode], load: ModelLoad, by: CutBy) -> None:
         self.size, self._nodes, self._by, self._cutter = len(nodes), nodes, by, ClusterCutter(load, by)
@@ -431,10 +431,10 @@ class _Bench:
         self._order = sorted(range(len(nodes)), key=lambda number: (-nodes[number].memory, number))
         self.worth = cache(self._worth)
         self.stages = 0
-        """Of all clusters that were cut."""
+        """The number of stages of all clusters that were cut."""
 
     def cluster(self, inside: int) -> NodeCluster | None:
-        """None where it does not hold the model."""
+        """The cluster of these nodes; None if it does not hold the model."""
         order = tuple(number for number in self._order if inside >> number & 1)
         split = self._cutter.split([self._nodes[number] for number in order])
         return None if split is None else NodeCluster(order, split)
@@ -462,7 +462,7 @@ _TOO_MANY = 1e6
 
 
 def _score(clusters: Sequence[_ClusterWorth], count: int | None = None) -> ClusterScore:
-    """count: of clusters, where these are not all. The more of them are known, the larger it is."""
+    """count: number of clusters, if `clusters` are not all. The score never decreases as more of them are known."""
     lacking = sum(one.lacking for one in clusters)
     if lacking:
         return ClusterScore(lacking, 0, math.inf, math.inf, math.inf)
@@ -487,9 +487,9 @@ rounds too soon.
 
 
 def _searched(bench: _Bench, most: int, seed: int) -> Grouping:
-    """For `most` clusters, or else for fewer and fewer: an iterated local search. It goes on from what it found best,
-    changed by a few moves and exchanges at random, or from a draw. It ends after so many rounds in which nothing became
-    better, or so many stages that it cut; where no clusters hold the model until then, sooner.
+    """The best grouping into `most` clusters, or into fewer if there is none: an iterated local search. It starts from
+    the best so far, changed by a few random moves and exchanges, or from a random grouping. It ends after so many
+    rounds without improvement, or so many cut stages; sooner if no clusters hold the model by then.
     """
     best: Grouping = (0,) * bench.size
     for count in range(most, 1, -1):
@@ -528,7 +528,7 @@ class _Search:
         return self._bench.stages - self._before > (_STAGES_TO_FIT if least.lacking else _STAGES)
 
     def _drawn(self) -> list[int]:
-        """Each cluster has a node, the others are anywhere."""
+        """A random grouping in which each cluster has a node."""
         numbers = [*range(self._count)]
         numbers += [self._draw.randrange(self._count) for _ in range(self._bench.size - self._count)]
         self._draw.shuffle(numbers)
@@ -545,10 +545,10 @@ class _Search:
         return changed
 
     def _climbed(self, grouping: list[int], patience: int, is_strict: bool = False) -> tuple[list[int], ClusterScore]:
-        """The best met by moves of a node and exchanges of two, until `patience` in a row, or all that there are,
-        brought none better. Each is taken that is not worse: most leave the slowest stage of all where it is, and so
-        the spread, and only after some of these is there one that makes it less. Unless strict, latency and seconds
-        do not count before the spread is as small as it gets.
+        """The best grouping found by moving a node or exchanging two, until `patience` changes in a row, or all that
+        exist, bring nothing better. Each change that is not worse is accepted: most leave the slowest stage and so the
+        spread unchanged, and only after some of these one reduces it. Unless strict, latency and seconds count only
+        once the spread cannot be reduced further.
         """
         sets, now = [0] * self._count, self._bench.score(tuple(grouping))
         for node, own in enumerate(grouping):
@@ -577,12 +577,12 @@ class _Search:
         return best, least
 
     def _changed(self, sets: Sequence[int], changed: Mapping[int, int], most: ClusterScore) -> ClusterScore | None:
-        """Of the sets with some of them changed; None as soon as it is known to be above `most`."""
+        """The score with some sets changed; None as soon as it is known to be above `most`."""
         worth = self._bench.worth
         known = [worth(inside) for number, inside in enumerate(sets) if number not in changed]
         score = _score(known, self._count)
         if math.isinf(most.latency) and score[:3] == most[:3]:
-            return None  # the slowest and the fastest, or all that lack memory, are among those that stay
+            return None  # the slowest and the fastest, or all that lack memory, are among the unchanged sets
         for inside in changed.values():
             if score > most:
                 return None
@@ -608,11 +608,11 @@ def _why_not(nodes: Sequence[ClusterNode], load: ModelLoad, most: int) -> str:
 
 
 Cuts = tuple[int, ...]
-"""Of a cluster: the first block of each stage but the first."""
+"""The cuts of a cluster: the first block of each stage but the first."""
 
 
 class NewCluster(NamedTuple):
-    """nodes: by number, in the order of their stages."""
+    """nodes: by number, in stage order."""
 
     nodes: tuple[int, ...]
     cuts: Cuts
@@ -620,18 +620,18 @@ class NewCluster(NamedTuple):
 
 @dataclass(frozen=True)
 class ClusterGrowth:
-    """load: of the model. spares: so many waiting nodes stay out. most: clusters at most, present ones included."""
+    """load: of the model. spares: number of waiting nodes to keep. most: clusters at most, present ones included."""
 
     load: ModelLoad
     spares: int = 0
     most: int = 1 << 20
 
     def holds(self, node: ClusterNode | None, cuts: Cuts, stage: int) -> bool:
-        """Whether a node has the memory for that stage; one that tells nothing is believed to have it."""
+        """Whether a node has the memory for that stage; a node without figures is assumed to have it."""
         return node is None or fill(self.load, cuts, stage, node) <= 1
 
     def form(self, nodes: Sequence[ClusterNode | None], present: Sequence[Cuts]) -> list[NewCluster]:
-        """The clusters that can be made. present: cuts of those that train."""
+        """The clusters that can be formed. present: cuts of those that train."""
         described = [node for node in nodes if node is not None]
         made = self._by_cut(nodes, present) if len(described) < len(nodes) else self._described(described)
         return made[: max(0, self.most - len(present))]
@@ -668,7 +668,7 @@ class ClusterGrowth:
         return made
 
     def _staffed(self, nodes: Sequence[ClusterNode | None], free: Sequence[int], cuts: Cuts) -> tuple[int, ...] | None:
-        """For each stage the first that has the memory; None where one has nobody."""
+        """For each stage the first node with enough memory; None if a stage has none."""
         chosen: list[int] = []
         for stage in range(len(cuts) + 1):
             fits = (n for n in free if n not in chosen and self.holds(nodes[n], cuts, stage))

@@ -4,10 +4,10 @@
             its first bit leaves -> latency -> waits for the target's downlink, is served -> through
     the last bit is there, and it is through -> arrived
 
-A message comes in while it still leaves, so one alone takes the time of the slower of the two links. Those that come in
+A message arrives while it still leaves, so a single message takes the time of the slower of the two links. Messages
 share a downlink fairly, each with all of its bits from the moment of its first: a share that a slow sender cannot fill
-is not given to the others at once, but when that message has had its bits. A downlink that the others' uplinks together
-cannot fill is left out: it keeps nobody waiting. Messages of one (source, target, channel) arrive in the order of their
+goes to the others only when that message is complete. A downlink that is faster than all possible senders together is
+left out, because nobody ever waits for it. Messages of one (source, target, channel) arrive in the order of their
 sends: a small jitter never overtakes a large one.
 
 Events of one moment are ordered by kind, then by rank, then by age: service ends come first, so that a link is free for
@@ -37,7 +37,7 @@ _COMPACT_FROM = 256  # below this many cancelled events a clean-up saves nothing
 
 
 class EventQueue:
-    """Pending events and the moment that is being acted out."""
+    """Pending events and the present moment."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -73,7 +73,7 @@ class EventQueue:
         return heap[0][0] if heap else math.inf
 
     def step(self) -> None:
-        """Move to the next event and act it out; without one nothing happens."""
+        """Move to the next event and execute it; without events nothing happens."""
         heap = self._heap
         while heap:
             event = heapq.heappop(heap)
@@ -115,7 +115,7 @@ class Pipe(Generic[M]):
         self._queues: dict[Hashable, deque[tuple[float, M]]] = {}  # active flows only: (bits, message), head first
 
     def add(self, time: float, flow: Hashable, bits: float, message: M) -> bool:
-        """Hand in `message` of `bits` at `time`, behind those of the same `flow`. True: its service begins at once."""
+        """Queue `message` of `bits` at `time` behind those of the same `flow`. True: its service begins at once."""
         self._served_bits, self._time = self._served_by(time), time
         self._next = None
         queue = self._queues.get(flow)
@@ -127,7 +127,7 @@ class Pipe(Generic[M]):
         return False
 
     def next_completion(self) -> float:
-        """When the next message will be through if nothing is added before; infinity when idle."""
+        """When the next message completes if nothing is added before; infinity when idle."""
         if self._next is None:
             heads = self._heads
             left = max(heads[0][0] - self._served_bits, 0.0) if heads else 0.0
@@ -163,8 +163,8 @@ class Pipe(Generic[M]):
 
 
 class WireMessage:
-    """One on its way between two ranks. bits: of it. latency: seconds that each of them takes. down: the pipe of the
-    downlink that it goes through; None: that does not count.
+    """A message between two ranks. bits: its size. latency: seconds. down: the pipe of the downlink that it uses; None:
+    the downlink is never a bottleneck.
     """
 
     __slots__ = ("arrival", "bits", "channel", "down", "latency", "pending", "source", "target")
@@ -173,8 +173,8 @@ class WireMessage:
         self.source, self.target, self.channel, self.bits = source, target, channel, bits
         self.latency = 0.0
         self.down: int | None = None
-        self.pending = 1  # that are not done with it
-        self.arrival = 0.0  # not before
+        self.pending = 1  # pipes that have not finished it
+        self.arrival = 0.0  # the earliest time of arrival
 
 
 S = TypeVar("S", bound=WireMessage)
@@ -182,7 +182,7 @@ S = TypeVar("S", bound=WireMessage)
 
 class Wire(ABC, Generic[S]):
     """The links between the ranks of `topology`. Every method acts at `timeline.now`. seed: of the latencies' jitter.
-    A subclass says what becomes of a message: `arrived`, and `left` if it asks.
+    A subclass defines `arrived`, and `left` if it needs to know that a message has left.
     """
 
     def __init__(self, topology: Topology, seed: int, timeline: EventQueue) -> None:
@@ -192,10 +192,10 @@ class Wire(ABC, Generic[S]):
         self.latest: list[dict[tuple[int, str], float]] = [{} for _ in range(topology.workers)]
         """Latest arrival, [source][(target, channel)]."""
         self._entered: list[dict[tuple[int, str], float]] = [{} for _ in range(topology.workers)]
-        """When the latest message comes to the target's downlink, likewise."""
+        """When the latest message reaches the target's downlink, likewise."""
         self._pipes: list[Pipe[S]] = [Pipe(rate) for rate in topology.rates]  # up, then those down
         self._downs: dict[int, int] = {}
-        """By link, the index in `_pipes` of its downlink, where that may keep somebody waiting."""
+        """By link, the index in `_pipes` of its downlink, if that may be a bottleneck."""
         for link in topology.far.narrow_downlinks(topology.workers):
             self._downs[link] = len(self._pipes)
             self._pipes.append(Pipe(topology.far.down_rate(link)))
@@ -207,10 +207,10 @@ class Wire(ABC, Generic[S]):
 
     @abstractmethod
     def arrived(self, message: S) -> None:
-        """The last bit is there."""
+        """The last bit has arrived."""
 
     def carry(self, message: S) -> None:
-        """Queue it on the uplink of its source."""
+        """Queue a message on the uplink of its source."""
         source, target = message.source, message.target
         numbers = self.numbers[source]
         number = numbers.get(target, 0)
@@ -227,14 +227,14 @@ class Wire(ABC, Generic[S]):
         self._watch(up)
 
     def _way(self, source: int, target: int) -> tuple[int, int | None, float, LognormalSeries]:
-        """What stays the same for all messages from `source` to `target`: the indices of their pipes, their latency."""
+        """The pipes and latency of all messages from `source` to `target`; cached."""
         link = self.topology.down(source, target)
         pipes = self.topology.up(source, target), None if link is None else self._downs.get(link)
         way = self._ways[source][target] = (*pipes, *self.topology.latencies(source, target, self.seed))
         return way
 
     def _watch(self, pipe: int) -> None:
-        """Keep the event of a link's next completion true; every arrival and departure may move it."""
+        """Reschedule the event of a link's next completion; every arrival and departure may move it."""
         event, time = self._completions[pipe], self._pipes[pipe].next_completion()
         if event is not None and event[4] is not None:
             if event[0] == time:
@@ -245,7 +245,7 @@ class Wire(ABC, Generic[S]):
             self._completions[pipe] = self.timeline.at(time, SERVED, pipe, self._served, pipe)
 
     def _leaves(self, message: S) -> None:
-        """Its first bit leaves: a latency later it is at the target's downlink, behind those of its channel."""
+        """The first bit leaves: one latency later it reaches the target's downlink, behind those of its channel."""
         path, entered = (message.target, message.channel), self._entered[message.source]
         time = entered[path] = max(self.timeline.now + message.latency, entered.get(path, 0.0))
         self.timeline.at(time, ENTERS, message.source, self._enters, message)
@@ -257,7 +257,7 @@ class Wire(ABC, Generic[S]):
         self._watch(message.down)
 
     def _served(self, pipe: int) -> None:
-        """A link is through with its first message."""
+        """A link has finished its first message."""
         time, message, following = self._pipes[pipe].complete()
         assert time == self.timeline.now, (time, self.timeline.now)
         if following is not None and following.down is not None and pipe != following.down:
@@ -270,7 +270,7 @@ class Wire(ABC, Generic[S]):
             self.left(message)
 
     def _through(self, message: S, time: float) -> None:
-        """One link is done with it, from `time` on; after the last link it arrives, behind those of its channel."""
+        """One link has finished a message at `time`; after the last link it arrives, behind those of its channel."""
         message.pending -= 1
         if message.pending:
             message.arrival = time

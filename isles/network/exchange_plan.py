@@ -1,5 +1,5 @@
-"""Exchanges that are planned: when they start, who takes part, and what each member puts on the wire; and the memory
-that a worker takes. No tensors.
+"""Planned exchanges: when they start, which workers take part, and what each member sends; and the memory of a worker.
+No tensors.
 
 A pattern is one exchange of a group of n, by position in it. Sizes are bytes: whole numbers where they are counted,
 fractions where a closed form gives them.
@@ -9,14 +9,14 @@ fractions where a closed form gives them.
 | Swap     | everyone's message to everyone at once |
 | Cross    | another message for each pair |
 | Doubling | everyone's message to everyone in ceil(log2 n) phases (Bruck et al., 1997) |
-| Waves    | everyone's message to everyone, again and again: what stands for other patterns of many |
+| Waves    | everyone's message to everyone, repeated: stands for other patterns of large groups |
 | Mean     | `isles.comm.collectives.mean`: headers, then segments, two of them under way |
-| Ragged   | headers, then a message whose length they tell |
+| Ragged   | headers, then a message whose length they give |
 | Then     | means side by side, and then another: low-rank factors |
 | Tree     | position 0's message to all along a binomial tree |
 | Ring     | a ring all-reduce, such as a backend's own |
 
-`WorkerMemory` is one account for `isles plan`, `--dry-run` and a run, which fills it in from its tensors, a plan from
+`WorkerMemory` is one account for `isles plan`, `--dry-run` and a run. A run fills it in from its tensors, a plan from
 sketched ones. Activations are left out: they depend on the batch and the model. Bytes.
 
     weights, gradients, inner state       where it computes
@@ -46,7 +46,7 @@ class MessagePattern(Protocol):
         """Bytes that a position sends, headers included."""
 
     def messages(self, size: int) -> int:
-        """Of all members."""
+        """Number of messages of all members."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ class Doubling:
 
 @dataclass(frozen=True, slots=True)
 class Waves:
-    """sizes: bytes of a message, wave by wave; one begins when that before has arrived."""
+    """sizes: bytes of a message, wave by wave; a wave begins when the one before has arrived."""
 
     sizes: tuple[float, ...]
 
@@ -104,7 +104,7 @@ class Waves:
 
 @dataclass(frozen=True, slots=True)
 class ShardSizes(Sequence[float]):
-    """Bytes of the shard of each position, most of which are alike: runs of (how many, bytes of each)."""
+    """Bytes of the shard of each position, stored as runs of equal sizes: (count, bytes of each)."""
 
     runs: tuple[tuple[int, float], ...]
 
@@ -131,8 +131,8 @@ class ShardSizes(Sequence[float]):
 
 
 class Segment(NamedTuple):
-    """Of a mean. there: bytes of the shard of each owner; None: an all-gather of `back`. back: bytes that each position
-    sends to each other in the end.
+    """A segment of a mean. there: bytes of each owner's shard; None: an all-gather of `back`. back: bytes that each
+    position sends to each other one at the end.
     """
 
     there: ShardSizes | None
@@ -141,7 +141,7 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Mean:
-    """header: bytes beside the first segment."""
+    """header: bytes sent before the first segment."""
 
     segments: tuple[Segment, ...]
     header: int
@@ -156,7 +156,7 @@ class Mean:
 
 @dataclass(frozen=True, slots=True)
 class Ragged:
-    """nbytes: of each member's message. header: bytes that go before it."""
+    """nbytes: of each member's message. header: bytes sent before it."""
 
     nbytes: float
     header: int
@@ -170,7 +170,7 @@ class Ragged:
 
 @dataclass(frozen=True, slots=True)
 class Then:
-    """first: side by side, before `second`."""
+    """first: means side by side. second: a mean after them."""
 
     first: tuple[Mean, ...]
     second: Mean
@@ -184,7 +184,7 @@ class Then:
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """nbytes: of position 0's message."""
+    """nbytes: of the root's message (position 0)."""
 
     nbytes: float
 
@@ -197,7 +197,7 @@ class Tree:
 
 @dataclass(frozen=True, slots=True)
 class Ring:
-    """nbytes: that each member sends in all, in 2 (n - 1) steps."""
+    """nbytes: that each member sends in total, in 2 (n - 1) steps."""
 
     nbytes: float
 
@@ -209,8 +209,8 @@ class Ring:
 
 
 def fed(position: int, size: int) -> list[int]:
-    """To whom a position of a binomial tree of `size` passes on what comes from position 0: one that has it when
-    `step` have it feeds position + step, position + 2 step, ...
+    """The positions to which a position of a binomial tree of `size` forwards the root's message: a position that has
+    it when `step` positions have it sends it to position + step, position + 2 step, ...
     """
     step, targets = 1 << position.bit_length(), []
     while step < size - position:
@@ -220,12 +220,12 @@ def fed(position: int, size: int) -> list[int]:
 
 
 def fed_by(position: int) -> int:
-    """From whom a position above 0 has it."""
+    """The position from which a position above 0 receives it."""
     return position - (1 << position.bit_length() - 1)
 
 
 def gathered(nbytes: float, size: int) -> MessagePattern:
-    """An all-gather of messages of `nbytes`: at once among few, for one latency, else in phases."""
+    """An all-gather of messages of `nbytes`: direct in small groups, for one latency, else in phases."""
     return Swap((nbytes,) * size) if size <= FEW else Doubling(nbytes)
 
 
@@ -246,12 +246,12 @@ def sent_by_all(pattern: MessagePattern, size: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class BySize:
-    """The pattern of each size of group that takes part."""
+    """The pattern by size of the group."""
 
     patterns: tuple[tuple[int, MessagePattern], ...]
 
     def __call__(self, size: int) -> MessagePattern:
-        """Of a group of `size`. KeyError where none has it."""
+        """The pattern of a group of `size`. KeyError if there is none."""
         for known, pattern in self.patterns:
             if known == size:
                 return pattern
@@ -267,12 +267,13 @@ def by_size(groups: Iterable[Sequence[int]], make: Callable[[int], MessagePatter
 
 
 class PlannedExchange(NamedTuple):
-    """One exchange of a run, of each of `groups` by itself.
+    """One exchange of a run, by each of `groups` separately.
 
-    sent: inner steps computed when it starts; 3.4: amid the fourth. lands: the inner step after which its answer is
-    waited for; of what lands at the end of a run of n steps n + 1, of what is waited for last of all n + 2. groups: of
-    positions; those that are alone in this round form groups of one. flight: exchanges of one flight are all started
-    before any of it is waited for; what lands at a moment is waited for before another flight starts there. A list of
+    sent: inner steps computed when it starts; 3.4: during the fourth. lands: the inner step after which workers wait
+    for its result; n + 1 at the end of a run of n steps, n + 2 for the very last. groups: of positions; a worker
+    without a partner in this round is a group of one. flight: exchanges of one flight all start before any of them is
+    waited for; an exchange that lands at a moment is waited for before another flight starts there. A list of exchanges
+    is in the order of their starts.
     them is in the order of their starts.
     """
 
@@ -308,14 +309,14 @@ class PlannedExchange(NamedTuple):
 
 
 class Rhythm(NamedTuple):
-    """start: inner steps at the beginning that are unlike later ones. every: steps after which sending repeats."""
+    """start: inner steps at the beginning that differ from later ones. every: steps after which sending repeats."""
 
     start: int
     every: int
 
 
 def among(ranks: Sequence[int], planned: Sequence[PlannedExchange], numbers: Iterator[int]) -> list[PlannedExchange]:
-    """`planned` with ranks for positions, and flights that no others have: the next of `numbers`."""
+    """`planned` with ranks in place of positions, and with new flight numbers from `numbers`."""
     flights: dict[int, int] = {}
     for one in planned:
         flights.setdefault(one.flight, len(flights))
@@ -342,11 +343,11 @@ When = Literal["always", "pinned", "exchange", "end", "step"]
 
 
 class MemoryItem(NamedTuple):
-    """Memory that a worker takes beside weights, gradients and the inner optimizer's state.
+    """Memory of a worker beside weights, gradients and the inner optimizer's state.
 
-    when: "always"; "pinned": likewise, where the weights are on GPUs; "exchange": from the first round on, while one is
-    under way and kept for the next; "end": for validation and what follows the last step: on the host. "step": in every
-    step, where it computes.
+    when: on the host: "always"; "pinned": always, if the weights are on GPUs; "exchange": from the first round on,
+    while an exchange is in progress, and kept for the next; "end": for validation and after the last step. Where it
+    computes: "step", in every step.
     """
 
     what: str
@@ -356,7 +357,7 @@ class MemoryItem(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerMemory:
-    """Of one worker; see above."""
+    """The memory of one worker; see the module's docstring."""
 
     weights: int
     gradients: int
@@ -366,17 +367,17 @@ class WorkerMemory:
 
     @property
     def computing(self) -> int:
-        """Where it computes: on the GPU, if there is one."""
+        """Bytes on the device on which it computes."""
         return self.weights + self.tables + self.gradients + self.inner + self._sum("step")
 
     @property
     def training(self) -> int:
-        """With an exchange under way."""
+        """Bytes while an exchange is in progress."""
         return self.computing + self._sum("always") + self._sum("pinned") + self._sum("exchange")
 
     @property
     def peak(self) -> int:
-        """At its fullest: while training with an exchange under way, or at the end, when gradients are gone."""
+        """The most bytes: while training with an exchange in progress, or at the end, without gradients."""
         return self.training - self.gradients + max(self.gradients, self._sum("end"))
 
     def _sum(self, when: str) -> int:

@@ -3,16 +3,16 @@ latency to the target, jitter of that latency.
 
     arrival of one alone = its bits / the slower of the two rates + latency(source, target) * factor
 
-Or every ordered pair of workers has a link of its own, which nobody else uses: then `bandwidth` is a matrix. Several
-messages share a link fairly (`isles.network.engine`). What two ranks behind one uplink send each other goes over it
-too, up and down. Units: bits per second, seconds.
+Or every ordered pair of workers has a link of its own: then `bandwidth` is a matrix. Several messages share a link
+fairly (`isles.network.engine`). Messages between two ranks behind one uplink use it too, up and down. Units: bits per
+second, seconds.
 
-`Topology` says which link a message takes where workers in islands reach each other otherwise than the rest of the
-world. Rank r is in island r // island. Inside, a message leaves by the worker's own port at the rate and latency of
-`near`; to other islands by the uplink that `far` gives its sender, and comes in by the downlink of its target.
+`Topology` says which link a message takes if workers in islands have other links inside than outside. Rank r is in
+island r // island. Inside, a message leaves by the worker's own port at the rate and latency of `near`; to other
+islands it leaves by the sender's uplink of `far` and arrives by the target's downlink.
 
-Networks by name: presets, "RATE, LATENCY", and a TOML file of one's own in one of two forms. The first form is also
-written, from measured pairs.
+Networks by name: presets, "RATE, LATENCY", and a TOML file in one of two forms. `isles` also writes the first form,
+from measured pairs.
 
     bandwidth = "40Mbit/s"            # up; one, a list with one for each link, or a matrix [source][target] of ranks
                                       # where each ordered pair has a link of its own (then no downlink, no uplinks)
@@ -36,7 +36,7 @@ Links between sites on the map: latency from distance, rates from each site's ow
 
     latency = great circle x DETOUR / FIBRE + ACCESS        one way, seconds
 
-`WORLD` is twelve sites where volunteers might live; what its numbers come from stands beside them. They are of the
+`WORLD` is twelve sites where volunteers might live; the sources of its numbers are given beside them. They are of the
 right size, not measured: measure your own links for a decision.
 """
 
@@ -66,15 +66,15 @@ class Links:
 
     bandwidth: bits per second of an uplink; one value for all, one per uplink, or a function of the uplink's number.
                `math.inf`: sending takes no time. A matrix [source][target]: a link of its own for each ordered pair,
-               without uplinks and downlink; what stands from a worker to itself does not count.
+               without uplinks and downlink; its diagonal does not count.
     latency:   seconds one way; one value, a matrix [source][target], or a function (source, target) -> seconds.
     jitter:    sigma of the log-normal factor on each message's latency (mean 1, see `isles.network.noise.lognormal`).
     uplinks:   for each rank the number of its uplink, counted from 0; None: each rank has its own. Ranks with the same
                number share its bandwidth fairly (one household, one data centre's egress), and its downlink.
     downlink:  bits per second towards the ranks of an uplink, in the forms of `bandwidth`; None: wide enough for all
                that arrives.
-    devices:   of each site: so many ranks in a row share an uplink, and the number of their site stands for theirs in
-               all of the above; without uplinks and a matrix of bandwidths.
+        devices:   of each site: so many consecutive ranks share an uplink, and all of the above is given by site
+                   instead of by rank; not with uplinks or a matrix of bandwidths.
 
     ValueError for a rate that is not positive, a negative or infinite latency, or a negative jitter.
     """
@@ -102,7 +102,7 @@ class Links:
         if not isinstance(self.latency, (int, float)) and not callable(self.latency):
             object.__setattr__(self, "latency", tuple(tuple(float(x) for x in row) for row in self.latency))
         if self.devices > 1 and (self.uplinks is not None or is_matrix(self.bandwidth)):
-            raise ValueError("a network that names its uplinks or the links of pairs says itself who shares a link")
+            raise ValueError("uplinks or a matrix already say who shares a link: leave devices out")
         if self.uplinks is not None:
             object.__setattr__(self, "uplinks", tuple(int(uplink) for uplink in self.uplinks))
         if isinstance(self.latency, (int, float)):
@@ -111,7 +111,7 @@ class Links:
             raise ValueError(f"jitter (sigma of the latency's factor) must be 0 or more, got {self.jitter}")
 
     def _keep_pairs(self, rates: PairRate) -> None:
-        """The matrix as tuples, with endless rates from each worker to itself."""
+        """Store the matrix as tuples, with infinite rates on its diagonal."""
         if self.uplinks is not None or self.downlink is not None:
             raise ValueError("bandwidth is a matrix, a link for each pair of workers: leave uplinks and downlink out")
         made = tuple(
@@ -124,7 +124,7 @@ class Links:
 
     @property
     def pairs(self) -> tuple[tuple[float, ...], ...] | None:
-        """Bits per second [source][target] where each ordered pair has a link of its own."""
+        """Bits per second [source][target] if each ordered pair has a link of its own; else None."""
         return self.bandwidth if is_matrix(self.bandwidth) else None  # pyrefly: ignore[bad-return]
 
     def check(self, workers: int) -> None:
@@ -164,7 +164,7 @@ class Links:
         return self.rate(link) if self.pairs is None else self.pairs[link // len(self.pairs)][link % len(self.pairs)]
 
     def way_rate(self, source: int, target: int) -> float:
-        """Bits per second of a message from `source` to `target` that is alone."""
+        """Bits per second of a single message from `source` to `target`."""
         return min(self.link_rate(self.link_of(source, target)), self.down_rate(self.uplink_of(target)))
 
     def uplink_count(self, workers: int) -> int:
@@ -174,7 +174,7 @@ class Links:
         return rank // self.devices if self.uplinks is None else self.uplinks[rank]
 
     def rate(self, uplink: int) -> float:
-        """Bits per second of an uplink; of a worker with a link to each other one the slowest of those."""
+        """Bits per second of an uplink; with a link for each pair, the slowest of that worker's links."""
         return min(self.pairs[uplink]) if self.pairs is not None else _of(self.bandwidth, uplink)
 
     def down_rate(self, uplink: int) -> float:
@@ -190,7 +190,7 @@ class Links:
 
     @property
     def period(self) -> int | None:
-        """Ranks after which their links and latencies repeat themselves; None: they do not."""
+        """The number of ranks after which links and latencies repeat; None: they do not."""
         periods = [_period(part) for part in (self.bandwidth, self.downlink, self.latency)]
         known = [period for period in periods if period is not None]
         return self.devices * math.lcm(*known) if self.uplinks is None and len(known) == len(periods) else None
@@ -201,7 +201,7 @@ class Links:
         return rank if period is None else rank // self.devices % period
 
     def scaled(self, factor: float) -> Links:
-        """The same network, its links so many times as fast."""
+        """The same network with links `factor` times as fast."""
 
         def scale(rates: Any) -> Any:
             if callable(rates):
@@ -213,12 +213,12 @@ class Links:
         )
 
     def slowest_rate(self, workers: int) -> float:
-        """Bits per second that the worker with the least has, up or down, if those that share its link are busy too."""
+        """Bits per second of the slowest worker, up or down, while all that share its link are busy too."""
         sharing = Counter(map(self.uplink_of, range(workers)))
         return min(min(self.rate(link), self.down_rate(link)) / count for link, count in sharing.items())
 
     def longest_latency(self, workers: int) -> float:
-        """Mean seconds of the longest way between two of `workers` ranks; 0 for one."""
+        """Mean seconds of the longest latency between two of `workers` ranks; 0 for one."""
         if isinstance(self.latency, (int, float)):
             return self.latency if workers > 1 else 0.0
         ranks = range(min(workers, 2 * (self.period or workers)))
@@ -230,7 +230,7 @@ class Links:
         return self.base_latency(source, target) * lognormal(self.jitter, seed, source, target, number)
 
     def narrow_downlinks(self, workers: int) -> list[int]:
-        """Lines (numbers of uplinks) whose downlink is less than what all who may send to them can send at once."""
+        """Uplinks (by number) whose downlink is slower than all possible senders together."""
         if self.downlink is None:
             return []
         rates = [self.rate(link) for link in range(self.uplink_count(workers))]
@@ -248,7 +248,7 @@ def is_matrix(rates: Any) -> bool:
 
 
 def _period(part: Any) -> int | None:
-    """Ranks after which it repeats itself."""
+    """The number of ranks after which a field repeats."""
     return 1 if part is None or isinstance(part, (int, float)) else getattr(part, "period", None)
 
 
@@ -266,7 +266,7 @@ def _check_latency(seconds: float, where: str = "") -> None:
 class Topology:
     """The links of `workers` ranks: `rates` in bits per second, uplinks of `far` first, then ports inside islands.
 
-    near: inside islands of `island` neighbours; None: as far. ValueError where the two do not fit so many workers.
+    near: inside islands of `island` neighbours; None: as `far`. ValueError if the two do not fit so many workers.
     """
 
     def __init__(self, workers: int, far: Links, near: Links | None = None, island: int = 1) -> None:
@@ -282,19 +282,19 @@ class Topology:
             if self.near.uplinks is not None or self.near.pairs is not None or self.near.narrow_downlinks(workers):
                 raise ValueError(
                     "inner_links: inside an island every worker has a port of its own: leave uplinks and pairs out, "
-                    "and take a downlink on which no worker waits"
+                    "and take a downlink at least as fast as the uplink"
                 )
             self.rates += [self.near.rate(self.near.uplink_of(rank)) for rank in range(workers)]
 
     def is_near(self, source: int, target: int) -> bool:
-        """Whether the way between two ranks is that inside an island."""
+        """Whether a message between two ranks stays inside an island."""
         return self.near is not self.far and source // self.island == target // self.island
 
     def up(self, source: int, target: int) -> int:
         return self.uplinks + source if self.is_near(source, target) else self.far.link_of(source, target)
 
     def down(self, source: int, target: int) -> int | None:
-        """The uplink whose downlink it comes in by; None: it keeps nobody waiting."""
+        """The uplink whose downlink a message uses; None: the downlink is never a bottleneck."""
         return None if self.is_near(source, target) else self.far.uplink_of(target)
 
     def latency(self, source: int, target: int, *, number: int, seed: int) -> float:
@@ -302,7 +302,7 @@ class Topology:
         return links.message_latency(source, target, number=number, seed=seed)
 
     def latencies(self, source: int, target: int, seed: int) -> tuple[float, LognormalSeries]:
-        """(mean seconds, factors by number) whose product is `latency`, for who asks for many numbers."""
+        """(mean seconds, factors by number) whose product is `latency`, for callers that need many numbers."""
         links = self.near if self.is_near(source, target) else self.far
         return links.base_latency(source, target), LognormalSeries(links.jitter, seed, source, target)
 
@@ -348,7 +348,7 @@ def latency(one: Site, other: Site) -> float:
 
 
 def connect(sites: Sequence[Site], workers: Sequence[int], *, jitter: float = 0.0) -> Links:
-    """The network of `workers[k]` ranks at `sites[k]`, who share its link; ranks in the order of the sites."""
+    """The network of `workers[k]` ranks at `sites[k]`, which share its link; ranks in the order of the sites."""
     uplinks = [number for number, count in enumerate(workers) for _ in range(count)]
     return Links(
         bandwidth=[site.upload for site in sites],
@@ -496,16 +496,16 @@ def _rates(name: str, raw: Amount | tuple[Amount, ...]) -> float | list[float]:
 
 
 def _download(number: int, raw: float | str) -> float:
-    """`inf`: wide enough for all that arrives, as where nothing is said."""
+    """The rate; `inf`, the default: wide enough for all that arrives."""
     return math.inf if raw in (math.inf, "inf") else parse_rate(f"site {number}: download", raw)
 
 
 def write_pair(path: str, here: int, there: int, *, out: float, back: float, latency: float) -> list[tuple[int, int]]:
-    """Write the link between two nodes, each way, into the file, which need not be there; what it says of others stays.
-    A pair that nobody has measured yet stands at 0, with which the file is no network: whoever reads it is told.
+    """Write the measured link between two nodes, each way, into a file, which may be new; other entries stay.
 
-    out, back: bits per second from `here` to `there`, and from there. latency: seconds one way. Returns the pairs that
-    are still unknown. ValueError, one line that begins with the file's name, where that is no matrix of pairs.
+    Unmeasured pairs are 0, and a file with such entries is refused as a network. out, back: bits per second from `here`
+    to `there`, and from there. latency: seconds one way. Returns the pairs that are not measured yet. ValueError, one
+    line that begins with the file's name, if the file holds something else than a matrix of pairs.
     """
     refuse_file(path)
     table = read_toml(path) if Path(path).exists() else {}
@@ -522,7 +522,7 @@ def write_pair(path: str, here: int, there: int, *, out: float, back: float, lat
 
 
 def refuse_file(path: str) -> None:
-    """ValueError as `write_pair`, before anything is measured."""
+    """ValueError as in `write_pair`, before anything is measured."""
     if not Path(path).parent.is_dir():
         raise ValueError(f"{path}: there is no folder {Path(path).parent}: make it, or name another file")
     if not Path(path).exists():
@@ -540,7 +540,7 @@ def _is_square(cells: Any, like: Any) -> bool:
 
 
 def _waits(table: Mapping[str, Any], size: int) -> Cells:
-    """One latency for all is one for each."""
+    """The matrix of latencies; a single latency is expanded."""
     raw = table.get("latency", 0)
     if isinstance(raw, list):
         return raw
@@ -563,7 +563,7 @@ def _written(cells: Cells) -> str:
 
 PRESETS: dict[str, Links] = {
     "lan": Links(bandwidth=1e9, latency=0.2e-3, jitter=0.1),  # a classroom: gigabit Ethernet, one switch
-    "datacentres": Links(bandwidth=10e9, latency=30e-3, jitter=0.05),  # one continent, a leased path per worker
+    "datacentres": Links(bandwidth=10e9, latency=30e-3, jitter=0.05),  # one continent, a leased line per worker
     "home-fibre": Links(bandwidth=300e6, latency=15e-3, jitter=0.3),  # upload rate of a symmetric consumer link
     # Upload is a small share of what is advertised.
     "home-cable": Links(bandwidth=40e6, latency=25e-3, jitter=0.5, downlink=500e6),
@@ -576,7 +576,7 @@ def links(name: str) -> Links:
     """The preset called `name`; the network "40Mbit/s, 25ms", the rate of every uplink and the latency; or that in a
     file whose name ends in .toml (`isles.network.links`).
 
-    ValueError with the list of names, and the nearest one, when there is none; or with what is wrong.
+    ValueError for an unknown name, with the known ones and the nearest, or for an error in the file.
     """
     rate, comma, latency = name.partition(",")
     if comma:

@@ -1,5 +1,5 @@
-"""What one worker's machine can do: device memory and speed, the link between device and host, the host's memory and
-optimizer, the disk; and how long a step computes on a GPU of a known name. Numbers alone; torch is not imported.
+"""One worker's machine: device memory and speed, the link between device and host, the host's memory and optimizer, the
+disk; and the seconds of a step on a GPU of a known name. Numbers only; torch is not imported.
 
 Peaks and sizes are the makers'. Shares reached, links, host rates and disks are what such machines commonly show, not
 measurements of one: `isles doctor --memory --write my.toml` measures yours. A machine without an accelerator has its
@@ -145,8 +145,8 @@ _BYTE_RATES = ("device_rate", "up", "down", "up_both", "down_both", "disk_read",
 
 
 def known_gpu(name: str, nbytes: float) -> Machine | None:
-    """The GPU that a driver calls `name` and gives so many bytes, which are a little more than the maker's; None: one
-    of another size, as laptops have, or an unknown one.
+    """The GPU that a driver calls `name` and reports with `nbytes`, a little more than the data sheet's; None: an
+    unknown GPU, or one with another memory size, as in laptops.
     """
     alike = (one for one in MACHINES.values() if one.up and one.name.partition("-")[0] in name)
     return next((one for one in alike if one.device_bytes <= nbytes < 1.2 * one.device_bytes), None)

@@ -1,9 +1,9 @@
-"""Workers that pause and come back: when worker `rank` of a run is away, as a function of the seed alone.
+"""Workers that pause and resume: when worker `rank` of a run is away, as a function of the seed alone.
 
     up for Exp(every) seconds, away for Exp(seconds), up again, ...        from clock 0 on, each worker by itself
 
-A pause is a machine that is suspended: it computes nothing, and it notices nothing that arrives, until it is back with
-everything it had. What it had handed to its link before still leaves.
+A pause is a suspended machine: it computes nothing and notices no arrival until it resumes with its state. Messages
+that it handed to its link before still leave.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""What a worker asks of its machine: the operations of a token, counted, and the seconds of a step, measured here;
-whether its memory fits, and what would make it fit.
+"""What a worker needs of its machine: counted FLOPs per token, measured seconds per step, and whether its memory fits.
+If it does not fit, settings that would make it fit.
 
     device    weights, tables, gradients and inner state; activations, from a profile of the model on fake tensors
     host      what the method holds there: anchors, momenta, messages
 
-With a plan of memory both are the plan's, and what the method holds beside it. Where the RAM is the device, all is.
+With a memory plan both are the plan's, plus what the method adds. On a machine without a GPU, RAM is the device.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from isles.training.kinds import kind_of
 from isles.training.memory.plans import machine_of, profile_of
 from isles.training.optimizer import inner_optimizer
 
-_MOST_INNER = 64  # workers of an island that share a replica, as advice
+_MOST_INNER = 64  # the most workers of an island to advise
 
 
 def known_machine(config: Config, named: str = "") -> Machine | None:
-    """The machine that somebody names, the user or the configuration, or a GPU that is here; None: not known."""
+    """The machine named by the user or the configuration, or a GPU of this machine; None: not known."""
     if named:
         return machine(named)
     if config.memory.machine:
@@ -56,8 +56,9 @@ def known_machine(config: Config, named: str = "") -> Machine | None:
 def memory_fit(
     config: Config, workers: Sequence[WorkerPlan], placed: MemoryPlan | None, here: Machine, *, suggestions: bool = True
 ) -> MemoryFit:
-    """Of the fullest worker: that with most states, or the first stage, which keeps most passes. suggestions: whether
-    to look for them.
+    """Fit of the fullest worker: the one with most states, or the first stage, which has most passes in flight.
+
+    suggestions: whether to look for settings that make it fit.
     """
     fullest = max(workers, key=lambda one: one.memory.peak)
     candidates = [fullest, *(one for one in workers[:1] if one is not fullest)]
@@ -92,22 +93,22 @@ def _fit(config: Config, worker: WorkerPlan, placed: MemoryPlan | None, here: Ma
 
 
 def _profile(config: Config, stage: int) -> Profile | None:
-    """None for a model that cannot be profiled without numbers."""
+    """A profile of the model; None for a model that cannot be profiled on fake tensors."""
     random = torch.get_rng_state()
     try:
         return profile_of(config, stage)
-    except Exception:  # of the user's model, whatever it raises
+    except Exception:  # the user's model may raise anything
         return None
     finally:
         torch.set_rng_state(random)
 
 
 def _beside_states(config: Config, made: Profile, activations: str) -> int:
-    """Bytes on the device at the peak of a step, beside weights, gradients and states."""
+    """Bytes on the device at the peak of a step, without weights, gradients and states."""
     batches = config.inner.accumulation if config.pipeline.stages == 1 else config.pipeline.microbatches
     placements = (Placement("device", "keep" if activations == "keep" else "recompute"),) * len(made.units)
     states, waiting = sum(2 * one.weights + one.states for one in (*made.units, made.ends)) + made.ends.buffers, 0
-    if config.pipeline.recompute:  # one pass at a time has its activations, the others what came
+    if config.pipeline.recompute:  # one pass has its activations, the others only their inputs
         waiting, made = (made.in_flight - 1) * made.held, replace(made, in_flight=1)
     return max(least_peak(made, placements, batches) - states, 0) + waiting
 
@@ -115,7 +116,7 @@ def _beside_states(config: Config, made: Profile, activations: str) -> int:
 def _suggestions(
     config: Config, worker: WorkerPlan, made: Profile | None, here: Machine, device: int, host: int
 ) -> list[str]:
-    """Each alone makes it fit."""
+    """Settings, each of which would make the worker fit."""
     memory, room, host_room = worker.memory, here.device_bytes, here.host_bytes or math.inf
     states = memory.weights + memory.gradients + memory.inner
     found = []
@@ -150,22 +151,23 @@ def _suggestions(
 
 
 _PROBES = 3
-_SMALL = 256e6  # bytes of weights that are made for counting
+_SMALL = 256e6  # the most bytes of weights to allocate for counting
 
 
 def counted_flops(config: ModelConfig, model: nn.Module, context: int) -> int | None:
-    """FLOPs of a token, forward and backward: by formula for Isles' decoder; of another model, or of a worker's part of
-    the decoder, what torch's counter finds (products, convolutions, attention) in one forward pass, times three.
-    `model` is its sketch; where it cannot do without numbers and is small, it is built on the CPU. None where that does
-    not work either.
+    """FLOPs of a token, forward and backward.
+
+    For Isles' decoder by formula; for another model, or a worker's part of the decoder, torch's counter (matrix
+    products, convolutions, attention) of one forward pass, times three. `model` is a sketch; a small model that cannot
+    run as a sketch is built on the CPU. None if that fails too.
     """
     if config.own is None and sum(map(torch.Tensor.numel, model.parameters())) == count_parameters(config.shape()):
         return flops_per_token(config.shape())
     try:
         forward = _forward_flops(model, context)
-    except Exception as error:  # of the user's model, whatever it raises
+    except Exception as error:  # the user's model may raise anything
         if sum(parameter.nbytes for parameter in model.parameters()) > _SMALL:
-            warnings.warn(f"FLOPs are not counted: the model wants numbers ({describe(error)})", stacklevel=2)
+            warnings.warn(f"FLOPs are not counted: the model needs real tensors ({describe(error)})", stacklevel=2)
             return None
         forward = _forward_flops(build(replace(config, device="cpu", autocast="none", compile=False), seed=0), context)
     return 3 * forward // context
@@ -182,7 +184,7 @@ def _forward_flops(model: nn.Module, context: int) -> int:
 
 
 def measured_step(config: Config, sequences: int, context: int) -> float:
-    """Median seconds of an inner step (forward, backward, inner optimizer) of one worker that has this machine to
+    """Median seconds of an inner step (forward, backward, inner optimizer) of one worker with this machine to
     itself.
     """
     with torch_threads(config.world.start_threads):

@@ -5,18 +5,18 @@ the workers.
                         -> seconds waited a round, for each H -> utilisation = Hc / (Hc + waits)
                         -> MethodPlan, in the order to try them
 
-A candidate is sketched once, and then retimed for each H. Up to 16 workers what is shown is replayed message by
-message, as a dry run replays it: the run, where its tokens are known, else the long run. Where that is too much, and in
-the search of H and of rates, workers with equal links are simulated once (`isles.plan.worker_classes`), and the
-devices of a site count as one worker: an inner step takes as long as that of the method inside, and what has landed is
-spread behind it.
+A candidate is sketched once, and then retimed for each H. Up to 16 workers the shown figures are replayed message by
+message, as in a dry run: the whole run if its tokens are known, otherwise the long run. If that is too much, and in the
+search for H and for rates, a few representatives stand for alike workers (`isles.plan.worker_classes`), and the devices
+of a site count as one worker: an inner step takes as long as one of the method inside the site, and landed parameters
+are then sent to the site's other devices.
 
-Left out: the time to encode, workers of unequal speed. With ist computing is that of a worker's part.
+Not counted: the time to encode, and workers of unequal speed. With ist, computing is that of a worker's part.
 
-Rank: what reaches the wanted utilisation comes before what does not; then what changes training less (`KINDS`); then
-the smaller H; then the order of the candidates. That is a judgement from the papers' losses, not a measurement of
-yours. Of those that do not reach it the one that computes most of the time is first. A candidate that never exchanges
-is last; what does not fit into memory comes behind all others.
+Rank: methods that reach the wanted utilisation come first; then those that change training less (`KINDS`); then the
+smaller H; then the order of the candidates. That is a judgement from the papers' losses, not a measurement. Methods
+that miss the wanted utilisation are ordered by utilisation. A candidate that never exchanges is last; methods that do
+not fit into memory come behind all others.
 """
 
 from __future__ import annotations
@@ -46,25 +46,27 @@ from isles.training.config.sections import Config
 from isles.training.elastic.support import goes_on, lands_together
 
 EVERY = (10, 20, 30, 50, 100, 200, 300, 500)
-"""Rounds that are tried, in inner steps."""
+"""Values of H to try, in inner steps."""
 MOST_REPLAYED = 16
-"""Workers."""
+"""The most workers that are replayed message by message."""
 _CLASSES = 3
-_ROUNDS, _MOST_ROUNDS = 4, 20  # that are simulated, at least and at most
-_MESSAGES = 10_000  # in all of them, of all workers
-_SHOWN, _TRIED, _WANTED = 2_000, 200, 50  # in a round of representatives: of what is shown, for an H, and for a rate
-_LONGEST = 2_000  # inner steps of a round that is simulated
-_PAIRED, _ANY = 64, "lan"  # workers whose pairs stand for those of any number, and a network that does not count them
-_MOST_PARTS = 256  # workers, each of which sends another part to each other
-_STEPS, _MOST_MICROBATCHES = 4, 512  # of a site's stages that are simulated
+_ROUNDS, _MOST_ROUNDS = 4, 20  # rounds to replay, at least and at most
+_MESSAGES = 10_000  # in all these rounds, of all workers
+_SHOWN, _TRIED, _WANTED = 2_000, 200, 50  # messages of a round of representatives: shown, to try an H, to try a rate
+_LONGEST = 2_000  # the most inner steps of a replayed round
+_PAIRED, _ANY = 64, "lan"  # pairs among 64 workers stand for any number; a network for any number of workers
+_MOST_PARTS = 256  # the most workers of a method in which each sends a different part to each other one
+_STEPS, _MOST_MICROBATCHES = 4, 512  # replayed, of the stages inside a site
 _PART = KINDS.index("a part of the model at each worker")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MethodTiming:
-    """At one H. account: of a round. about: not replayed message by message. reaches: the first target. wanted: how
-    many times the present rates each target wants; nan: no rate is enough. enough: the H that would reach the first
-    target, where none that was tried does. curve: the share of the time spent computing with every rate multiplied.
+    """A method's times at one H.
+
+    account: of a round. about: not replayed message by message. reaches: whether it reaches the first target. wanted:
+    for each target, the factor on the present rates that reaches it; nan: no rate is enough. enough: the H that would
+    reach the first target, if no tried H does. curve: share of time spent computing, by the factor on every rate.
     """
 
     every: int
@@ -77,7 +79,7 @@ class MethodTiming:
 
 
 class PlannedMethod:
-    """A candidate around a sketch. ValueError where it cannot be."""
+    """A candidate with its sketch. ValueError if the method cannot run so."""
 
     def __init__(self, question: PlanQuestion, candidate: Candidate) -> None:
         self.question, self.candidate = question, candidate
@@ -85,7 +87,7 @@ class PlannedMethod:
             raise ValueError(f"{question.workers} workers: each holds a part of its own; planned up to {_MOST_PARTS}")
         steps = 4 * max(EVERY) if question.steps is None else question.steps
         config = _config(question, candidate, steps)
-        # Devices of a site are one worker here: they send its exchanges over its uplink.
+        # The devices of a site count as one worker here: they send its exchanges over its uplink.
         sites = question.sites if lands_together(config) else min(question.sites, _PAIRED)
         if (question.devices, question.sites) != (1, sites):
             made = _in_world(
@@ -104,32 +106,34 @@ class PlannedMethod:
         (self.optimizer,) = self._sketch.optimizers
         alike = [self.optimizer] if question.devices == 1 else _in_site(config, question)
         self.memory = [worker_memory(config, one) for one in alike]
-        """Of a worker, or of that of each stage."""
+        """Memory of a worker, or of one worker of each stage."""
         held = sum(own.numel() for own in self.optimizer.model.parameters()) / self._sketch.parameters
         self.computing = question.step_seconds * (held if candidate.kind == _PART else 1.0)
         self.seconds = self.computing / inside_share(question)
-        """Of an inner step: of computing, and of a site's, inside which devices wait for each other."""
+        """Of an inner step, with the time in which the devices of a site wait for each other."""
         self.config = _in_world(config, step_seconds=self.computing * question.stages)
         self.has_rounds = hasattr(config.replicas, "sync_every")
         self.every: int = getattr(config.replicas, "sync_every", 1)
-        # Also by H, with which `retime` changes them.
+        # Keyed by H too, because `retime` changes the schedule.
         self._schedule_of = lru_cache(maxsize=8)(lambda every, steps: self.optimizer.schedule(steps))
         self._of_few = cache(self._of_representatives)
 
     def signature(self, every: int | None) -> object:
-        """Equal for methods that send the same at the same moments."""
+        """Equal for methods that send the same bytes at the same moments."""
         rhythm = self._rhythm
         return self.seconds, rhythm, self._tried(every), self._schedule(rhythm.start + rhythm.every)
 
     def timing(self, targets: Sequence[float], every: int | None) -> MethodTiming:
-        """At the smallest H that reaches the first target, or the largest. targets: of what a site alone computes."""
+        """Times at the smallest H that reaches the first target, or at the largest H. targets: shares of the time in
+        which a site would compute without exchanges.
+        """
         targets = [target * self.computing / self.seconds for target in targets]
         tried = self._tried(every)
         last = len(tried) - 1
         index = bisect_left(range(last), True, key=lambda at: self.share(tried[at]) >= targets[0])
         found = tried[index]
         account, about = self.account(found)
-        for larger in tried[index + 1 :]:  # the end of the run may ask for more than the search knew
+        for larger in tried[index + 1 :]:  # the search knew the long run only; the end may take longer
             if account.share >= targets[0]:
                 break
             found, (account, about) = larger, self.account(larger)
@@ -147,12 +151,14 @@ class PlannedMethod:
         )
 
     def share(self, every: int, rate: float = 1.0, messages: int = _TRIED) -> float:
-        """Of the time, spent computing in the long run; with every rate multiplied by `rate`."""
+        """Share of the time spent computing in the long run, with every rate multiplied by `rate`."""
         account, _ = self._of_few(every, messages, rate)
         return account.share
 
     def account(self, every: int) -> tuple[TimeAccount, bool]:
-        """Of a round, on average over the run where tokens are given, else in the long run; and whether it is about."""
+        """The time account of a round (mean over the run if its tokens are given, else in the long run), and whether
+        it is approximate.
+        """
         question = self.question
         self._at(every)
         if question.workers <= MOST_REPLAYED and question.inside != "fsdp" and (question.stages == 1 or question.steps):
@@ -169,12 +175,12 @@ class PlannedMethod:
                 near = links(question.near) if question.devices > 1 else None
                 topology = Topology(question.workers, self.config.network, near, question.devices)
                 records = partial(self._replayed, run.exchanges, topology, self.computing, _MESSAGES)
-                # In the long run nobody knows any more who began a little later.
+                # In the long run the workers' different starts no longer matter.
                 return records(question.steps, run.opening() if question.steps else ()), False
         return self._of_few(every, _SHOWN, steps=question.steps)
 
     def bytes_a_step(self, every: int) -> float:
-        """That a worker sends to others, or to other sites, on average, in the long run."""
+        """Bytes that a worker sends to others, or to other sites, per inner step in the long run, on average."""
         self._at(every)
         rhythm = self._rhythm
         sent = [sum(one.sent_by_all for one in self._schedule(rhythm.start + n * rhythm.every)) for n in (1, 3)]
@@ -209,7 +215,7 @@ class PlannedMethod:
         steps: int | None,
         opening: Sequence[PlannedExchange] = (),
     ) -> TimeAccount:
-        """Of one round. seconds: of a step."""
+        """The time account of one round. seconds: of an inner step."""
         rhythm, replays = self._rhythm, RunReplay(topology, [seconds] * topology.workers, opening, messages=messages)
         if steps is None:
             rounds = rhythm.every / self.every
@@ -217,7 +223,7 @@ class PlannedMethod:
         else:
             rounds = steps / self.every
             found = replays.run(records, rhythm, steps)
-        assert found is not None, "its caller has looked that it can be simulated"
+        assert found is not None, "the caller checked that it can be replayed"
         return TimeAccount(found.computing / rounds, found.waiting / rounds)
 
     @cached_property
@@ -226,7 +232,7 @@ class PlannedMethod:
 
     @property
     def _spread(self) -> float:
-        """Seconds a round in which the devices of a site tell each other what has landed at each."""
+        """Seconds per round in which the devices of a site exchange what has landed at each."""
         devices, near = self.question.devices, links(self.question.near)
         if self.question.inside == "stages" or devices == 1 or not self.has_rounds:
             return 0.0
@@ -241,11 +247,11 @@ class PlannedMethod:
         possible = [one for one in choices if steps is None or one <= steps]
         if not possible:
             raise ValueError(f"sync_every = {min(choices)}: no exchange falls into a run of {steps} steps")
-        self.config_at(possible[0])  # refuses it
+        self.config_at(possible[0])  # raises if the method refuses this H
         return possible
 
     def config_at(self, every: int) -> Config:
-        """With rounds of so many inner steps."""
+        """The configuration with rounds of `every` inner steps."""
         if not self.has_rounds:
             return self.config
         return replace(self.config, replicas=replace(self.config.replicas, sync_every=every))  # type: ignore[type-var]
@@ -260,11 +266,11 @@ class PlannedMethod:
 
     @property
     def _rhythm(self) -> Rhythm:
-        """A method that does not say its own is asked for a run as long as a round."""
+        """The schedule's rhythm. For a method that does not define one, a run as long as one round."""
         return self.optimizer.rhythm(self.every)
 
     def _played(self, some: Representatives) -> float:
-        """Messages of a round, and in a run with an end of the beginning."""
+        """Messages of a round; with an end of the run, also of the steps before the first round."""
         rhythm = self._rhythm
         begun = 0 if self.question.steps is not None else rhythm.start
         sent = [one for one in self._schedule(rhythm.start + rhythm.every) if one.sent > begun]
@@ -272,7 +278,7 @@ class PlannedMethod:
 
     @cached_property
     def _few_links(self) -> Links | None:
-        """Between representatives of a few classes; None where nobody exchanges."""
+        """Links between representatives of a few classes; None if nothing is exchanged."""
         rhythm, network = self._rhythm, self.question.links
         sent = self._schedule(rhythm.start + rhythm.every)
         largest = max((len(group) for one in sent for group in one.groups), default=1)
@@ -285,12 +291,12 @@ class PlannedMethod:
 
     @cached_property
     def _levels(self) -> list[Representatives]:
-        """From fine to coarse."""
+        """Representatives, from fine to coarse."""
         assert self._few_links is not None
         return [Representatives(_count(self._few_links), level) for level in LEVELS]
 
     def _enough(self, waits: float, target: float) -> int:
-        """The H at which it would reach the target, to two digits: longer rounds wait no longer."""
+        """The H that would reach the target, rounded up to two digits. Longer rounds do not wait longer."""
         share = target / (1 - target) / self.seconds
         every = waits * share
         if every < _LONGEST:
@@ -303,7 +309,7 @@ class PlannedMethod:
 
 @lru_cache(maxsize=64)
 def inside_share(question: PlanQuestion) -> float:
-    """Of the time of an inner step, spent computing and not waiting for the other devices of the site."""
+    """Share of an inner step spent computing, not waiting for other devices of the site."""
     if question.devices == 1:
         return 1.0
     if question.stages > 1:
@@ -312,7 +318,7 @@ def inside_share(question: PlanQuestion) -> float:
         config = _config(question, Candidate(method="none", kind=0, why=""), _STEPS)
         site = sketch_quietly(_in_world(config, workers=question.devices, shares_uplink=False))
         account = replayed(site, site.config.network, staged_steps(site))
-        assert account is not None, "so few are simulated"
+        assert account is not None, "few enough to replay"
         return account.share
     text = None if question.step_tokens is None else question.step_tokens / question.sites
     alone = replace(question, workers=question.devices, devices=1, network=question.near, tokens=None, step_tokens=text)
@@ -321,13 +327,13 @@ def inside_share(question: PlanQuestion) -> float:
 
 
 def _in_site(config: Config, question: PlanQuestion) -> Sequence[ReplicaSync]:
-    """The optimizers of a device, or of each stage, among those of two sites."""
+    """The optimizers of one device, or of each stage, in a world of two sites."""
     return sketch_quietly(_in_world(config, workers=2 * question.devices, links=_ANY), size=question.stages).optimizers
 
 
 def _config(question: PlanQuestion, candidate: Candidate, steps: int) -> Config:
     tables = question.tables(candidate.replicas, steps, question.step_seconds * question.stages)
-    if candidate.method == "fsdp":  # torch's own wants processes
+    if candidate.method == "fsdp":  # torch's FSDP needs processes
         tables["world"]["backend"] = "distributed"
     if hasattr(method(candidate.method).Config, "sync_every"):
         tables["replicas"]["sync_every"] = candidate.every or min(EVERY[0], steps)
@@ -361,10 +367,12 @@ _ENOUGH = 0.9  # share of computing inside a site
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MethodPlan:
-    """One candidate. question: with batches, and what is inside sites. bytes_a_step: that a worker sends to others, or
-    to other sites, on average. memory: a worker's; fit: into the machine, None: that is not known. hours, nbytes (that
-    all workers send), money: of the run; None: not known. pairs: it exchanges in pairs. grows: workers may come and go.
-    is_best: no other is better in something, and in nothing worse: fit, change of training, time, bytes, money.
+    """The plan of one candidate.
+
+    question: with batches, and the method inside sites. bytes_a_step: that a worker sends to others, or to other sites,
+    on average. memory: of a worker. fit: None: the machine is not known. hours, nbytes (of all workers), money: of the
+    run; None: not known. pairs: whether it exchanges in pairs. grows: whether workers may come and go. is_best: no
+    other plan is better in one of fit, change of training, time, bytes, money and as good in the others.
     """
 
     candidate: Candidate
@@ -392,7 +400,7 @@ class MethodPlan:
 
     @property
     def waits(self) -> float:
-        """Seconds a round, a mean over the workers."""
+        """Seconds of waiting per round, mean over the workers."""
         return self.timing.account.waiting
 
     @property
@@ -402,7 +410,7 @@ class MethodPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class MethodTable:
-    """plans: the first the one to try first. left_out: why others are not planned, by method and settings."""
+    """plans: in the order to try them. left_out: why other candidates are not planned, by method and settings."""
 
     plans: Sequence[MethodPlan]
     left_out: dict[str, str]
@@ -420,10 +428,12 @@ def plan_methods(
     grows: bool = False,
     best: Best | None = None,
 ) -> MethodTable:
-    """targets: utilisations for which rates are asked; the first of them is the one to reach. every: H for all; None:
-    for each candidate the smallest of `EVERY` that reaches it, or the largest. grows: workers come and go, so what
-    cannot be done without a lost one is last. best: what those that reach it are ordered by. ValueError where nothing
-    can be planned.
+    """Compare methods.
+
+    targets: utilisations for which rates are computed; the first is the one to reach. every: H of all; None: for each
+    candidate the smallest of `EVERY` that reaches the target, or the largest. grows: workers come and go, so methods
+    that cannot lose a worker are last. best: what the plans that reach the target are ordered by. ValueError if
+    nothing can be planned.
     """
     if not targets or not all(0 < target < 1 for target in targets):
         raise ValueError(f"targets = {list(targets)}: choose shares between 0 and 1, such as 0.9")
@@ -460,8 +470,8 @@ def plan_methods(
 
 
 def _leaner(question: PlanQuestion) -> list[PlanQuestion]:
-    """The question, and where the machine is known the same with less memory, in the order in which to try them: more
-    and more batches whose gradients are accumulated, inside a site FSDP or stages; those first that wait least there.
+    """The question, and variants with less memory if the machine is known, in the order to try them: more gradient
+    accumulation, and FSDP or stages inside a site. Variants that wait least inside the site come first.
     """
     if question.machine is None or question.step_tokens is None:
         return [question]
@@ -477,8 +487,10 @@ def _leaner(question: PlanQuestion) -> list[PlanQuestion]:
 def _that_fits(
     variants: Sequence[PlanQuestion], full: set[int], one: Candidate
 ) -> tuple[PlannedMethod, MemoryFit | None]:
-    """The first of `variants` that fits; where none does, what takes least of the device. full: numbers of those that
-    did not fit another method, and so do not fit this one, nearly. ValueError where it goes with none of them.
+    """The first of `variants` that fits, or the one that takes least memory of the device.
+
+    full: indices of variants that did not fit another method, so they will hardly fit this one. ValueError if the
+    method works with none of them.
     """
     over, unfit, least, refusal = set[InSite](), set[int](), None, None
     for number, case in enumerate(variants):
@@ -498,7 +510,7 @@ def _that_fits(
             least = made, fit
         is_sharded = case.devices == 1 or case.inside != "ddp"
         if is_sharded and fit.device_bytes - (fit.activations or 0) > fit.device_room:
-            over.add(case.inside)  # states alone are too large: batches do not help
+            over.add(case.inside)  # states alone are too large, so smaller batches do not help
     if least is None:
         raise refusal or ValueError("nothing goes with this model inside a site: choose other --devices")
     return _fitted(least[0].question, one, suggestions=True)
@@ -507,8 +519,8 @@ def _that_fits(
 def _fitted(
     question: PlanQuestion, one: Candidate, *, suggestions: bool = False
 ) -> tuple[PlannedMethod, MemoryFit | None]:
-    """With whether it fits, where the machine is known; and with suggestions, the settings that alone would make it
-    fit.
+    """The planned method, and whether it fits if the machine is known. suggestions: also look for settings, each of
+    which would make it fit.
     """
     made, here = PlannedMethod(question, one), question.machine
     if here is None:
@@ -518,20 +530,20 @@ def _fitted(
 
 def _refuse_unknown(question: PlanQuestion, best: Best | None) -> None:
     if best == "money" and (question.price_gb, question.price_hour) == (None, None):
-        raise ValueError("--best money: say what it costs: --price-gb, --price-hour")
+        raise ValueError("--best money: give --price-gb or --price-hour")
     if (best or question.price_hour is not None or question.price_gb is not None) and question.tokens is None:
         raise ValueError("--best, --price-gb, --price-hour: give --tokens of the run and --step-tokens too")
 
 
 def _amount(one: MethodPlan, best: Best) -> float:
-    """Of what there should be little."""
+    """What `best` asks to be small."""
     found = {"hours": one.hours, "bytes": one.nbytes, "money": one.money}[best]
-    assert found is not None, "refused before"
+    assert found is not None, "_refuse_unknown has refused this"
     return found
 
 
 def _is_better(one: MethodPlan, other: MethodPlan) -> bool:
-    """In nothing worse: fit, change of training, time, bytes, money; and in something better."""
+    """Whether `one` is as good as `other` in fit, change of training, time, bytes and money, and better in one."""
     mine, theirs = (
         (plan.is_unfit, plan.candidate.kind, -plan.utilisation, plan.bytes_a_step, plan.money or 0.0)
         for plan in (one, other)

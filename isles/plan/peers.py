@@ -1,7 +1,7 @@
 """The plan of a run in a swarm: what each peer holds and sends, and how long a step takes.
 
-The plan of a run in clusters of asynchronous stages: what each worker holds and sends, and how long its updates take
-at least.
+Also the plan of a run in clusters of asynchronous stages: what each worker holds and sends, and the least time of its
+updates.
 """
 
 from __future__ import annotations
@@ -38,14 +38,16 @@ from isles.training.optimizer import inner_bytes
 from isles.training.stage_runner import planned_cut, run_scheme
 from isles.training.swarm.step import origin_room
 
-_LEDGER_NUMBERS, _VOTE_NUMBERS = 2, len(PeerStats._fields) + MAX_JOINERS
-"""Numbers that a peer sends of itself in the two agreements of a step; the first carries its ledger, too."""
+_LEDGER_NUMBERS, _VOTE_NUMBERS = 2, len(PeerStats._fields) + COMERS
+"""Numbers that a peer sends about itself in the two agreements of a step; the first carries its ledger, too."""
 _STEPS = 5
-"""Steps that are simulated behind the first."""
+"""Steps to simulate after the first."""
 
 
 def plan_swarm(config: Config) -> RunPlan:
-    """As `plan_run`. ValueError for what the run would refuse, and for methods that exchange weights."""
+    """The plan of a swarm, see `plan_run`. ValueError for what the run would refuse, and for methods that exchange
+    weights.
+    """
     if config.method != "none":
         raise ValueError(
             f'replicas.method = "{config.method}" in a swarm is not planned: try `isles simulate`, or plan "none"'
@@ -56,11 +58,11 @@ def plan_swarm(config: Config) -> RunPlan:
 
 
 class _SwarmPlanner:
-    """What the stages of a run take, from which its workers, bytes and seconds follow.
+    """Computes the resources of each stage, from which workers, bytes and seconds follow.
 
     stages: by rank. pieces: by stage. down, up: bytes of a microbatch's messages forward and backward, headers
-    included. sums: by stage, bytes of its gradients. agreed: that a peer sends in a step to agree, twice. passes: by
-    rank, seconds of a microbatch's forward pass, and of both.
+    included. sums: by stage, bytes of its gradients. agreed: bytes per step that a peer sends in its two agreements.
+    passes: by rank, seconds of a microbatch's forward pass, and of forward and backward.
     """
 
     def __init__(self, config: Config) -> None:
@@ -87,7 +89,7 @@ class _SwarmPlanner:
     def plan(self) -> RunPlan:
         config, stages, parts = self.config, self.stages, self.config.pipeline.microbatches
         made = self._forecast() if config.world.is_simulated else None
-        each = (len(self.pieces) - 1) * (self.down + HEAD + self.up) - HEAD  # the last stage tells nobody it took one
+        each = (len(self.pieces) - 1) * (self.down + HEAD + self.up) - HEAD  # the last stage acknowledges to nobody
         summed = sum(
             2 * (count - 1) * (nbytes + count * HEAD)
             for count, nbytes in zip(map(stages.count, range(len(self.pieces))), self.sums, strict=True)
@@ -163,7 +165,7 @@ class _SwarmPlanner:
         )
 
     def _sent(self, at: int, counted: float) -> int:
-        """Bytes that a peer of stage `at` sends in a step in which it counts so many microbatches."""
+        """Bytes that a peer of stage `at` sends in a step in which it counts `counted` microbatches."""
         last, alike = len(self.pieces) - 1, self.stages.count(at)
         agreed = self.agreed + (0 if at else (len(self.stages) - 1) * HEAD)
         summed = 2 * (alike - 1) * (self.sums[at] // alike + HEAD) if alike > 1 else 0
@@ -172,14 +174,14 @@ class _SwarmPlanner:
 
 
 def plan_clusters(config: Config) -> RunPlan:
-    """As `plan_run`. Bytes sent are without validations and the start."""
+    """The plan of clusters, see `plan_run`. Bytes sent are without validations and the start."""
     cuts, pipeline, world, steps = cluster_cuts(config), config.pipeline, config.world, config.run.steps
     segments, clusters = shared_segments(config, cuts), len(cuts)
     model, (context, vocab) = sketch(config.model), limits(config.model)
     sequences, load = config.data.batch_size_per_worker(clusters), model_load(config, cuts[0].costs)
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
-    settled = agreed_bytes(world.workers, 0)  # in an agreement on who is left
-    vote = settled + agreed_bytes(world.workers, 1)  # in those of an average
+    settled = agreed_bytes(world.workers, 0)  # in an agreement on the remaining workers
+    vote = settled + agreed_bytes(world.workers, 1)  # in the agreements of an average
     weighed = getattr(config.replicas, "weights", "equal") == "samples"
     copies = 3 if pipeline.ravnest.average_optimizer and inner_kind(config.inner, "adamw") == "adamw" else 1
     dtype = next(model.parameters()).dtype
@@ -222,7 +224,7 @@ def plan_clusters(config: Config) -> RunPlan:
 
 
 def _mean_bytes(count: int, dtype: torch.dtype, clusters: int, number: int) -> int:
-    """That the holder in cluster `number` sends in a mean of so many entries, as messages."""
+    """Bytes that the holder in cluster `number` sends in a mean of `count` entries, headers included."""
     made = pattern(count, dtype, codec("none"), clusters)
     return int(made.sent(number, clusters)) + HEAD * (made.messages(clusters) // clusters)
 

@@ -18,13 +18,15 @@ ANSWER = 8
 """Bytes of a stage's part of the gradient's norm."""
 
 
-_MOST_STEPS = 8  # steps whose tasks are remembered, for workers that are at different ones
+_MOST_STEPS = 8  # cached steps: workers may be at different ones
 
 
 class PlannedTask(NamedTuple):
-    """A task at one worker. kind: forward, loss or backward. share: of an inner step's computing. begins, ends: (the
-    other worker's rank, the message's key) where it begins with a message and where it ends with one. nbytes: of the
-    latter. rest: a share that is computed after that has left.
+    """A task at one worker.
+
+    kind: forward, loss or backward. share: of an inner step's computing. begins, ends: (the other worker's rank, the
+    message's key) of the message that it needs and of the one that it sends; None: no message. nbytes: of the sent one.
+    rest: share of computing after the message has left.
     """
 
     kind: Kind
@@ -37,8 +39,8 @@ class PlannedTask(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SteadyStep:
-    """A step of replicas in stages without an exchange between them, as it goes on and on. seconds: of a step. computed
-    and for_stages: of that, by worker.
+    """A typical step of staged replicas without an exchange between replicas. seconds: of a step. computed, for_stages:
+    parts of it, by worker.
     """
 
     seconds: float
@@ -53,12 +55,12 @@ TasksByRank = dict[int, list[PlannedTask]]
 class StagedSteps:
     """Steps of replicas cut into stages.
 
-    routes: of each step, from 1. most_in_flight: forwards that each position holds, as in `orders`. shares: of an inner
-    step's computing, by position. sizes: of the messages. columns: the rank at each position, of each of the workers
-    that share a stage; position = replica x stages + stage. exchanges_norm: the stages of a replica tell each other
-    their gradient's norm after their tasks. listed: the tasks of each position, in their order; None: `orders` makes
-    them of the routes. rest: a share that is computed beside, after a task has sent what it made. With a plan all nodes
-    are together one replica, and count as its `stages`.
+    routes: by step, from 1. most_in_flight: forwards that each position may hold, as in `orders`. shares: of an inner
+    step's computing, by position. sizes: of the messages. columns: for each index inside a stage, the rank at each
+    position; position = replica x stages + stage. exchanges_norm: whether the stages of a replica exchange their
+    gradient norm after their tasks. listed: the tasks of each position, in order; None: `orders` makes them from the
+    routes. rest: share of computing after a task has sent its result. With a plan of paths, all nodes together count as
+    the `stages` of one replica.
     """
 
     routes: Callable[[int], Sequence[Route]]
@@ -79,11 +81,13 @@ class StagedSteps:
         return tuple(sum(task.share + task.rest for task in tasks[rank]) for rank in sorted(tasks))
 
     def tasks(self, rank: int, step: int) -> Sequence[PlannedTask]:
-        """Of the worker `rank` in that step, in their order."""
+        """The tasks of worker `rank` in that step, in order."""
         return self._tasks(step)[rank]
 
     def peers(self, rank: int) -> tuple[tuple[int, ...], MessagePattern] | None:
-        """Whom a worker tells its gradient's norm, itself among them, and how; None: nobody."""
+        """The workers that exchange a gradient norm with `rank`, itself included, and the pattern; None: no
+        exchange.
+        """
         if not self.exchanges_norm:
             return None
         column = next(column for column in self.columns if rank in column)
@@ -91,7 +95,7 @@ class StagedSteps:
         return tuple(sorted(column[first : first + self.stages])), gathered(ANSWER, self.stages)
 
     def sent(self, step: int = 1) -> list[int]:
-        """Bytes that each rank sends to other stages in a step, but for the norm's."""
+        """Bytes that each rank sends to other stages in a step, without the norm's."""
         by_position, total = bytes_sent(tuple(self.routes(step)), self.sizes), [0] * sum(map(len, self.columns))
         for column in self.columns:
             for position, rank in enumerate(column):
@@ -100,7 +104,7 @@ class StagedSteps:
 
     @property
     def messages(self) -> int:
-        """Of a step, of all workers."""
+        """Number of messages of a step, of all workers."""
         between = sum(task.ends is not None for tasks in self._tasks(1).values() for task in tasks)
         asked = gathered(ANSWER, self.stages).messages(self.stages) if self.exchanges_norm else 0
         return between + asked * sum(len(column) // self.stages for column in self.columns)

@@ -1,8 +1,7 @@
-"""What `isles plan methods` and `isles plan splits` plan: a model, the time of its steps, and the workers
-with their links.
+"""The question that `isles plan methods` and `isles plan splits` answer: a model, its step time, workers and links.
 
-The methods that `isles plan methods` compares, each with the settings that matter on slow links. Methods of
-`METHODS` without a row here are planned as they are.
+It also lists the candidates of `isles plan methods`: methods with the settings that matter on slow links. Methods of
+`METHODS` without a row here are planned with their defaults.
 """
 
 from __future__ import annotations
@@ -21,18 +20,20 @@ from isles.plan.worker_classes import WorkerClass, worker_classes
 from isles.replicas import METHODS, method
 
 MOST_PARAMETERS, MOST_LAYERS, MOST_WORKERS = 1e15, 750, 100_000
-_OFF = 0.01  # of the parameters asked for
+_OFF = 0.01  # the largest relative error in the number of parameters
 _CONTEXT = 1024
 InSite = Literal["ddp", "fsdp", "stages"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanQuestion:
-    """step_seconds: of one inner step of computing. network: as of `world.virtual.links`. devices: workers of a
-    site, which share its line, and reach each other over `near`; inside: by which method, or as stages of a replica.
-    batches: whose gradients are accumulated in a step; of stages so many microbatches each. tokens: of the whole run,
-    and of one step of all workers together; None: not asked for. machine: a worker's; None: not known. price_gb: of
-    10^9 bytes that are sent, to other sites; price_hour: of a worker. None: not told.
+    """A planned training run.
+
+    step_seconds: computing of one inner step. network: as in `world.virtual.links`. devices: workers of a site, which
+    share its uplink and reach each other over `near`; inside: their method, or "stages" of a replica. batches:
+    accumulated gradients per step; with stages, microbatches per stage. tokens: of the whole run; step_tokens: of one
+    step of all workers; None: not given. machine: of a worker; None: not known. price_gb: per 10^9 bytes sent to other
+    sites; price_hour: per worker. None: not given.
     """
 
     model: ModelConfig
@@ -72,17 +73,17 @@ class PlanQuestion:
 
     @cached_property
     def classes(self) -> list[WorkerClass]:
-        """Of the sites, by their links."""
+        """Classes of the sites, by their links."""
         return worker_classes(self.links, self.sites)
 
     @property
     def sites(self) -> int:
-        """Places with a line each; workers, where each has its own."""
+        """Number of uplinks: sites, or workers if each has its own."""
         return self.workers // self.devices
 
     @property
     def stages(self) -> int:
-        """Of a replica; 1: every worker holds the whole model."""
+        """Stages of a replica; 1: every worker holds the whole model."""
         return self.devices if self.inside == "stages" else 1
 
     @property
@@ -97,13 +98,13 @@ class PlanQuestion:
         return max(1, round(self.tokens / self.step_tokens))
 
     def tables(self, replicas: dict[str, Any], steps: int, seconds: float) -> dict[str, dict[str, Any]]:
-        """The sections of a configuration of such a run. seconds: of a step, of all stages together."""
+        """The sections of a configuration of such a run. seconds: of a step of all stages together."""
         model = {key: value for key, value in asdict(self.model).items() if value != getattr(ModelConfig, key)}
         virtual = {"links": self.network, "step_seconds": seconds}
         world = {"workers": self.workers, "backend": "virtual", "virtual": virtual}
         if self.devices > 1:
             world |= {} if self.stages > 1 else {"inner": self.devices, "inside": self.inside}
-            if "fsdp" in (self.inside, replicas["method"]):  # torch's own wants processes
+            if "fsdp" in (self.inside, replicas["method"]):  # torch's FSDP needs processes
                 world["backend"] = "distributed"
             else:
                 virtual |= {"inner_links": self.near, "shares_uplink": True}
@@ -117,15 +118,14 @@ class PlanQuestion:
 
     @property
     def sequences(self) -> int:
-        """Of a worker's step, of about as many tokens as are asked for."""
+        """Sequences of a worker's step, for about `step_tokens` tokens of all workers."""
         assert self.step_tokens is not None
         return max(1, round(self.step_tokens / self.workers / self.model.shape().context))
 
 
 def decoder_of(wanted: float, layers: int) -> ModelConfig:
-    """The decoder of so many layers and about so many parameters: heads 64 wide, an MLP about four times as wide as its
-    stream, a vocabulary of bytes, a head of its own (untied), so that no stream returns to the embedding.
-    ValueError where there is none within 1 %.
+    """The decoder of `layers` layers and about `wanted` parameters: heads 64 wide, an MLP about four times as wide as
+    its residual stream, a vocabulary of bytes, an untied output head. ValueError if none is within 1 %.
     """
     if not 0 < wanted <= MOST_PARAMETERS:
         raise ValueError(f"parameters = {wanted:g}: choose a number above 0, up to {MOST_PARAMETERS:g}")
@@ -142,14 +142,16 @@ def decoder_of(wanted: float, layers: int) -> ModelConfig:
 
     shape = of(max(1, 1 + round((wanted - parameters(of(1))) / (3 * width * layers))))
     if abs(parameters(shape) - wanted) > _OFF * wanted:
-        raise ValueError(f"parameters = {wanted:g} in {layers} layers: no decoder is so; choose fewer layers")
+        raise ValueError(f"parameters = {wanted:g} in {layers} layers: no decoder has this size; choose fewer layers")
     return ModelConfig(**asdict(shape))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """settings: "key = value, ...". kind: what it changes in training, by its place in `KINDS`. why: what speaks for
-    it. every: the H that it is made for; None: any.
+    """A method with settings.
+
+    settings: "key = value, ...". kind: how it changes training, an index of `KINDS`. why: its advantage. every: the H
+    that it needs; None: any.
     """
 
     method: str
@@ -214,7 +216,7 @@ _EVERY = {"sparta": 1}
 
 
 def candidates(name: str | None = None) -> list[Candidate]:
-    """In the order in which those of equal rank are shown. name: of one method, of one's own too."""
+    """Candidates, in the order of equally ranked ones. name: only this method, which may be the user's own."""
     made = [
         Candidate(method=known, settings=settings, kind=kind, why=why, every=_EVERY.get(known))
         for kind, why, rows in _ROWS

@@ -1,4 +1,4 @@
-"""The plan of a run as a record, the same for every kind of world. None: not known, or there is no such thing there."""
+"""The plan of a run as a record, the same for every kind of world. None: not known, or not applicable there."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from isles.replicas.exchange_schedule import Outline
 from isles.training.config.sections import Config
 from isles.training.config.trust import names_of
 
-_SHOWN = ("sent", "lands", "fragment", "what", "groups", "bytes_sent")  # of an exchange, for machines
+_SHOWN = ("sent", "lands", "fragment", "what", "groups", "bytes_sent")  # fields of an exchange in the JSON output
 
 
 def device_of(config: Config) -> str:
-    """Where workers compute; for "auto", what this machine has."""
+    """The device on which workers compute; for "auto", the one that this machine has."""
     return choose_device(config.model).type if config.model.device == "auto" else config.model.device
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerPlan:
-    """What workers that are alike hold and send.
+    """What a worker of one kind holds and sends.
 
-    ranks: of these. blocks: [first, stop) of the model's. memory: bytes at the peak; with activations where `held`
-    names them. versions: of the weights that it holds, the newest one included. microbatches: of a step whose forward
-    pass it does. forwards: most forward passes that wait for their backward pass; saved: bytes of their inputs, not in
-    `memory`. step_bytes: that a worker sends in a step, in a fixed pipeline to other stages; the most of unequal ones.
-    average_bytes: sent in an average of clusters. seconds: of computing a step.
+    ranks: the workers of this kind. blocks: [first, stop) of the model's. memory: bytes at the fullest, with
+    activations if `held` names them. versions: of the weights in memory, the newest included. microbatches: forward
+    passes per step. forwards: the most forward passes in flight, waiting for their backward pass; saved: bytes of their
+    saved inputs, not part of `memory`. step_bytes: bytes sent per step, in a fixed pipeline to other stages; the
+    largest of unequal workers. average_bytes: sent in one average of clusters. seconds: of computing a step.
     """
 
     ranks: tuple[int, ...]
@@ -50,19 +50,19 @@ class WorkerPlan:
 
 
 def stage_fillings(memory: Sequence[WorkerMemory]) -> list[WorkerPlan]:
-    """What the workers of a replica's stages hold, without the rest. memory: of each stage."""
+    """Worker plans of a replica's stages, with their memory only. memory: of each stage."""
     return [WorkerPlan(ranks=(stage,), stage=stage, parameters=0, memory=one) for stage, one in enumerate(memory)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunTime:
-    """How exchanging fits between the steps. Seconds; bits per second.
+    """How a run's time divides into computing and waiting. Seconds; bits per second.
 
-    account: of the whole run, a mean over the workers; None where there is too much to replay. step: of an inner step,
-    all waiting included; round_wait: waiting a round, for other stages aside. rate, latency: of the virtual backend's
-    slowest link; None where the real network is not known. wanted: the upload rate of a worker at which it computes 95
-    % of the time; None: no rate is enough, or the workers are stages. reached: share of what the peers of a swarm's
-    slowest stage can do together.
+    account: of the whole run, mean over the workers; None: too much to replay. step: of an inner step, with waiting.
+    round_wait: waiting per round, without waiting for stages. rate, latency: of the virtual backend's slowest link;
+    None: the real network is not known. wanted: the upload rate at which a worker computes 95 % of the time; None: no
+    rate is enough, or the workers are stages. reached: share of the throughput that the peers of a swarm's slowest
+    stage have together.
     """
 
     account: TimeAccount | None
@@ -89,9 +89,10 @@ class RunTime:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryFit:
-    """Whether the fullest worker fits its machine. Bytes that it needs, and that the machine has, of the device and of
-    the host (0: its RAM is the device). activations: what of the device's they are; None: not known. suggestions:
-    settings that each alone would make it fit.
+    """Whether the fullest worker fits its machine.
+
+    device_bytes, host_bytes: what it needs; device_room, host_room: what the machine has (0 on the host: its RAM is the
+    device). activations: part of device_bytes; None: not known. suggestions: settings, each of which would make it fit.
     """
 
     machine: str
@@ -106,18 +107,18 @@ class MemoryFit:
 
 @dataclass(frozen=True, kw_only=True)
 class RunPlan:
-    """A run before it is run. Bytes are exact, headers included, those before the first step too.
+    """A run before it starts. Bytes are exact, with headers, and include those sent before the first step.
 
-    placement: of the workers, in words. flops: of a token, forward and backward, at a worker or where there are
-    stages in the whole model. workers: without stages one entry, of who holds most; standby: spare ones beside
-    them. placed: the plan of a worker's memory, where there is one. outline: of the worker that sends
-    most. bytes_sent: by worker, of the whole run; between_stages: what of that goes to other stages, on average;
-    stream_ratio: how many times as much the whole stream would be; ddp_bytes: what data parallel would send, a worker.
-    microbatch_bytes: of one in a swarm; swarm_bytes: that all peers send in a step, while nobody is lost and no
-    deadline passes. averages, segments: of clusters, how many and over what; agreements: on who is left, before
-    validations that do not follow one. step_seconds: of computing a step of a whole replica; by a plan of paths from a
-    step's start to the end of its last task. time: where something is sent and the seconds of a step are known.
-    startup: seconds until worker 0's weights are at all workers. fit: where the machine is known.
+    placement: of the workers, as text. flops: of a token, forward and backward, of a worker's model; with stages, of
+    the whole model. workers: without stages one entry, the worker that holds most. standby: number of standby workers.
+    placed: memory plan of a worker. outline: of the worker that sends most. bytes_sent: by worker, in the whole run.
+    between_stages: mean part of it that goes to other stages. stream_ratio: bytes of the full residual stream per byte
+    that crosses. ddp_bytes: what a worker would send in data parallel. microbatch_bytes: of one microbatch in a swarm.
+    swarm_bytes: sent by all peers per step if no peer is lost and no deadline passes. averages, segments: number of
+    averages of clusters, and of segments. agreements: on the remaining workers, before validations that do not follow
+    an average. step_seconds: of computing a step of a whole replica; with a plan of paths, from the start of a step to
+    the end of its last task. time: None if nothing is sent or the step time is not known. startup: seconds until all
+    workers have worker 0's weights. fit: None if the machine is not known.
     """
 
     config: Config
@@ -150,7 +151,7 @@ class RunPlan:
 
     @property
     def size(self) -> int:
-        """Workers, those that stand by among them."""
+        """Number of workers, standby workers included."""
         return self.standby + sum(len(worker.ranks) for worker in self.workers)
 
     @property
@@ -159,7 +160,7 @@ class RunPlan:
 
     @property
     def is_staged(self) -> bool:
-        """Whether no worker has a whole replica."""
+        """Whether replicas are cut into stages."""
         return self.workers[0].stage is not None
 
     @property

@@ -1,10 +1,10 @@
-"""One replay of time: planned exchanges, message by message, over the links of the virtual clock. No tensors, no torch.
+"""Replay of a run's time: planned exchanges, message by message, over the links of the virtual clock. No tensors.
 
     exchanges -> what each worker does (compute, start, wait) -> messages over pipes and topology -> Waits
 
-So `isles train --dry-run` says what the virtual clock will show, and `isles plan` what it would. Left out: what a
-method does in evaluations, pauses, jitter of the steps. A run of many steps is simulated in part: its beginning, some
-rounds, its end; what is between is taken to wait as the later half of those rounds did.
+`isles train --dry-run` and `isles plan` use it to predict what the virtual clock would show. Not counted: what a method
+does in evaluations, pauses, jitter of the steps. A long run is replayed in part: its beginning, some rounds, its end.
+The rounds between are taken to wait like the later half of the replayed ones.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from isles.plan.pipeline_steps import StagedSteps, SteadyStep
 
 
 class ReplayWork:
-    """One end of a message. done: it has left, or has arrived."""
+    """One end of a message. done: the message has left its sender, or has arrived."""
 
     __slots__ = ("done", "waiter")
 
@@ -56,7 +56,7 @@ ReplaySteps = Iterator[list[ReplayWork]]
 
 
 class ReplayProtocol:
-    """A protocol in progress at one worker: goes on whenever all that it waits for is done."""
+    """A protocol in progress at one worker. It continues whenever everything that it waits for is done."""
 
     __slots__ = ("_pending", "_steps", "done", "on_end")
 
@@ -86,7 +86,7 @@ class ReplayProtocol:
 
 
 class ReplayMessage(WireMessage):
-    """key: by which its receive is known."""
+    """key: identifies the receive."""
 
     __slots__ = ("key", "sent")
 
@@ -96,8 +96,9 @@ class ReplayMessage(WireMessage):
 
 
 class ReplayWire(Wire[ReplayMessage]):
-    """The links between the ranks of `topology`, and the clock. norms: by exchange, when the last worker so far asked
-    for a gradient's norm.
+    """The links between the ranks of `topology`, and the clock.
+
+    norms: by exchange, the time at which the last worker so far asked for a gradient norm.
     """
 
     def __init__(self, topology: Topology, seed: int) -> None:
@@ -112,7 +113,7 @@ class ReplayWire(Wire[ReplayMessage]):
         return message.sent
 
     def recv(self, target: int, source: int, key: Hashable) -> ReplayWork:
-        """Done when it is there. A key is used once between two ranks."""
+        """Done when the message has arrived. A key is used once between two ranks."""
         work, key = ReplayWork(), (target, source, key)
         if key in self._arrived:
             self._arrived.discard(key)
@@ -149,17 +150,17 @@ class ReplayMember:
         return self._wire.recv(self._group[self.index], self._group[position], (self._key, part))
 
     def swap(self, sizes: Sequence[float], part: Hashable = 0) -> list[ReplayWork]:
-        """sizes[p] to each other position p, and what they send here; receives first, as everywhere."""
+        """Send sizes[p] to each other position p and receive theirs; receives come first, as in the transports."""
         works = [self.recv(position, part) for position in self.others]
         return works + [self.send(position, sizes[position], part) for position in self.others]
 
     def alike(self, nbytes: float, part: Hashable = 0) -> list[ReplayWork]:
-        """`nbytes` to everyone, and theirs."""
+        """Send `nbytes` to every other position and receive theirs."""
         return self.swap((nbytes,) * self.size, part)
 
 
 def play(pattern: MessagePattern, member: ReplayMember) -> ReplaySteps:
-    """What a member of the pattern's group does; its waits, in order."""
+    """The protocol of one member of the pattern's group; yields what it waits for, in order."""
     index, size = member.index, member.size
     if isinstance(pattern, Mean):
         yield from _mean(pattern, member, 0)
@@ -233,7 +234,7 @@ def _together(protocols: list[ReplaySteps]) -> ReplaySteps:
 
 
 PLAYED = 4
-"""Steps in a row of replicas in stages that are simulated, where there are too many to simulate each task."""
+"""With more steps than this in a row without an exchange, not every task of staged replicas is replayed."""
 
 
 class Agenda:
@@ -248,11 +249,11 @@ class Agenda:
         self._moments = sorted({*self._amid, *self._after, *(one.lands for one in exchanges)})
 
     def acts(self, steps: int) -> Iterator[Act]:
-        """Of a run of so many inner steps; moment 0 is the opening."""
+        """The acts of a run of `steps` inner steps; moment 0 is the opening."""
         flying: list[tuple[int, PlannedExchange]] = []
 
         def land(moment: int, left: Counter[int]) -> Iterator[Act]:
-            """What is due, but for flights of which something is still to be sent."""
+            """The exchanges that are due, except flights that still have something to send."""
             nonlocal flying
             due = [entry for entry in flying if entry[1].lands <= moment and not left[entry[1].flight]]
             if due:
@@ -284,7 +285,9 @@ class Agenda:
 
 
 class Act(NamedTuple):
-    """One of them, in the order of the fields. computes: inner steps. starts, waits_for: exchanges, by number."""
+    """What a worker does at one moment, in the order of the fields. computes: inner steps. starts, waits_for: numbers
+    of exchanges.
+    """
 
     moment: int
     computes: float = 0.0
@@ -293,7 +296,7 @@ class Act(NamedTuple):
 
 
 class ReplayWorker:
-    """Acts an agenda out; exchanges in which it is alone take no time. steady: of a step not simulated task by task."""
+    """Executes an agenda. Exchanges of a single worker take no time. steady: stands for steps without task replay."""
 
     def __init__(
         self,
@@ -313,13 +316,13 @@ class ReplayWorker:
         self._since: float | None = None
         self._moment, self._for_stages = 0, False
         self._norm_key: Hashable = None
-        """What is waited for: after which step, whether it is a message of a stage, and which norm of the gradient."""
+        """What it waits for: after which step, whether for a message of a stage, and the key of a gradient norm."""
         self._at, self._done = 0.0, 0
         """Inner steps computed; tasks of the next one that are done."""
         self._sends: list[ReplayWork] = []
 
     def advance(self) -> None:
-        """Go on, until something takes time."""
+        """Continue until something takes time."""
         wire = self._wire
         if self._since is not None:
             seconds = wire.timeline.now - self._since
@@ -343,7 +346,7 @@ class ReplayWorker:
         self.waited_for_stages[moment] += for_stages
 
     def _execute(self, acts: Iterator[Act]) -> Iterator[float | ReplayProtocol]:
-        """Seconds that it computes, and what it waits for."""
+        """Yields seconds of computing, and protocols to wait for."""
         for act in acts:
             if act.computes > 0:
                 yield from self._computes(act.computes)
@@ -370,7 +373,7 @@ class ReplayWorker:
         self._at = until
 
     def _jump(self, steps: int) -> Iterator[float | ReplayProtocol]:
-        """So many steps like the steady one."""
+        """Skip `steps` steps that are like the steady one."""
         assert self._steady is not None and self._staged is not None
         waits = self._steady.seconds - self._steady.computed[self.rank]
         share = min(self._steady.for_stages[self.rank] / waits, 1.0) if waits > 0 else 0.0
@@ -387,7 +390,7 @@ class ReplayWorker:
         self._at, self._done = float(step), 0
 
     def _play(self, staged: StagedSteps, step: int, last: bool) -> Iterator[float | ReplayProtocol]:
-        """The tasks of a step that are left, with its end or without the last one."""
+        """The remaining tasks of a step: with its end, or without the last task."""
         tasks, wire = staged.tasks(self.rank, step), self._wire
         self._moment, self._for_stages = step, True
         for task in tasks[self._done : len(tasks) if last else -1]:
@@ -426,10 +429,10 @@ class ReplayWorker:
 
 
 MESSAGES = 100_000
-"""Two or three seconds."""
-_ROUNDS = 3  # of a run that is simulated in part, at least
-_FACTOR = 4  # on MESSAGES, that so few rounds may take
-_SETTLING, _SETTLED = 3, 6  # steps before those are alike, and then
+"""The most messages of a replay, which then takes two or three seconds."""
+_ROUNDS = 3  # the fewest rounds to replay of a long run
+_FACTOR = 4  # so many times MESSAGES may be exceeded by the fewest rounds
+_SETTLING, _SETTLED = 3, 6  # steps until all are alike, and alike steps to average
 
 ExchangeRecords = Callable[[int], Sequence[PlannedExchange]]
 """The exchanges of a run of so many inner steps, in the order of their starts."""
@@ -437,9 +440,9 @@ ExchangeRecords = Callable[[int], Sequence[PlannedExchange]]
 
 @dataclass(frozen=True, slots=True)
 class Waits:
-    """Seconds. computed[r]: of each inner step at worker r. waited[r][t]: at worker r in inner step t = 1, 2, ... and
-    after it; the last is at the end of the run, and waited[r][0], before the first step, is not counted. for_stages:
-    what of that is for messages of other stages.
+    """Seconds. computed[r]: of each inner step at worker r. waited[r][t]: at worker r in and after inner step t = 1, 2,
+    ...; the last entry is the end of the run; waited[r][0], before the first step, is not counted. for_stages: the part
+    of `waited` that is for messages of other stages.
     """
 
     steps: int
@@ -448,7 +451,9 @@ class Waits:
     for_stages: tuple[tuple[float, ...], ...]
 
     def account_of(self, first: int, last: int | None) -> TimeAccount:
-        """Waiting after the steps `first` to `last` (None: and at the end), a mean over the workers; no computing."""
+        """Waiting after the steps `first` to `last` (None: and at the end), mean over the workers, without
+        computing.
+        """
         stop = None if last is None else last + 1
         waiting, for_stages = (
             sum(sum(moments[first:stop]) for moments in rows) / len(rows) for rows in (self.waited, self.for_stages)
@@ -467,14 +472,14 @@ class Waits:
 
 @dataclass(frozen=True, slots=True)
 class TimeAccount:
-    """Seconds of a worker, on average. for_stages: what of the waiting is for messages of other stages."""
+    """Seconds of a worker, on average. for_stages: the part of `waiting` that is for messages of other stages."""
 
     computing: float
     waiting: float
     for_stages: float = 0.0
 
     def plus(self, times: float, other: TimeAccount) -> TimeAccount:
-        """With so many times another's."""
+        """The sum of this account and `times` times another."""
         return TimeAccount(
             self.computing + times * other.computing,
             self.waiting + times * other.waiting,
@@ -483,18 +488,18 @@ class TimeAccount:
 
     @property
     def share(self) -> float:
-        """Of the time, spent computing; 1 for no time at all."""
+        """Share of the time spent computing; 1 if there is no time at all."""
         total = self.computing + self.waiting
         return self.computing / total if total else 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class RunReplay:
-    """Runs over the links of `topology`, replayed.
+    """Replays runs over the links of `topology`.
 
-    step_seconds: of each worker, of a whole replica's step where it is `staged`. opening: exchanges before the first
-    step, one after the other; they are not counted, but part the workers' starts and number the messages. seed: of the
-    jitter. messages: that are simulated of a run, or few more.
+    step_seconds: of each worker; if it is `staged`, of a whole replica's step. opening: exchanges before the first
+    step, one after the other; they are not counted, but set the workers' starts and number the messages. seed: of the
+    jitter. messages: to replay per run, about.
     """
 
     topology: Topology
@@ -505,7 +510,7 @@ class RunReplay:
     messages: int = MESSAGES
 
     def waits(self, exchanges: Sequence[PlannedExchange], steps: int, steady: SteadyStep | None = None) -> Waits:
-        """In `steps` inner steps. steady: stands for most steps of each row without an exchange."""
+        """Waits in `steps` inner steps. steady: stands for most steps of each row without an exchange."""
         wire = ReplayWire(self.topology, self.seed)
         agenda = Agenda(self.opening, exchanges)
         workers = [
@@ -524,8 +529,8 @@ class RunReplay:
         return Waits(steps, computed, waited, for_stages)
 
     def run(self, records: ExchangeRecords, rhythm: Rhythm, steps: int) -> TimeAccount | None:
-        """Of a run of `steps` inner steps, simulated in part where it has more than `messages`. None where even a few
-        rounds have many more.
+        """The account of a run of `steps` inner steps, replayed in part if it has more than `messages`. None if even a
+        few rounds have far more.
         """
         every = rhythm.every
         rounds = max(steps - rhythm.start, 0) // every
@@ -538,7 +543,7 @@ class RunReplay:
         return account if played == rounds else account.plus(rounds - played, _later_half(waits, rest, every, played))
 
     def long_run(self, records: ExchangeRecords, rhythm: Rhythm, rounds: int = 20) -> TimeAccount | None:
-        """Of one round of a run without an end: the later half of `rounds`, or fewer. None: see `run`."""
+        """The account of one round in the long run: the later half of `rounds`, or fewer. None: see `run`."""
         start, every = rhythm
 
         def later(steps: int) -> list[PlannedExchange]:
@@ -552,7 +557,7 @@ class RunReplay:
         return replace(_later_half(waits, 0, every, played), computing=every * waits.step_seconds)
 
     def _some(self, records: ExchangeRecords, every: int, rest: int, rounds: int) -> tuple[Waits, int] | None:
-        """`rest` steps and then some of the `rounds` of `every` steps, and how many these are. None: see `run`."""
+        """Waits of `rest` steps and then some of the `rounds` of `every` steps, and their number. None: see `run`."""
         steady, messages = self._steady(every), self.messages
         if rounds <= _ROUNDS:
             fixed, each = 0, sum(one.messages for one in records(rest + rounds * every)) / max(rounds, 1)
@@ -569,8 +574,8 @@ class RunReplay:
         return self.waits(records(taken), taken, steady), played
 
     def _steady(self, every: int) -> SteadyStep | None:
-        """A step without an exchange, the mean over a few and the workers, where a few rounds of `every` steps have too
-        many messages between stages.
+        """A step without an exchange: the mean over a few steps and all workers. None if a few rounds of `every` steps
+        have few enough messages to replay them all.
         """
         staged = self.staged
         if staged is None or every <= PLAYED or _ROUNDS * every * staged.messages <= self.messages:
@@ -584,7 +589,7 @@ class RunReplay:
 
 
 def _later_half(waits: Waits, start: int, every: int, rounds: int) -> TimeAccount:
-    """Waiting of a round there. The last one is left out: what is due in it may wait for the end."""
+    """Mean waiting of a later round. The last one is left out: what is due in it may wait for the end of the run."""
     first, last = rounds // 2, rounds - 1
     whole = waits.account_of(start + first * every + 1, start + last * every)
     return TimeAccount(0.0, 0.0).plus(1 / (last - first), whole)

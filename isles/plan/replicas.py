@@ -1,8 +1,8 @@
 """The plan of a run whose workers are fixed: whole replicas, islands, or replicas cut into stages.
 
-A worker's memory, exchanges and advice come from the method's own optimizers around a sketch; waiting from a replay of
-all their messages over the network of [world]. Of stages: what each holds, what they send each other (`staged_steps`),
-and how a step of them goes.
+A worker's memory, exchanges and advice come from the method's own optimizers around a sketch; waiting comes from a
+replay of all their messages over the network of [world]. For stages: what each holds, what they send each other
+(`staged_steps`), and how long a step takes.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _NUMBER = 8  # bytes, float64
 
 @dataclass(frozen=True, kw_only=True)
 class SubspaceUpdate:
-    """One update of the subspace. columns, stages: as of `StagedSteps`. width, rank: D and K."""
+    """One update of the subspace. columns, stages: as in `StagedSteps`. width, rank: D and K."""
 
     columns: Sequence[Sequence[int]]
     stages: int
@@ -67,7 +67,7 @@ class SubspaceUpdate:
 
     @property
     def exchanges(self) -> list[PlannedExchange]:
-        """One after the other, after the first step. Groups are of ranks."""
+        """The exchanges, one after the other, after the first step. Groups are of ranks."""
         own = [column[self.stages - 1 :: self.stages] for column in self.columns]  # the last stages' workers
         statistic, basis = _NUMBER * self.width**2, _NUMBER * self.width * self.rank
         firsts = range(0, len(self.columns[0]), self.stages)
@@ -88,7 +88,7 @@ class SubspaceUpdate:
         return tuple(map(sum, zip(*(one.bytes_sent for one in self.exchanges), strict=True)))
 
     def account(self, topology: Topology) -> TimeAccount:
-        """What a worker waits for it, where all come to it at once."""
+        """The waiting time of a worker, if all workers begin the update at once."""
         waits = RunReplay(topology, [0.0] * self.workers).waits(self.exchanges, 1)
         seconds = waits.account_of(1, 1).waiting
         return TimeAccount(0.0, seconds, seconds)
@@ -105,7 +105,7 @@ _AS_PLANNED = 1e-6
 
 
 def message_form(run: RunSketch, stage: int = 0) -> StageForm:
-    """Of the messages between stages."""
+    """The form of the messages between stages."""
     config, piece = run.config, run.pieces[stage]
     assert run.scheme is not None and isinstance(piece, Stage)
     context, vocab = limits(config.model)
@@ -114,7 +114,7 @@ def message_form(run: RunSketch, stage: int = 0) -> StageForm:
 
 
 def stream_ratio(run: RunSketch) -> float:
-    """Bytes that would cross between stages if all of the stream did, for each of those that do."""
+    """Bytes of the full residual stream for each byte that crosses between stages."""
     assert run.scheme is not None
     made = message_form(run)
     full = FullStream(run.scheme.crossings.width)
@@ -124,8 +124,8 @@ def stream_ratio(run: RunSketch) -> float:
 
 
 def staged_steps(run: RunSketch) -> StagedSteps:
-    """The steps of a run in stages. By a plan of paths its nodes together are one replica, and a share of an inner step
-    is a second.
+    """The steps of a run in stages. With a plan of paths, its nodes together are one replica, and shares of an inner
+    step are seconds.
     """
     config, made, plan = run.config, message_form(run), plan_of(run.config.pipeline)
     pipeline, replicas, inner = config.pipeline, config.replicas_in_all, config.world.inner
@@ -155,7 +155,7 @@ def staged_steps(run: RunSketch) -> StagedSteps:
 
 
 def subspace_updates(run: RunSketch, staged: StagedSteps) -> tuple[SubspaceUpdate, int] | None:
-    """An update of the subspace, and how many a run has; None where there is none."""
+    """An update of the subspace, and the number of updates in a run; None if there are none."""
     pipeline = run.config.pipeline
     if not pipeline.boundary.update_every:
         return None
@@ -165,7 +165,7 @@ def subspace_updates(run: RunSketch, staged: StagedSteps) -> tuple[SubspaceUpdat
 
 
 def stage_workers(run: RunSketch, staged: StagedSteps, memory: Sequence[WorkerMemory]) -> tuple[WorkerPlan, ...]:
-    """Of each stage, or by a plan of paths of each node. memory: of a worker of each stage."""
+    """Worker plans of each stage, or of each node of a plan of paths. memory: of a worker of each stage."""
     plan, layout, sent, forwards = plan_of(run.config.pipeline), layout_of(run.config), staged.sent(), list[int]()
     for rank in range(layout.size):
         held = accumulate({"F": 1, "L": 0, "B": -1}[task.kind] for task in staged.tasks(rank, 1))
@@ -198,9 +198,10 @@ def stage_workers(run: RunSketch, staged: StagedSteps, memory: Sequence[WorkerMe
 
 
 def bytes_between(run: RunSketch, staged: StagedSteps) -> list[int]:
-    """Bytes that each worker sends to other stages in the run, by rank; those for the gradient's norm are elsewhere.
-    Before the first step the first stage tells the others of its column whether it has text to validate with, and all
-    tell each other hashes.
+    """Bytes that each worker sends to other stages in the run, by rank, without the gradient norms'.
+
+    Before the first step the first stage tells the others of its column whether there is validation text, and all
+    exchange hashes.
     """
     config, layout, update = run.config, layout_of(run.config), subspace_updates(run, staged)
     assert run.scheme is not None
@@ -215,8 +216,8 @@ def bytes_between(run: RunSketch, staged: StagedSteps) -> list[int]:
 
 
 def seconds_of_paths(plan: PipelinePlan, sizes: Sizes, world: WorldConfig, seed: int) -> float:
-    """From the start of a step to the end of its last task: the replay, in the plan's order, over the links and with
-    the speeds of a virtual run; on real links what the plan says.
+    """Seconds from the start of a step to the end of its last task. On a virtual run: a replay in the plan's order with
+    the run's links and speeds; on real links: the plan's own prediction.
     """
     if not world.is_simulated:
         return plan.step_seconds
@@ -236,7 +237,7 @@ def seconds_of_paths(plan: PipelinePlan, sizes: Sizes, world: WorldConfig, seed:
 
 
 def stage_notices(config: Config, seconds: float | None) -> list[str]:
-    """What a user should know. seconds: of a step by a plan of paths."""
+    """Notices for the user. seconds: of a step with a plan of paths."""
     pipeline, plan, notices = config.pipeline, plan_of(config.pipeline), []
     if plan is not None and not config.world.is_simulated:
         notices.append("a step of the plan has the seconds of the links that it was made for, not of the real ones")
@@ -255,8 +256,8 @@ def stage_notices(config: Config, seconds: float | None) -> list[str]:
 
 
 def message_sizes(tokens: int, width: int, boundary: dict[str, Any]) -> Sizes:
-    """Bytes of a microbatch of so many tokens between stages, as float32 where no codec makes it smaller; ids of four
-    bytes.
+    """Bytes of a microbatch of `tokens` tokens between stages, as float32 unless a codec makes it smaller; token ids
+    take four bytes.
 
     Args:
         tokens: of the microbatch.
@@ -273,9 +274,9 @@ def message_sizes(tokens: int, width: int, boundary: dict[str, Any]) -> Sizes:
     return staged_steps(run).sizes
 
 
-UTILISATION = 0.95  # for which a bandwidth is asked
-_SEARCHED = 10_000  # messages that are simulated for each rate that is tried
-_OWN_RATE = 1e9  # bits per second, from which the search goes out where the network is not known
+UTILISATION = 0.95  # the bandwidth that reaches this is reported
+_SEARCHED = 10_000  # the most messages to replay for each tried rate
+_OWN_RATE = 1e9  # bits per second, where the search begins if the network is not known
 
 
 def plan_replicas(config: Config, *, probe: bool = False, machines: int = 1) -> RunPlan:
@@ -296,7 +297,7 @@ def plan_replicas(config: Config, *, probe: bool = False, machines: int = 1) -> 
     seconds = step_seconds(config) if world.is_simulated else None
     if world.is_simulated and outline.about:
         notices.append(
-            "what is sent depends on the numbers: bytes and waiting are about right, of a few steps perhaps not"
+            "what is sent depends on the values: bytes and waiting are estimates, and may be far off for a few steps"
         )
     if world.is_simulated and (world.virtual.step_jitter or world.virtual.pauses):
         notices.append(
@@ -350,7 +351,7 @@ def _arrangement(config: Config) -> str:
 
 
 def _workers(made: RunSketch, staged: StagedSteps | None) -> tuple[WorkerPlan, ...]:
-    """Of each stage or node; of whole replicas one, for the workers of an island are alike."""
+    """Worker plans of each stage or node; for whole replicas only one, because all workers are alike."""
     world = made.config.world
     memory = [worker_memory(made.config, one) for one in made.optimizers[:: world.inner]]
     if staged is not None:
@@ -373,7 +374,7 @@ def worker_memory(config: Config, optimizer: ReplicaSync) -> WorkerMemory:
 
 
 def _time(made: RunSketch, outline: Outline, seconds: float | None, staged: StagedSteps | None) -> RunTime | None:
-    """None where nothing is sent, or nothing is known of the seconds of a step."""
+    """None if nothing is sent, or the seconds of a step are not known."""
     world, steps = made.config.world, made.config.run.steps
     bits = 8 * (max(outline.sent) - outline.inside) / max(outline.rounds, 1)
     if not seconds or not (bits or outline.inside or staged):
@@ -412,7 +413,9 @@ def _startup(made: RunSketch) -> float | None:
 def replayed(
     made: RunSketch, far: Links, staged: StagedSteps | None = None, seconds: float | None = None, most: int = MESSAGES
 ) -> TimeAccount | None:
-    """The whole run over such links between islands; `RunReplay.run`. seconds: of a step; None: those of the clock."""
+    """The account of the whole run over links `far` between islands, see `RunReplay.run`. seconds: of a step; None:
+    those of the virtual clock.
+    """
     config, topology = made.config, _topology(made.config, far)
     world, steps = config.world, config.run.steps
     own = step_seconds(config) if seconds is None else seconds
@@ -426,9 +429,9 @@ def replayed(
 
 
 def _wanted_rate(made: RunSketch, outline: Outline, seconds: float) -> float | None:
-    """The rate of the slowest link at which workers compute `UTILISATION` of the time in the method's own schedule, all
-    links between islands scaled alike; where that is too much to replay, as if nothing were hidden behind computing.
-    None: no rate is enough.
+    """The rate of the slowest link at which workers compute `UTILISATION` of the time, in the method's own schedule, if
+    all links between islands are scaled alike. If that is too much to replay, nothing is hidden behind computing. None:
+    no rate is enough.
     """
     world, waited = made.config.world, outline.every * seconds * (1 / UTILISATION - 1)
     far = made.config.network if world.is_simulated else Links(bandwidth=_OWN_RATE)
@@ -436,7 +439,7 @@ def _wanted_rate(made: RunSketch, outline: Outline, seconds: float) -> float | N
         far = Links(bandwidth=_OWN_RATE, latency=far.latency)
 
     def played(rate: float) -> TimeAccount | None:
-        """With links so many times as fast."""
+        """The account with links `rate` times as fast."""
         return replayed(made, far.scaled(rate), seconds=seconds, most=_SEARCHED)
 
     if played(1.0) is None:

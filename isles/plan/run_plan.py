@@ -1,17 +1,17 @@
-"""`plan_run`: what a run will be, before anything is started or written: the model, memory, exchanges, bytes, time.
+"""`plan_run`: a run's model, memory, exchanges, bytes and time, before anything is started or written.
 
-The numbers are those of the code that will run, not of a second description of it. `footprints`: what every method
-adds to a worker's memory, a parameter, for `isles methods --memory`.
+The numbers come from the code that will run, not from a second description of it. `footprints`: what every method adds
+to a worker's memory, per parameter, for `isles methods --memory`.
 
-`priced`: time and bytes of a run as if its model were a larger one: the small one learns, the named one is paid for.
+`priced`: time and bytes of a run as if its model were a larger one. The run trains the small model.
 
     "1B"               a size of `isles.models.sizes`; a step is that of 131,072 tokens of a worker on an H100
     "1B, A100, 64k"    on another GPU of `isles.network.machines`, with so many tokens
     "1B, 2.5s"         a step of so many seconds
 
-The exchanges are those that the run's method makes of the named model, its buckets, fragments and ranks, simulated
-message by message as for `isles train --dry-run`. Where no rule waits on time no loss depends on them, so a run can be
-priced on any network without being trained again.
+The exchanges are those that the run's method makes of the named model, its buckets, fragments and ranks, replayed
+message by message as in `isles train --dry-run`. If no rule waits for time, no loss depends on it, so a run can be
+priced on any network without training it again.
 """
 
 from __future__ import annotations
@@ -42,10 +42,11 @@ from isles.training.step import check_vocabulary
 
 
 def plan_run(config: Config, *, probe: bool = False, machines: int = 1, machine: str = "") -> RunPlan:
-    """The plan of a run in any kind of world. probe: measure a step of one worker on this machine where the
-    configuration gives no `step_seconds`. machines: that train together. machine: what each worker has, by name; "":
-    that of [memory], or what is here. Reads the tokenizer and looks at the text's files, starts nothing, writes
-    nothing. ValueError for what the run itself would refuse before it trains.
+    """The plan of a run in any kind of world.
+
+    probe: measure a step of one worker on this machine if the configuration gives no `step_seconds`. machines: number
+    of machines. machine: what each worker has, by name; "": that of [memory], or this machine. Reads the tokenizer and
+    lists the text's files; starts and writes nothing. ValueError for what the run itself would refuse before training.
     """
     refuse_conflicts(config, "fixed workers")
     _refuse_files(config)
@@ -57,9 +58,10 @@ def plan_run(config: Config, *, probe: bool = False, machines: int = 1, machine:
 
 
 def refuse(config: Config, *, joined: bool = False) -> None:
-    """ValueError for the settings that a plan refuses, so that a run can be refused before its processes start. Models
-    of the user's own and of Hugging Face, and methods of the user's own, which may read weights that a sketch does not
-    have, are not made for that: workers do, and refuse there. joined: workers come and go in it.
+    """ValueError for settings that a plan refuses, to refuse a run before its processes start.
+
+    Models of the user's own or of Hugging Face and methods of the user's own are not built for that, because they may
+    read weights that a sketch does not have; the workers check those. joined: workers come and go in the run.
     """
     if not joined:
         refuse_conflicts(config, "fixed workers")
@@ -68,7 +70,7 @@ def refuse(config: Config, *, joined: bool = False) -> None:
 
 
 def _refuse_files(config: Config) -> None:
-    """ValueError for files that cannot be read, and what does not go with the model's limits."""
+    """ValueError for files that cannot be read, and for settings beyond the model's limits."""
     check_vocabulary(limits(config.model).vocab, load_tokenizer(config.data.tokenizer))
     list_sources(config.data.path)
     refusals(config)
@@ -81,8 +83,10 @@ MODEL = ModelConfig(size="eager-35M")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Footprint:
-    """Bytes a parameter on the host, beside weights, gradients and the inner optimizer's state. always: from the start
-    on; exchange: more, from the first exchange on; end: more, for validation and after the last step.
+    """Bytes per parameter on the host, beside weights, gradients and the inner optimizer's state.
+
+    always: from the start. exchange: in addition, from the first exchange. end: in addition, for validation and after
+    the last step.
     """
 
     method: str
@@ -92,9 +96,11 @@ class Footprint:
 
 
 def footprints(workers: int, stages: int = 1) -> list[Footprint]:
-    """Every method with its own defaults, on a decoder of float32 weights that is only sketched, among `workers`
-    replicas. stages: of each; a worker's bytes are then a mean over them, a parameter of the whole model, and methods
-    that need it whole are left out. ValueError for more stages than blocks.
+    """The footprint of every method with its defaults, on a sketched decoder of float32 weights among `workers`
+    replicas.
+
+    stages: of each replica. Bytes are then a mean over the stages, per parameter of the whole model, and methods that
+    need the whole model are left out. ValueError for more stages than blocks.
     """
     if stages < 1:
         raise ValueError(f"--stages {stages}: choose 1 or more")
@@ -121,7 +127,7 @@ _USUAL, _MFU = ("", "H100", "131072"), 0.4
 
 
 def named(text: str) -> tuple[str, float]:
-    """Size and seconds of a step."""
+    """The model size, and the seconds of a step."""
     parts = [part.strip() for part in text.split(",")]
     try:
         size, hardware, tokens = (*parts, *_USUAL[len(parts) :])
@@ -134,8 +140,8 @@ def named(text: str) -> tuple[str, float]:
 
 
 def priced(config: Config, text: str, over: str | None = None) -> SummaryTable:
-    """What summary.json says of a run priced as `text`, over its own links or others. ValueError: something in it waits
-    on time, or there is too much to replay.
+    """The summary.json of a run priced as `text`, over its own links or `over`. ValueError if something in the run
+    waits for time, or there is too much to replay.
     """
     size, step = named(text)
     virtual = replace(config.world.virtual, links=over or config.world.virtual.links, step_seconds=step)

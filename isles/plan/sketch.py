@@ -1,4 +1,4 @@
-"""The workers of a run around a model without numbers, so that the code that will run says what it holds and sends.
+"""The workers of a planned run around a model on the meta device, so that the code that will run reports its numbers.
 
 configuration -> model on the meta device -> the method's optimizers around it, in a world that is only planned
               -> memory, schedules and advice of each; exchanges of all workers
@@ -38,20 +38,22 @@ HASH_BYTES = 8
 
 
 def clips_model(config: Config) -> bool:
-    """Whether the stages of a replica tell each other their gradient's norm."""
+    """Whether the stages of a replica exchange their gradient norm."""
     return config.pipeline.stages > 1 and bool(config.inner.max_norm) and config.pipeline.clip == "model"
 
 
 def reduces_first(config: Config) -> bool:
-    """Whether the nodes of a plan of paths average their gradients before anybody asks for a norm."""
+    """Whether the nodes of a plan of paths average their gradients before the norm is computed."""
     return plan_of(config.pipeline) is not None and method(config.method).level == "gradient"
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunSketch:
-    """model: whole. parameters: of it, before a method divides them. pieces: what each stage holds, or the model. cut,
-    scheme: of the stages. holders: by position in a replica, stage after stage, the ranks that hold the same of the
-    model. optimizers: by position too; all replicas are alike. notices: what the user should know of these settings.
+    """A planned run.
+
+    model: the whole model. parameters: its number, before a method divides them. pieces: the stages' models, or the
+    whole one. cut, scheme: of the stages. holders: by position in a replica, stage after stage, the ranks that hold the
+    same part of the model. optimizers: by position too; all replicas are alike. notices: for the user.
     """
 
     config: Config
@@ -65,14 +67,14 @@ class RunSketch:
     notices: tuple[str, ...]
 
     def rhythm(self, steps: int) -> Rhythm:
-        """In which the exchanges of a run of `steps` repeat themselves."""
+        """The rhythm in which the exchanges of a run of `steps` repeat."""
         widest = max(self.optimizers, key=lambda one: one.group.size)
         found = [one.rhythm(steps) for one in (widest, _inside(widest)) if one is not None]
         return Rhythm(max(one.start for one in found), found[0].every)
 
     def exchanges(self, steps: int) -> list[PlannedExchange]:
-        """Of all workers in a run of `steps`: inside islands, across them, what makes islands whole again, and norms of
-        the gradient after it is averaged. Groups are of ranks.
+        """The exchanges of all workers in a run of `steps`: inside islands, across them, those that complete islands
+        after a landing, and norms of averaged gradients. Groups are of ranks.
         """
         own = [(ranks, one.schedule(steps)) for ranks, one in zip(self.holders, self.optimizers, strict=True)]
         inside: list[tuple[Sequence[int], list[PlannedExchange]]] = []
@@ -105,8 +107,8 @@ class RunSketch:
         return [*sorted(made, key=order), *last]
 
     def opening(self) -> list[PlannedExchange]:
-        """What all workers exchange before the first step, one after the other. By a plan of paths each column learns
-        whether there is text to validate with, and all compare their plans.
+        """What all workers exchange before the first step, one after the other. With a plan of paths, the workers of a
+        column learn whether there is validation text, and all compare their plans.
         """
         found: list[tuple[Sequence[int], list[PlannedExchange]]] = []
         for first, _, islands in self._islands():
@@ -125,7 +127,7 @@ class RunSketch:
         return [one._replace(flight=number) for number, one in enumerate(made)]
 
     def _islands(self) -> Iterator[tuple[ReplicaSync, Sequence[ReplicaSync], list[range]]]:
-        """Stage by stage where workers share one: the method inside an island, their optimizers, and the ranks of each
+        """Per stage, if workers share one: the method inside an island, their optimizers, and the ranks of each
         island.
         """
         world, size = self.config.world, len(self.optimizers)
@@ -136,8 +138,10 @@ class RunSketch:
 
 
 def sketch_run(config: Config, here: int | None = None, size: int | None = None) -> RunSketch:
-    """The workers of a run of fixed members. here: workers of a machine. size: workers of a replica to look
-    at; None: all. ValueError, with the key, where the method or the model cannot be what is configured.
+    """Sketch the workers of a run with fixed workers.
+
+    here: workers of a machine. size: workers of a replica to sketch; None: all. ValueError, naming the key, if the
+    method or the model cannot be configured so.
     """
     model, layout = sketch(config.model), layout_of(config)
     parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -153,7 +157,7 @@ def sketch_run(config: Config, here: int | None = None, size: int | None = None)
             mesh = dry_mesh(world.workers, inner=1, rank=ranks[0], native=world.has_processes).arranged(layout)
             part, manage = pieces[index // world.inner], partial(sketched, config)
             made.append(wrapped(config, part, mesh.outer, mesh, manage, here=here))
-    except RuntimeError as error:  # of torch, whose sketches have no numbers
+    except RuntimeError as error:  # torch refuses to read values of meta tensors
         if config.method in METHODS:
             raise
         raise ValueError(f"replicas.method = {config.method!r} cannot be planned: {describe(error)}") from error
@@ -171,19 +175,19 @@ def sketch_run(config: Config, here: int | None = None, size: int | None = None)
 
 
 def sketch_quietly(config: Config, size: int | None = None) -> RunSketch:
-    """`sketch_run` without its warnings, which the run itself gives."""
+    """`sketch_run` without its warnings, which the run itself will show."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return sketch_run(config, size=size)
 
 
 def _inside(optimizer: ReplicaSync) -> ReplicaSync | None:
-    """The method that makes the workers of an island one replica, where there are islands."""
+    """The method inside an island; None: there are no islands."""
     return optimizer.replica.inside if isinstance(optimizer.replica, Together) else None
 
 
 def _norms(workers: int, steps: int) -> list[PlannedExchange]:
-    """What all workers tell each other of the gradient's norm."""
+    """The exchanges of gradient norms among all workers."""
     groups = (tuple(range(workers)),)
     pattern = by_size(groups, lambda size: gathered(ANSWER, size))
     return [PlannedExchange(step, step, 0, "norm", groups, pattern, -step, "inner") for step in range(1, steps + 1)]
@@ -192,7 +196,7 @@ def _norms(workers: int, steps: int) -> list[PlannedExchange]:
 def _spread(
     optimizers: Sequence[ReplicaSync], number: int, landing: Sequence[tuple[int, Sequence[int]]]
 ) -> PlannedExchange:
-    """What makes an island whole again where its workers' shares have landed."""
+    """The exchange that completes an island's weights after its workers' shards have landed."""
     size, moment = len(optimizers), landing[0][0]
     groups: Groups = (tuple(range(size)),)
     each = [one.replica.spread_bytes(own) / (size - 1) for one, (_, own) in zip(optimizers, landing, strict=True)]
@@ -202,6 +206,6 @@ def _spread(
 
 
 def refuse_known(config: Config) -> None:
-    """ValueError for what is refused where replicas are made; of models and methods that Isles knows alone."""
+    """ValueError for what the run refuses when it builds replicas; only for models and methods that come with Isles."""
     if config.model.factory is None and config.model.hf is None and config.method in METHODS:
         sketch_quietly(config)

@@ -3,8 +3,8 @@
     question, split -> configuration -> its workers around a sketched model -> tasks of a step, exchanges, memory
                     -> one replay of the long run -> SplitPlan
 
-All splits take the same text a step of all workers, so each worker computes as long in all of them; what differs is
-waiting. Left out: the time to encode.
+All splits read the same number of tokens in a step of all workers, so each worker computes equally long in all of
+them, and only the waiting differs. Not counted: the time to encode.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from isles.replicas import method
 from isles.training.config.reading import resolve
 from isles.training.config.sections import Config
 
-_MESSAGES = 24_000  # of a split that are simulated
-_FEWEST = 4  # steps of a round that is simulated
-_WORKERS, _REPLICAS = 16, 4  # of a large fleet about this many workers, and at least this many replicas, are simulated
+_MESSAGES = 24_000  # the most messages to replay for one split
+_FEWEST = 4  # the fewest steps of a round to replay
+_WORKERS, _REPLICAS = 16, 4  # of a large fleet, replay about this many workers, and at least this many replicas
 _MOST_INSIDE, _MOST_STAGES = 8, 16
 Routing = Literal["fixed", "random"]
 
@@ -47,9 +47,11 @@ class WorkerSplit:
 
 @dataclass(frozen=True, kw_only=True)
 class SplitsQuestion:
-    """What is to be trained by replicas that may be cut. near: the network inside a replica; None: as between replicas.
-    microbatches: of a replica's batch. method, replicas: between replicas, and its keys of [replicas]. boundary: keys
-    of [pipeline.boundary] that say what crosses between stages. recompute: stages run forward passes again.
+    """A model to be trained by replicas that may be cut into stages.
+
+    near: the network inside a replica; None: the network between replicas. microbatches: parts of a replica's batch.
+    method, replicas: the method between replicas and its keys of [replicas]. boundary: keys of [pipeline.boundary],
+    what crosses between stages. recompute: stages repeat forward passes instead of keeping activations.
     """
 
     question: PlanQuestion
@@ -63,7 +65,7 @@ class SplitsQuestion:
 
     def __post_init__(self) -> None:
         if self.question.step_tokens is None:
-            raise ValueError("missing: --tokens and --step-tokens: what stages send each other depends on them")
+            raise ValueError("missing: --tokens and --step-tokens: the bytes between stages depend on them")
         if self.microbatches < 1:
             raise ValueError(f"--microbatches {self.microbatches}: choose 1 or more")
 
@@ -74,9 +76,9 @@ class SplitsQuestion:
         return int(self.replicas.get("sync_every", known))
 
     def config(self, split: WorkerSplit) -> Config:
-        """Of a run so divided. ValueError where there can be none."""
+        """The configuration of a run with this split. ValueError if there is none."""
         question, parts = self.question, split.stages > 1
-        batches = self.microbatches if parts or question.machine else 1  # a whole replica adds up as many gradients
+        batches = self.microbatches if parts or question.machine else 1  # a whole replica accumulates as many gradients
         tokens = (question.step_tokens or 0.0) / (split.replicas * split.inner * batches)
         sequences = max(1, round(tokens / question.model.shape().context))
         replicas = {"method": self.method, **self.replicas}
@@ -95,18 +97,19 @@ class SplitsQuestion:
                 "boundary": self.boundary,
                 "recompute": self.recompute,
             }
-            if boundary_name(self.boundary.get("kind", "none")).is_one_way:  # then the head is its own
+            if boundary_name(self.boundary.get("kind", "none")).is_one_way:  # the output head is not tied
                 tables["model"]["tie_embeddings"] = False
         return resolve(tables)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitPlan:
-    """A split with seconds of an inner step and of what a worker does in it: computes, waits for its pipeline, waits
-    for other replicas and inside its stage. stage_bytes: that a worker sends to other stages in a step; outer_bytes: to
-    other workers of its stage, on average. memory: bytes of the fullest worker; on_device: those where it computes,
-    with activations where the machine is known; fits: into that. recompute: stages run forward passes again, for that
-    makes it fit.
+    """One split: the seconds of an inner step, of which a worker computes, waits for its pipeline (bubble), and waits
+    for other replicas and inside its stage (waiting).
+
+    stage_bytes: bytes per step that a worker sends to other stages. outer_bytes: to other workers of its stage, on
+    average. memory: bytes of the fullest worker. on_device: those on the device, including activations if the machine
+    is known. fits: whether they fit. recompute: stages repeat forward passes, because only that makes it fit.
     """
 
     split: WorkerSplit
@@ -123,7 +126,7 @@ class SplitPlan:
 
 
 def splits(workers: int, layers: int, stages: Sequence[int] | None) -> list[WorkerSplit]:
-    """All that fill `workers`; stages: those that are wanted. ValueError where none does."""
+    """All splits that use all `workers`. stages: the numbers to consider. ValueError if there are none."""
     wanted = range(1, min(workers, layers) + 1) if stages is None else stages
     found = [
         WorkerSplit(replicas=workers // (number * inner), stages=number, inner=inner)
@@ -140,7 +143,7 @@ def splits(workers: int, layers: int, stages: Sequence[int] | None) -> list[Work
 
 
 def plan_splits(splits: SplitsQuestion, found: Sequence[WorkerSplit]) -> list[SplitPlan]:
-    """Those of them that can be: what fits first, then that with the shortest step. ValueError where none can be."""
+    """Plans of the possible splits: those that fit first, then by step time. ValueError if none is possible."""
     plans, refusal = [], None
     for split in found:
         try:
@@ -153,7 +156,7 @@ def plan_splits(splits: SplitsQuestion, found: Sequence[WorkerSplit]) -> list[Sp
 
 
 def plan_split(splits: SplitsQuestion, split: WorkerSplit) -> SplitPlan:
-    """One split. ValueError where it cannot be."""
+    """Plan one split. ValueError if it is impossible."""
     run, every, island = sketch_quietly(splits.config(split)), splits.every, split.stages * split.inner
     memory = [worker_memory(run.config, one) for one in run.optimizers[:: split.inner]]
     fullest, here = max(memory, key=lambda one: one.peak), splits.question.machine
@@ -194,7 +197,7 @@ def plan_split(splits: SplitsQuestion, split: WorkerSplit) -> SplitPlan:
 
 
 def _part(splits: SplitsQuestion, split: WorkerSplit, few: int) -> tuple[SplitsQuestion, WorkerSplit]:
-    """Of a large fleet `few` replicas, on links as slow and as long as its worst."""
+    """A part of a large fleet: `few` replicas, on links with its slowest rate and longest latency."""
     whole, workers = splits.question, few * split.stages * split.inner
     rate, latency = whole.links.slowest_rate(whole.workers), whole.links.longest_latency(whole.workers)
     assert whole.step_tokens is not None
@@ -208,7 +211,7 @@ def _part(splits: SplitsQuestion, split: WorkerSplit, few: int) -> tuple[SplitsQ
 
 
 def _exchanges_of(run: RunSketch, workers: int, island: int, steps: int) -> list[PlannedExchange]:
-    """Those of the first `workers` of them, who send other replicas what those of the whole fleet do."""
+    """The exchanges of the first `workers` workers, which send other replicas as much as the whole fleet's would."""
     planned = run.exchanges(steps)
     if workers == run.config.world.workers:
         return planned
@@ -230,7 +233,7 @@ def _exchanges_of(run: RunSketch, workers: int, island: int, steps: int) -> list
 
 
 def _is_across(one: PlannedExchange, island: int) -> bool:
-    """Whether replicas exchange something, or the workers of one alone."""
+    """Whether the exchange crosses replicas."""
     return any(group[0] // island != group[-1] // island for group in one.groups)
 
 
@@ -242,8 +245,8 @@ def _replayed(
     topology: Topology,
     every: int,
 ) -> TimeAccount:
-    """Of a round, in the long run. Where workers share stages, and so exchange in every step, most steps of long rounds
-    stand for those that are simulated.
+    """The time account of one round in the long run. If workers share stages, they exchange in every step; then only
+    some steps of a long round are replayed, and the others count like them.
     """
     seconds = [run.config.world.virtual.step_seconds] * topology.workers
     replays = RunReplay(topology, seconds, opening, staged=staged, messages=_MESSAGES)
@@ -256,8 +259,8 @@ def _replayed(
         found = replays.long_run(lambda steps: some(records(steps)), Rhythm(0, every), rounds=6)
         if found is None:
             raise ValueError(
-                f"{topology.workers} workers exchange too often to simulate: choose a larger --sync-every, or fewer "
-                "--microbatches"
+                f"{topology.workers} workers send too many messages to be simulated: choose a larger "
+                "--sync-every, or fewer --microbatches"
             )
         return found
 

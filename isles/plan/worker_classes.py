@@ -1,31 +1,32 @@
-"""Workers with equal links are simulated once: a few represent all, on links of their own.
+"""Large fleets replayed with a few representatives: alike workers form a class, and a few workers stand for all.
 
-    workers with the same links -> classes, a representative each (two of a single class)
-    exchange of n members       -> of the representatives: each sends in all what a member sends, in as many waves
-    exchange of small groups    -> of two, whose links are those of a worker with its partners on average: of the worker
-                                   for whom that takes longest, because in time every worker has waited for it
+    workers with the same links -> classes with a representative each (two if there is only one class)
+    exchange of n members       -> an exchange of the representatives: each sends as many bytes as a member,
+                                   in as many waves
+    exchange of small groups    -> an exchange of two, with the mean link between a worker and its partners. The class
+                                   for which that takes longest counts, because in time every worker waits for it
 
-Exact where all workers are alike and latencies do not vary, except for differences of their starts. A varying latency
-is taken as long as the longest of those that a member waits for is on average. No matrix of all workers is made.
+Exact if all workers are alike and latencies do not vary, except for differences in when workers start. A latency that
+varies is replaced by the mean of the largest latency that a member waits for. No matrix of all workers is made.
 
-Where there are still too many messages, segments of a mean that follow each other are taken for one, and so are
-exchanges of one flight, but for the last.
+If there are still too many messages, successive segments of a mean are merged, and so are the exchanges of a flight
+except the last.
 
-`wanted_rate`: the rate at which workers compute a wanted share of the time.
+`wanted_rate`: the link rate at which workers compute for a wanted share of the time.
 
-`churn_costs`: what workers that come and go cost a method, before a run: rounds alone, lost work, waiting, state
-transfers, and the lighthouse's traffic where it relays.
+`churn_costs`: what workers that come and go cost a method, before a run: rounds without a partner, lost work, waiting,
+state transfers, and the lighthouse's traffic if it relays.
 
-Each worker dies at a constant rate, and another one replaces it at once. In rounds of R seconds:
+Each worker dies at a constant rate, and another one joins in its stead at once:
 
-    a partner is lost     a view holds who lived when it was made, `AHEAD` rounds before it begins: whoever died since
-                          then is still in it, and its partner is alone
-    a dead worker         takes with it the round under way, and those before it that nobody has shared
-    one mean for all      nobody is alone: the living take it again without a dead one, whose round under way is lost
-    a joiner              waits for its view, about `AHEAD` rounds; a state is copied meanwhile
+    a partner is lost     a view lists who was alive when it was made, `AHEAD` rounds before it begins. A worker that
+                          died since then is still in it, and its partner exchanges with nobody
+    a dead worker         its current round is lost, and earlier rounds whose updates it shared with nobody
+    one mean for all      no round without a partner: the mean is repeated without the dead worker
+    a joiner              waits for its view, about `AHEAD` rounds, while it copies a state
 
-Left out, for rounds of minutes: views that are not known in time because a message takes longer than a round, the odd
-one out, and partners that are late (`roster`'s patience).
+Not counted, for rounds of minutes: views that arrive late because a message takes longer than a round, the odd worker
+out, and late partners (`roster`'s patience).
 """
 
 from __future__ import annotations
@@ -57,12 +58,16 @@ from isles.network.exchange_plan import (
 from isles.network.links import Links
 
 Coarseness = tuple[int, int]
-"""Segments of a mean and exchanges of a flight, at most."""
+"""At most so many segments of a mean, and exchanges of a flight."""
 LEVELS: tuple[Coarseness, ...] = ((1 << 30, 1 << 30), (16, 32), (4, 24), (1, 16))
 
 
 class WorkerClass(NamedTuple):
-    """count: workers of it. up, down: bits per second of one while all send. ranks: two of them, or the only one."""
+    """Workers with equal links.
+
+    count: number of workers. up, down: bits per second of one worker while all send. ranks: two of them, or the only
+    one.
+    """
 
     count: int
     up: float
@@ -71,7 +76,7 @@ class WorkerClass(NamedTuple):
 
 
 def worker_classes(links: Links, workers: int) -> list[WorkerClass]:
-    """Of `workers` workers, the slowest first."""
+    """Classes of `workers` workers, the slowest first."""
     is_shared = links.uplinks is not None or links.devices > 1
     sharing = Counter(map(links.uplink_of, range(workers))) if is_shared else None
     found: dict[tuple[float, float, int], tuple[int, tuple[int, ...]]] = {}
@@ -86,8 +91,8 @@ def worker_classes(links: Links, workers: int) -> list[WorkerClass]:
 
 
 def links_of_all(links: Links, classes: Sequence[WorkerClass], most: int) -> Links:
-    """Between the representatives of at most so many classes, two or more of them, where all exchange with all. Of more
-    classes neighbours in rate are taken for one, as slow as the slowest of them.
+    """Links between the representatives of at most `most` classes, if all exchange with all; two or more
+    representatives. Further classes are merged with their neighbours in rate, at the rate of the slowest.
     """
     width = -(-len(classes) // most)
     bins = [classes[first : first + width] for first in range(0, len(classes), width)]
@@ -101,7 +106,7 @@ def links_of_all(links: Links, classes: Sequence[WorkerClass], most: int) -> Lin
 
 
 def links_of_partners(links: Links, classes: Sequence[WorkerClass], nbytes: float) -> Links:
-    """Between two representatives, where a worker exchanges `nbytes` with a random other one."""
+    """Links between two representatives, if each worker exchanges `nbytes` with a random other worker."""
     workers, found = sum(one.count for one in classes), []
     for one in classes:
         others = [(other, other.count - (other is one)) for other in classes]
@@ -115,7 +120,7 @@ def links_of_partners(links: Links, classes: Sequence[WorkerClass], nbytes: floa
 
 
 def _between(links: Links, ones: Sequence[WorkerClass], others: Sequence[WorkerClass]) -> float:
-    """The longest mean latency."""
+    """The longest mean latency between two of these classes."""
     if isinstance(links.latency, (int, float)):
         return links.latency
     pairs = ((a, b) for one in ones for other in others for a in one.ranks for b in other.ranks if a != b)
@@ -123,7 +128,7 @@ def _between(links: Links, ones: Sequence[WorkerClass], others: Sequence[WorkerC
 
 
 def _longest(jitter: float, messages: int) -> float:
-    """The mean of the largest of so many factors: Blom's quantile, and about the variance of the largest."""
+    """The mean of the largest of `messages` jitter factors: Blom's quantile, with an approximate variance."""
     if not jitter or messages < 1:
         return 1.0
     largest, spread = NormalDist().inv_cdf((messages - 0.375) / (messages + 0.25)), 1 / (1 + 0.8 * math.log(messages))
@@ -132,14 +137,17 @@ def _longest(jitter: float, messages: int) -> float:
 
 @dataclass(frozen=True)
 class Representatives:
-    """Exchanges of all workers as those of `few` of them. few: None: all workers are simulated. coarse: of `LEVELS`."""
+    """Rewrites exchanges of all workers as exchanges of `few` representatives.
+
+    few: None: every worker is simulated. coarse: an entry of `LEVELS`.
+    """
 
     few: int | None
     coarse: Coarseness = LEVELS[0]
     _known: dict[tuple[int, ...], tuple[object, BySize]] = field(default_factory=dict)
 
     def __call__(self, exchanges: Sequence[PlannedExchange]) -> list[PlannedExchange]:
-        """In the order of their starts."""
+        """The rewritten exchanges, in the order of their starts."""
         if self.few is None and self.coarse == LEVELS[0]:
             return list(exchanges)
         made: list[PlannedExchange] = []
@@ -154,7 +162,7 @@ class Representatives:
         return made
 
     def _pattern(self, run: Sequence[PlannedExchange], size: int) -> BySize:
-        """Of a run of them as one."""
+        """One pattern for a run of exchanges."""
         key = tuple(id(one.pattern) for one in run)
         if key not in self._known:
             parts, few = [one.pattern(size) for one in run], size if self.few is None else self.few
@@ -164,7 +172,7 @@ class Representatives:
         return self._known[key][1]
 
 
-_JOINED = (Mean, Ragged)  # of which, and of factors as means, several can be taken for one
+_JOINED = (Mean, Ragged)  # patterns of which several can be merged; Then (means of factors) counts as Mean
 
 
 def _row(one: PlannedExchange) -> tuple[int, int, Groups, str, type]:
@@ -174,13 +182,13 @@ def _row(one: PlannedExchange) -> tuple[int, int, Groups, str, type]:
 
 
 def _runs(ones: Sequence[PlannedExchange], most: int) -> list[Sequence[PlannedExchange]]:
-    """Neighbours that are taken for one, in at most about so many runs: the last by itself, for it is waited for."""
+    """Runs of exchanges to merge, about `most` at most. The last exchange stays by itself: workers wait for it."""
     width = max(1, -(-(len(ones) - 1) // most))
     return [*(ones[first : min(first + width, len(ones) - 1)] for first in range(0, len(ones) - 1, width)), ones[-1:]]
 
 
 def fewer(pattern: MessagePattern, size: int, few: int) -> MessagePattern:
-    """What each of `few` sends for a member of a group of `size`."""
+    """The pattern of a group of `few` in which each sends as much as a member of a group of `size`."""
     if size == few:
         return pattern
     share = (size - 1) / (few - 1)
@@ -199,7 +207,7 @@ def fewer(pattern: MessagePattern, size: int, few: int) -> MessagePattern:
 
 
 def _fewer_shards(segment: Segment, share: float, size: int, few: int) -> Segment:
-    """The owner of the largest shard keeps everybody waiting."""
+    """Segments for fewer members. All wait for the owner of the largest shard, so `back` takes its size."""
     there = None if segment.there is None else ShardSizes(((few, segment.there.total / size * share),))
     return Segment(there, ShardSizes(((few, segment.back.largest * share),)))
 
@@ -219,7 +227,7 @@ def _joined(patterns: Sequence[MessagePattern]) -> MessagePattern:
 
 
 def _coarser(pattern: MessagePattern, most: int) -> MessagePattern:
-    """With at most about so many segments."""
+    """The pattern with about `most` segments at most."""
     if isinstance(pattern, Then):
         first = [_coarser(one, most) for one in (*pattern.first, pattern.second)]
         return Then(tuple(first[:-1]), first[-1])  # type: ignore[arg-type]
@@ -244,10 +252,10 @@ _FASTEST, _NEAR = 1e-9, 0.003
 
 
 def wanted_rate(share: Callable[[float], float], target: float) -> float:
-    """The factor on all rates at which the target is just reached, to 0.3 %; nan: none is enough.
+    """The factor on all rates at which `share` just reaches `target`, to 0.3 %; nan: no rate is enough.
 
-    Waiting grows with the seconds a bit takes, in straight pieces, and what can be hidden behind computing comes first,
-    so no piece is flatter than the line from no waiting for bits at all: a regula falsi (Illinois) ends in a few steps.
+    Waiting is a piecewise linear function of the seconds per bit, and its flattest piece comes first, where computing
+    hides part of the transfers. So a regula falsi (Illinois) converges in a few steps.
     """
 
     def over(slowness: float) -> float:
@@ -277,16 +285,19 @@ def wanted_rate(share: Callable[[float], float], target: float) -> float:
 
 
 AHEAD = 3
-"""Rounds from the newest to the first of a new view (`isles.membership.messages.MARGIN`)."""
+"""Rounds from the newest round to the first round of a new view (`isles.membership.messages.MARGIN`)."""
 VECTORS = 5
-"""That a joiner fetches, of the model's size in float32: weights, anchor, outer momentum, AdamW's two."""
+"""Vectors of the model's size in float32 that a joiner fetches: weights, anchor, outer momentum, AdamW's two moments.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChurnCosts:
-    """alone: share of the rounds. lost: of the work. waiting: of the workers' time, until they are in. goodput: share
-    of the workers' time in steps that count. state_bytes: an hour, of state transfers to joiners, all of them. relayed:
-    bits a second through the lighthouse, in and out, where it relays everything.
+    """What churn costs.
+
+    alone: share of the rounds without a partner. lost: share of the work. waiting: share of the workers' time before
+    they take part. goodput: share of the workers' time in steps that count. state_bytes: bytes per hour of all state
+    transfers to joiners. relayed: bits per second through the lighthouse, in and out, if it relays everything.
     """
 
     alone: float
@@ -308,8 +319,9 @@ def churn_costs(
     rounds: int | None = None,
     pairs: bool = True,
 ) -> ChurnCosts:
-    """Of `workers` in rounds of `computing` + `waits` seconds, in which each sends `bytes_a_round`. rounds: of the run;
-    None: in the long run. pairs: not one mean for all.
+    """Costs for `workers` in rounds of `computing` + `waits` seconds, in which each sends `bytes_a_round`.
+
+    rounds: length of the run; None: the long-run mean. pairs: workers exchange in pairs, not in one mean for all.
     """
     seconds = computing + waits
     dies = churn.per_second * seconds

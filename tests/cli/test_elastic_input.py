@@ -183,7 +183,7 @@ def test_a_lighthouse_of_another_version(answer: Answer, world: Run, monkeypatch
 def test_another_text(answer: Answer, world: Run, tmp_path: Path) -> None:
     world.keeper.lighthouse.corpus = "0" * 64  # of the first one that joined
     told = answer(*joins(world))
-    one_line(told, "data.path", "another one", "put the same files there")
+    one_line(told, "data.path", "differs", "put the same files there")
 
 
 def test_a_joiner_says_itself_where_its_text_is(answer: Answer, world: Run) -> None:

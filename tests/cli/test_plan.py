@@ -232,7 +232,7 @@ def test_list_of_presets(plan):
         ([*RUN, "--links", "lan", "--workers", "0"], "--sites 0: choose 2"),
         ([*RUN, "--links", "lan", "--devices", "0"], "--devices 0: choose 1"),
         ([*RUN, "--links", "lan", "--inner-bandwidth", "1Gbit/s"], "give those too"),
-        ([*RUN, "--links", "lan", "--best", "money"], "say what it costs: --price-gb, --price-hour"),
+        ([*RUN, "--links", "lan", "--best", "money"], "give --price-gb or --price-hour"),
         ([*RUN, "--links", "lan", "--best", "hours"], "give --tokens of the run and --step-tokens too"),
         ([*RUN, "--links", "lan", "--best", "time"], "'hours', 'bytes', 'money'"),
         ([*RUN, "--links", "lan", "--method", "diloco, rank = 4"], "only sync_every is taken here"),

@@ -163,9 +163,9 @@ def test_nobody_gives_in_another_s_place(tmp_path: Path) -> None:
             thief.publish("model", bad, {})
             taker = StateServer(ends[2], "4", print, peer_keys=Known(keys, 4))
             asked = FetchRequest(source="3", what="model", most=1 << 30, seconds=1.0)
-            with pytest.raises(StateUnavailable, match="nothing came"):
+            with pytest.raises(StateUnavailable, match="nothing arrived"):
                 taker.fetch(asked, path)
-            with pytest.raises(StateUnavailable, match="nothing came"):
+            with pytest.raises(StateUnavailable, match="nothing arrived"):
                 fetch_state(host, asked, path, peer_key=keys.peer_key)
             assert all(end.refused[-1, "a state in another's name"] for end in (ends[2], host))
             ends[1].close()

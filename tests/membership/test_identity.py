@@ -21,7 +21,7 @@ from isles.membership.p2p.stream import PairHello, as_dialler, show
 from tests.membership.sessions import Workers, workers
 from tests.membership.test_transport import within
 
-UNSHOWN = "it does not show that its certificate is its own"
+UNSHOWN = "it does not prove that it owns its certificate"
 ONE, TWO = "0123456789abcdef" * 2, "f" * 32
 
 
@@ -70,7 +70,7 @@ def test_whom_the_lighthouse_vouches_for_and_views_do_not_name_is_cut_off(tmp_pa
         assert within(5.0, lambda: not trio[0]._alive[1])
         assert not exchanged(trio, 0, 1, 2) and not exchanged(trio, 1, 0, 3)
         assert exchanged(trio, 0, 2, 4) and exchanged(trio, 2, 1, 5)
-        why = f"its fingerprint is {spoken(own[1])}, and {spoken(TWO)} where views name it"
+        why = f"its fingerprint is {spoken(own[1])}, but views name {spoken(TWO)}"
         assert {member: reason for member, reason in trio.sessions[0].refused if "fingerprint" in reason} == {1: why}
         assert not any("fingerprint" in reason for member in (1, 2) for _, reason in trio.sessions[member].refused)
         named = f"warning: worker 1 is not who the lighthouse says: {why}"
@@ -85,7 +85,7 @@ def test_a_worker_that_views_name_otherwise_says_so(tmp_path: Path) -> None:
         assert alone.known.notices[0] == []
         alone.pairs[0].meet(View(1, 4, (0,), identities=(TWO,)))
         (told,) = alone.known.notices[0]
-        assert f"its fingerprint is {spoken(own[0])}, and {spoken(TWO)} where views name it" in told
+        assert f"its fingerprint is {spoken(own[0])}, but views name {spoken(TWO)}" in told
 
 
 def test_who_dials_shows_a_key(tmp_path: Path) -> None:
@@ -98,13 +98,13 @@ def test_who_dials_shows_a_key(tmp_path: Path) -> None:
 
         def is_let_in(shows: credentials.Credentials, certificates: tuple[str, ...], signs: str) -> bool:
             near, far = socket.socketpair()
-            hosted = aside.submit(host._let_in, far)
+            hosted = aside.submit(host._authenticate, far)
             with as_dialler(near, credentials.Token(to, found.peer_key), PairHello(1, 0, True)) as talk:
                 show(talk, shows, certificates, signs)
                 try:
                     hosted.result(10.0)[0].close()
                 except LinkLost as error:
-                    assert str(error) in (UNSHOWN, "views name another one")
+                    assert str(error) in (UNSHOWN, "views name another fingerprint")
                     return False
             return True
 

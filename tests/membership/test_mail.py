@@ -82,7 +82,7 @@ def test_another_length_than_was_asked_for_is_refused_and_the_right_one_taken() 
     posted = Posted(inbox, 10)
     assert take(inbox, TAG, bytes(11)) == REFUSED
     assert piece(inbox, Head(PIECE, 1, 0, 1 << 40, TAG), bytes(CHUNK)) == REFUSED  # a terabyte is announced
-    assert inbox.refused == {(3, "another length than was asked for"): 1, (3, "a message longer than any"): 1}
+    assert inbox.refused == {(3, "another length than the receive's"): 1, (3, "a message beyond the size limit"): 1}
     assert take(inbox, TAG, b"0123456789", number=2) == TAKEN
     assert posted.ended == [None] and posted.out.tobytes() == b"0123456789"
 
@@ -123,7 +123,7 @@ def test_rounds_long_over_are_forgotten() -> None:
     Posted(inbox, 5, Tag("outer", 9))
     assert missed.ended == [] and inbox.held() == 110
     Posted(inbox, 5, Tag("outer", 10))
-    assert missed.ended == ["it is no longer expected"] and inbox.held() == 10
+    assert missed.ended == ["it is no longer waited for"] and inbox.held() == 10
     assert take(inbox, Tag("outer", 1, 1), bytes(100)) == TAKEN  # and not kept again
     assert inbox.held() == 10
 

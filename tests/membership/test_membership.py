@@ -127,7 +127,7 @@ def test_who_leaves_while_its_connection_is_taken_for_broken_goes_at_once() -> N
     promise(run, 0, 2)
     assert run.view is not None and run.view.members == (0, 2)
     (refusal,) = replies(run.beat(0.0, 1, Beat(2, 0, 0)))
-    assert refusal == Refusal("member 1 is not of this run any more: join again")
+    assert refusal == Refusal("member 1 is no longer in this run: join again")
     again = RoundsCoordinator(run.rules, [{"event": "join", "member": 0, "description": "", "certificates": []}])
     assert entries(again.leave(0.0, 0)) == [{"event": "leave", "member": 0}]
 

@@ -144,7 +144,7 @@ def test_it_believes_the_lighthouse_alone(tmp_path: Path) -> None:
             answer = forged.answer(where, decision, attachment=attachment, seconds=5.0)
             assert answer == (None, b"never")
         assert not wait.done()
-        assert world.sessions[0].refused[-1, "an order that is not the lighthouse's"] == 4
+        assert world.sessions[0].refused[-1, "a notification that is not the lighthouse's"] == 4
 
 
 def test_what_is_overheard_proves_no_other_word(tmp_path: Path) -> None:

@@ -244,7 +244,7 @@ def test_another_length_is_refused_on_both_sides(tmp_path: Path) -> None:
         wrong = one.send(1, random_bytes(6, 0), Tag("outer", 1))
         settled(wrong)
         assert isinstance(wrong.error, PeerLost) and "refused" in str(wrong.error) and not receive.done()
-        assert two.refused == {(0, "another length than was asked for"): 1}
+        assert two.refused == {(0, "another length than the receive's"): 1}
         right = random_bytes(5, 1)
         settled(one.send(1, right, Tag("outer", 1)), receive)
         assert torch.equal(out, right)

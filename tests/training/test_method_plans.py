@@ -273,5 +273,5 @@ def test_what_is_best_costs_least_and_nothing_is_better() -> None:
         kinds = [one for one in worse if one.candidate.kind <= plan.candidate.kind]
         assert not (plan.is_best and [one for one in kinds if one.money < plan.money])
     assert any(plan.is_best for plan in table.plans)
-    with pytest.raises(ValueError, match="say what it costs"):
+    with pytest.raises(ValueError, match="give --price-gb or --price-hour"):
         plan_methods(QUESTION, best="money")

@@ -1,4 +1,4 @@
-"""Take part in a run that a lighthouse keeps: `isles join`, and `isles swarm peer` where peers serve stages."""
+"""Take part in a run of a lighthouse: `isles join`, and `isles swarm peer` for runs whose peers serve stages."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ if TYPE_CHECKING:
     from isles.training.config.reading import Tables
 
 RunToken = Annotated[
-    str | None, typer.Option("--token", metavar="TOKEN|@FILE", help="The run's, as shown there. Or ISLES_TOKEN.")
+    str | None,
+    typer.Option("--token", metavar="TOKEN|@FILE", help="The run's token, as the lighthouse shows it. Or ISLES_TOKEN."),
 ]
 OwnData = Annotated[
-    str | None, typer.Option(metavar="PATH", help="Where the run's text lies on this machine: --set data.path=PATH.")
+    str | None, typer.Option(metavar="PATH", help="The run's text on this machine: --set data.path=PATH.")
 ]
 OwnSettings = Annotated[
     list[str] | None,
@@ -29,12 +30,12 @@ OwnSettings = Annotated[
 ]
 
 OwnRelay = Annotated[
-    bool, typer.Option("--relay", help="With --listen: carry, unread, for workers that do not reach each other.")
+    bool, typer.Option("--relay", help="With --listen: relay, unread, for workers that cannot reach each other.")
 ]
 
 
 def join(
-    address: Annotated[str, typer.Argument(metavar="HOST:PORT", help="Where the lighthouse is.")],
+    address: Annotated[str, typer.Argument(metavar="HOST:PORT", help="The lighthouse's address.")],
     token: RunToken = None,
     workers: Annotated[int, typer.Option(help="Workers to start on this machine.")] = 1,
     data: OwnData = None,
@@ -50,8 +51,8 @@ def join(
     relay: OwnRelay = False,
     apart: Annotated[int, typer.Option(hidden=True, help="Ports from one worker of an island to the next.")] = 1,
 ) -> None:
-    """Join a run: the configuration comes from the lighthouse, the state from another worker. Ctrl-C leaves it after
-    the round under way.
+    """Join a run: the configuration comes from the lighthouse, the state from another worker. Ctrl-C leaves the run
+    after the present round.
     """
     from isles.cli.train import refuse_too_many
     from isles.training.elastic.connect import as_arguments
@@ -73,7 +74,9 @@ def join(
 
 
 def own(data: str | None, device: str | None, assignments: list[str] | None) -> Tables:
-    """What --data, --device and --set say of this machine. ValueError where it is not its to say, or no such GPU."""
+    """The settings of --data, --device and --set. ValueError for a setting that is not this machine's, or no such
+    GPU.
+    """
     from isles.models import ModelConfig, choose_device
     from isles.training.config.reading import merged_tables
     from isles.training.elastic.connect import with_own
@@ -84,7 +87,7 @@ def own(data: str | None, device: str | None, assignments: list[str] | None) -> 
 
 
 def read_token(token: str | None) -> Token:
-    """What --token says, or ISLES_TOKEN. ValueError where there is none."""
+    """The token of --token or ISLES_TOKEN. ValueError if there is none."""
     from isles.comm.credentials import parse_token
 
     text = token if token is not None else os.environ.get("ISLES_TOKEN")
@@ -94,9 +97,10 @@ def read_token(token: str | None) -> Token:
 
 
 def place(listen: str | None, lighthouse: str) -> tuple[tuple[str, int] | None, str]:
-    """((address of this machine, port; 0: any), the address that others are told; "": as the lighthouse sees it, which
-    is at HOST:PORT, and to which this machine may speak by another line than to all others). HOST may be that of the
-    router in front of this machine. (None, "") where nothing is listened at.
+    """((address of this machine, port; 0: any), the address for others; "": as the lighthouse sees this machine).
+
+    HOST may be the router in front of this machine. lighthouse: HOST:PORT; this machine may reach it by another
+    interface than others. (None, "") without --listen.
     """
     from isles.comm.tcp import is_own, outward_address, parse_address
 
@@ -110,7 +114,7 @@ def place(listen: str | None, lighthouse: str) -> tuple[tuple[str, int] | None, 
 
 
 def places(listen: str | None, workers: int, relay: bool = False) -> list[str | None]:
-    """What --listen is for each worker of this machine: one port behind the other."""
+    """The --listen option of each worker of this machine: consecutive ports."""
     if listen is None:
         if relay:
             raise ValueError("--relay: others must reach this machine; add --listen PORT")
@@ -122,13 +126,13 @@ def places(listen: str | None, workers: int, relay: bool = False) -> list[str | 
 
 
 def notify(line: str) -> None:
-    """A line for the user, beside what a command prints."""
+    """Print a line for the user, apart from a command's output."""
     print(f"isles: {line}", file=sys.stderr, flush=True)
 
 
 def _several(address: str, token: Token, listening: list[str | None], settings: list[str]) -> int:
-    """Each in a process of its own; the worst of their exit codes. Ctrl-C and the like reach this process alone, which
-    asks each of them once to leave: a second signal would end them within the round.
+    """Run several workers, each in a process of its own; returns the worst exit code. Signals such as Ctrl-C reach this
+    process alone, which asks each worker once to leave: a second signal would end them within the round.
     """
     command = [sys.executable, "-m", "isles", "join", address, *settings]
     environment = {**os.environ, "ISLES_TOKEN": str(token), "LOCAL_WORLD_SIZE": str(len(listening))}
@@ -158,10 +162,10 @@ swarm = typer.Typer(help="Serve a stage of a run whose peers come and go.", no_a
 
 @swarm.command("peer")
 def peer(
-    join: Annotated[str, typer.Option("--join", metavar="HOST:PORT", help="Where the lighthouse is.")],
+    join: Annotated[str, typer.Option("--join", metavar="HOST:PORT", help="The lighthouse's address.")],
     token: RunToken = None,
     stage: Annotated[
-        int | None, typer.Option(help="A wish; left out: the stage that wants a peer most.", show_default=False)
+        int | None, typer.Option(help="A wish. Default: the stage that most needs a peer.", show_default=False)
     ] = None,
     data: OwnData = None,
     device: OwnDevice = None,
@@ -174,12 +178,12 @@ def peer(
         str | None,
         typer.Option(
             metavar="FILE",
-            help="A run in clusters: this machine's table, of isles doctor --describe --peer. Default: it is measured.",
+            help="This node in a run in clusters: a file of isles doctor --describe --peer. Default: measured.",
         ),
     ] = None,
 ) -> None:
-    """Serve a stage: the configuration comes from the lighthouse, the state from another peer. Ctrl-C leaves after the
-    step under way.
+    """Serve a stage: the configuration comes from the lighthouse, the state from another peer. Ctrl-C leaves the run
+    after the present step.
     """
     end_in_order()
     parsed = read_token(token)
@@ -198,10 +202,10 @@ def peer(
 
 
 def _described(path: str) -> ClusterNode:
-    """The one node of a file."""
+    """The single node of a file."""
     from isles.network.clusters import read_nodes
 
     nodes = read_nodes(path)
     if len(nodes) != 1:
-        raise ValueError(f"--node {path}: it tells of {len(nodes)} nodes; give this machine's alone")
+        raise ValueError(f"--node {path}: it describes {len(nodes)} nodes; give only this machine's")
     return nodes[0]

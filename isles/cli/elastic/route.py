@@ -1,4 +1,4 @@
-"""`isles doctor --join`: the way of a worker to its lighthouse, step by step, up to the first that leads nowhere.
+"""`isles doctor --join`: checks a worker's connection to its lighthouse, step by step, up to the first failure.
 
 name -> route -> TLS -> token -> session -> version -> clock -> both rates -> whether others reach this machine
 """
@@ -25,13 +25,13 @@ from isles.membership.tls_session import Session, open_session
 from isles.report.units import format_bytes
 
 _PATIENCE = 5.0  # seconds for a connection
-_TRIED = 20.0  # seconds that the lighthouse may try an address for
-_SKEW = 12 * 3600.0  # seconds that clocks may differ: certificates are valid from a day before they were made
+_TRIED = 20.0  # seconds for the lighthouse to try an address
+_SKEW = 12 * 3600.0  # tolerated seconds between clocks: certificates are valid from a day before they were made
 
 
 def walk(host: str, port: int, token: Token, listen: tuple[str, int] | None, announced: str) -> Iterator[Check]:
-    """The checks until the first that is not good. listen: (host, port) of this machine at which others are to reach
-    it; announced: the address that they are told, "" for that under which the lighthouse sees this machine.
+    """The checks, up to the first that fails. listen: (host, port) of this machine at which others are to reach it;
+    announced: the address for others, "": the one under which the lighthouse sees this machine.
     """
     for check in _route(host, port):
         yield check
@@ -45,13 +45,13 @@ def walk(host: str, port: int, token: Token, listen: tuple[str, int] | None, ann
         except (TokenRefused, LinkLost) as error:
             why = error.__cause__ if isinstance(error.__cause__, SecretRefused) else error
         if isinstance(why, LinkLost):
-            yield Check("tls", False, f"the server at {written(host, port)} is no lighthouse: look at the port")
+            yield Check("tls", False, f"{written(host, port)} is no lighthouse: check the port")
             return
         yield Check("tls", True, "1.3, with a certificate")
         is_known = why is None or isinstance(why, SecretRefused)
         yield Check("token", is_known, "the certificate is that of this token" if is_known else str(why))
         if is_known:
-            says = "the lighthouse lets this machine in"
+            says = "the lighthouse accepts this token"
             if why is not None:
                 says = "the lighthouse does not take this token's secret; copy the whole token once more"
                 says += ", or it is busy with strangers: try again in a minute"
@@ -60,7 +60,7 @@ def walk(host: str, port: int, token: Token, listen: tuple[str, int] | None, ann
             return
         about = decode(ask(session, ABOUT, b"") or b"")
         if not isinstance(about, About):
-            yield Check("version", False, f"the lighthouse does not say: install isles {__version__} there too")
+            yield Check("version", False, f"the lighthouse does not report it: install isles {__version__} there too")
             return
         yield from _run(about)
         if about.version == __version__:
@@ -72,15 +72,15 @@ def _route(host: str, port: int) -> Iterator[Check]:
     try:
         places = sorted({str(info[4][0]) for info in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)})
     except OSError as error:
-        why = f"{host} is no name that this machine knows ({error.strerror})"
-        yield Check("name", False, f"{why}: look at its spelling, or write its address")
+        why = f"{host} is not a name that this machine can resolve ({error.strerror})"
+        yield Check("name", False, f"{why}: check its spelling, or give its address")
         return
     yield Check("name", True, f"{host} is {', '.join(places)}")
     began = time.monotonic()
     try:
         socket.create_connection((host, port), _PATIENCE).close()
     except TimeoutError:
-        mend = f"open or forward TCP port {port} there, and look at the firewalls in between"
+        mend = f"open or forward TCP port {port} there, and check the firewalls in between"
         yield Check("route", False, f"no answer from {written(host, port)} within {_PATIENCE:g} s: {mend}")
         return
     except OSError as error:
@@ -105,14 +105,16 @@ def _run(about: About) -> Iterator[Check]:
 def _rates(session: Session) -> Check:
     line = measure_lighthouse_link(session)
     if line is None:
-        return Check("rate", False, "the lighthouse stopped answering while the link was measured: try again")
+        return Check("rate", False, "the lighthouse stopped answering during the measurement: try again")
     up, down = (f"{8 * rate / 1e6:,.{0 if rate > 1e7 else 2}f} Mbit/s" for rate in (line.out, line.back))
     return Check("rate", True, f"{up} to the lighthouse, {down} from it ({format_bytes(PIECE)} at a time)")
 
 
 def _direct(session: Session, listen: tuple[str, int] | None, announced: str) -> Check:
     if listen is None:
-        return Check("direct", True, "not asked for: all goes over the lighthouse (--listen PORT tries the other way)")
+        return Check(
+            "direct", True, "not tested: everything is relayed by the lighthouse (--listen PORT tests the direct way)"
+        )
     name = secrets.token_hex(16)
     try:
         with EchoServer(*listen, name) as echo:
@@ -123,4 +125,6 @@ def _direct(session: Session, listen: tuple[str, int] | None, announced: str) ->
     if isinstance(answer, Reachability) and not answer.refusal:
         return Check("direct", True, f"yes: others reach this machine at {written(answer.host, answer.port)}")
     where = f" ({answer.host}, port {answer.port}: {answer.refusal})" if isinstance(answer, Reachability) else ""
-    return Check("direct", True, f"no, relayed: others cannot connect{where}; this works, a forwarded port is faster")
+    return Check(
+        "direct", True, f"no, relayed: others cannot connect{where}; this works, but a forwarded port is faster"
+    )

@@ -1,4 +1,4 @@
-"""`isles status`: how a run stands that a lighthouse keeps."""
+"""`isles status`: the state of a run, as its lighthouse reports it."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 
 def status(
-    address: Annotated[str, typer.Argument(metavar="HOST:PORT", help="Where the lighthouse is.")],
+    address: Annotated[str, typer.Argument(metavar="HOST:PORT", help="The lighthouse's address.")],
     token: RunToken = None,
 ) -> None:
-    """Show who takes part in a run, how far and how fast, by which fingerprint others know it and which way it reaches
-    them, and what was refused.
+    """Show the members of a run, their progress and speed, their fingerprints, how they reach each other, and what was
+    refused.
     """
     from isles.membership.messages import RunStatus
     from isles.membership.requests import run_status
@@ -103,7 +103,7 @@ def _by_cluster(now: SwarmStatus) -> tuple[list[str], list[list[str]]]:
 
 
 def _clusters(now: SwarmStatus) -> str:
-    """How many of what there are."""
+    """The number of clusters by state, as text."""
     whole = {one.coordinates[0] for one in now.peers if one.coordinates and one.coordinates[3]}
     broken = {one.coordinates[0] for one in now.peers if one.coordinates} - whole
     aside = sum(not one.coordinates for one in now.peers)

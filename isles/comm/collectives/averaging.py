@@ -1,8 +1,8 @@
 """How flat vectors of one layout become their group's mean, round after round: entry by entry through a codec
 (`Coded`), or as low-rank factors (`Factors`).
 
-The mean of matrices as low-rank factors (PowerSGD, Vogels et al. 2019, arXiv 1905.13727, Algorithm 1), as one
-transfer of two phases.
+The mean of matrices as low-rank factors (PowerSGD, Vogels et al. 2019, arXiv 1905.13727, Algorithm 1), in one transfer
+of two phases.
 
     each round, A_i (m, n) the matrix of worker i, Q (n, r) that of the last round:
 
@@ -41,18 +41,20 @@ _DENSE, _SECOND = 2, 3  # parts of a round, see `mean`; 0 and 1 are the caller's
 
 
 class Averaging(ABC):
-    """Means of flat vectors (n,) of one layout. Rounds are counted from 1. No two means of one object overlap."""
+    """Means of flat vectors (n,) of one layout. Rounds are counted from 1. Means of one object never overlap in
+    time.
+    """
 
     held_bytes = 0
-    """Memory of what is kept from round to round."""
+    """Bytes of state between rounds."""
     preserves_signs = False
     """Whether the mean of zeros has the sign that all of them had."""
     starting = 0
-    """Rounds at the beginning that travel otherwise than the later ones."""
+    """The number of first rounds whose messages differ from later ones."""
 
     @abstractmethod
     def pattern(self, round: int, size: int) -> MessagePattern:
-        """What one mean in a group of `size` puts on the wire."""
+        """The message pattern of one mean in a group of `size`."""
 
     def sent_bytes(self, round: int, size: int, position: int) -> int:
         """Bytes that `position` of a group of `size` hands to the transport for one mean, headers included."""
@@ -60,20 +62,20 @@ class Averaging(ABC):
 
     @abstractmethod
     def working_bytes(self, size: int) -> int:
-        """Memory that one mean takes at its peak, beyond the vector."""
+        """Bytes that one mean takes at its peak, beyond the vector."""
 
     @abstractmethod
     def mean(
         self, call: Call, buffer: Tensor, stamp: Stamp, own: Tensor | None, residual: Tensor | None, part: int
     ) -> Steps[tuple[int, ...]]:
-        """Put the mean of the members of use into `buffer`. Arguments and result: those of `mean`."""
+        """Put the mean of the usable members into `buffer`. Arguments and result as for `mean.mean`."""
 
     @abstractmethod
     def share(self, buffer: Tensor, round: int, fragment: int, member: int, out: Tensor) -> None:
-        """Fill `out` (n,) with what the others will make of rank `member`'s `buffer`, before it is sent."""
+        """Fill `out` (n,) with what the others will decode of rank `member`'s `buffer`, before it is sent."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What is kept from round to round."""
+        """State between rounds."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -81,7 +83,7 @@ class Averaging(ABC):
 
 
 class Coded(Averaging):
-    """Each entry for itself, as `codec` leaves it."""
+    """Averages entry by entry, through `codec`."""
 
     def __init__(self, codec: Codec, elements: int, dtype: torch.dtype) -> None:
         self.codec, self.elements, self.dtype = codec, elements, dtype
@@ -118,8 +120,8 @@ class _Matrix(NamedTuple):
 
 
 class Factors(Averaging):
-    """bases: Q (n, r) of each compressed matrix, equal on all members; may be changed between two rounds, by all in
-    the same way, r <= form.rank.
+    """Averages matrices as low-rank factors. bases: Q (n, r) of each compressed matrix, equal on all members; all may
+    change them between two rounds in the same way, r <= form.rank.
     """
 
     def __init__(
@@ -127,7 +129,7 @@ class Factors(Averaging):
     ) -> None:
         self.form, self.dtype = form, dtype
         self.matrices: list[_Matrix] = []
-        self._dense: list[int] = []  # of the runs between the matrices, in turn with them
+        self._dense: list[int] = []  # lengths of the dense runs between the matrices
         start = run = 0
         for shape in shapes:
             matrix = form.matrix(shape)
@@ -174,7 +176,7 @@ class Factors(Averaging):
 
     @override
     def share(self, buffer: Tensor, round: int, fragment: int, member: int, out: Tensor) -> None:
-        """Known only with the mean; compositions that would ask are refused."""
+        """Raises: the share is known only with the mean, and compositions that need it are refused."""
         raise AssertionError("a low-rank share was asked for, which Composition refuses")
 
     @override
@@ -190,7 +192,7 @@ class Factors(Averaging):
         dense, left = self._pick(buffer), None if residual is None else self._pick(residual)
         if len(dense):
             exchanges.append(mean(call, dense, self.form.dense, stamp, residual=left, part=_DENSE))
-        usable = (yield from _together(exchanges))[0]  # one stamp for all
+        usable = (yield from _together(exchanges))[0]  # all exchanges have the same stamp
         if not usable:
             return ()
         columns = [_orth(p) for p in self._split(first, [len(a) for a in inputs])]
@@ -221,7 +223,7 @@ class Factors(Averaging):
         return round <= self.form.start or not self.matrices
 
     def _factors(self) -> tuple[int, int]:
-        """Entries of all first and of all second factors."""
+        """Numbers of entries of all first and of all second factors."""
         ranks = [basis.shape[1] for basis in self.bases]
         return (
             sum(matrix.rows * rank for matrix, rank in zip(self.matrices, ranks, strict=True)),
@@ -233,14 +235,14 @@ class Factors(Averaging):
         return [piece.view(shape) for piece, shape in zip(factors.split(list(map(prod, shapes))), shapes, strict=True)]
 
     def _runs(self, vector: Tensor) -> list[Tensor]:
-        """The runs of a vector between its matrices."""
+        """The dense runs of a vector, between its matrices."""
         sizes = [
             size for matrix, run in zip(self.matrices, self._dense, strict=False) for size in (run, prod(matrix[1:]))
         ]
         return list(vector.split([*sizes, self._dense[-1]])[::2])
 
     def _pick(self, vector: Tensor) -> Tensor:
-        """What is dense of a vector, as one of its own."""
+        """The dense part of a vector, as a vector of its own."""
         return torch.cat(self._runs(vector))
 
     def _put_back(self, dense: Tensor, vector: Tensor) -> None:
@@ -248,7 +250,7 @@ class Factors(Averaging):
 
 
 def _orth(x: Tensor) -> Tensor:
-    """Orthonormal columns that span those of x, by one thread: with more, which members may have, other bits."""
+    """Orthonormal columns that span those of x. By one thread: another number may give other bits at another member."""
     with torch_threads(1):
         return torch.linalg.qr(x).Q
 
@@ -258,7 +260,7 @@ def _flat(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _together(protocols: Sequence[Steps[tuple[int, ...]]]) -> Steps[list[tuple[int, ...]]]:
-    """Run several protocols at once: their messages share each wait. They wait for all that they yield."""
+    """Run several protocols at once: each wait covers the messages of all. They must wait for all that they yield."""
     results: dict[int, tuple[int, ...]] = {}
     while len(results) < len(protocols):
         waits: list[Work] = []
@@ -276,7 +278,7 @@ def _together(protocols: Sequence[Steps[tuple[int, ...]]]) -> Steps[list[tuple[i
 
 
 def averaging(form: Form, shapes: Sequence[Sequence[int]], dtype: torch.dtype, device: torch.device) -> Averaging:
-    """Averages in `form` vectors that hold tensors of `shapes` in order; device: the CPU, or meta for a plan."""
+    """Averages in `form` of vectors that hold tensors of `shapes` in order. device: the CPU, or meta for a plan."""
     if isinstance(form, LowRank):
         return Factors(form, shapes, dtype, device)
     return Coded(form, sum(map(prod, shapes)), dtype)

@@ -1,11 +1,11 @@
-"""Collectives as generators over a `Call`, each of which yields the works it waits for; and the headers that travel
-beside the data of every exchange, so that a member that is elsewhere is noticed in the same round trip.
+"""Collectives as generators over a `Call`, which yield the works that they wait for; and the headers that travel beside
+the data of every exchange, so that a diverged member is noticed in the same round trip.
 
-Receives are posted before sends: gloo halves the rate of a pair exchange done in the other order.
+Receives are posted before sends: in the other order gloo halves the rate of a pair exchange.
 
-`gather_ragged` is an all-gather of messages whose lengths only the exchange itself shows. Every member's length travels
-in its header and its message right behind it, so a receiver needs no extra round trip; an empty message does not
-travel. Bytes sent: (size - 1) (40 + those of the message).
+`gather_ragged` is an all-gather of messages of unknown lengths. Every member's length travels in its header and its
+message right behind it, so no extra round trip is needed; an empty message is not sent. Bytes sent: (size - 1) x (40 +
+the message's).
 
 A header is 32 bytes, little-endian; with a note, a number of the protocol's own, 40:
 
@@ -38,9 +38,9 @@ _PART = (1 << 21) - 1
 
 @dataclass(frozen=True, slots=True)
 class Stamp:
-    """Where a member is: its inner step and the 64-bit hash of its anchor, or of what else must be equal (0: not
-    compared). broken: what it sends is not to be used by anyone. parts: what the digest is `packed` from, named where
-    it differs; (): an anchor's.
+    """The state of a member: its inner step and the 64-bit hash of its anchor, or of what else must be equal (0: not
+    compared). broken: its share must not be used. parts: names of what the digest is `packed` from, for the error; ():
+    an anchor.
     """
 
     step: int
@@ -49,7 +49,7 @@ class Stamp:
     parts: tuple[str, ...] = ()
 
     def apart(self, theirs: int) -> str:
-        """What another member's digest says of it."""
+        """The text for another member's differing digest."""
         if not self.parts:
             return f"anchor hash {theirs:#x} against {self.digest:#x} here; weights or states of other runs were loaded"
         return " and ".join(
@@ -63,13 +63,13 @@ def packed(*numbers: int) -> int:
 
 
 def form_digest(*what: object) -> int:
-    """24 bits that differ where members are about to exchange different things: lengths, codecs, parts of a round."""
+    """24 bits that differ if members are about to exchange different things: lengths, codecs, parts of a round."""
     return crc32(repr(what).encode()) & 0xFFFFFF
 
 
 class Headers:
-    """The stamps of all members, swapped beside the data. form: see `form_digest`. note: a number for the others; all
-    members give one, or nobody.
+    """The stamps of all members, exchanged beside the data. form: see `form_digest`. note: a number for the others;
+    either all members give one, or none.
     """
 
     def __init__(self, call: Call, stamp: Stamp, phase: int, form: int = 0, note: int | None = None) -> None:
@@ -86,8 +86,8 @@ class Headers:
         self.works += [call.send(position, mine, phase) for position in self.group.others]
 
     def compare(self) -> Steps[tuple[int, ...]]:
-        """Wait for the headers; the positions of those whose share is of use, ascending. Raises Elsewhere or Diverged
-        for the first that differs.
+        """Wait for the headers. Returns the positions with a usable share, ascending. Raises Elsewhere or Diverged for
+        the first member that differs.
         """
         yield self.works
         usable = [] if self.stamp.broken else [self.group.rank]
@@ -113,13 +113,13 @@ class Headers:
         return tuple(sorted(usable))
 
     def note(self, position: int) -> int:
-        """What another member noted; after `compare`."""
+        """Another member's note; after `compare`."""
         return self._layout.unpack(self._theirs[position].numpy().tobytes())[-1]
 
 
 def all_gather(call: Call, data: Tensor) -> Steps[list[Tensor]]:
-    """Every member's `data`, in group order. Bytes sent: (size - 1) * bytes of data; messages: size - 1 among few, for
-    one latency, else log2(size), for as many latencies.
+    """Every member's `data`, in group order. Bytes sent: (size - 1) * bytes of data; messages: size - 1 in small
+    groups, with one latency, else log2(size), with as many latencies.
     """
     return (_gather_directly if call.group.size <= FEW else _gather_by_doubling)(call, data.contiguous())
 
@@ -135,7 +135,7 @@ def _gather_directly(call: Call, data: Tensor) -> Steps[list[Tensor]]:
 def _gather_by_doubling(call: Call, data: Tensor) -> Steps[list[Tensor]]:
     """Bruck et al. (1997): after k phases each member holds its own entry and those of the next 2^k - 1."""
     size, rank = call.group.size, call.group.rank
-    gathered = data.new_empty((size, *data.shape))  # in order from this member on, round to the one before it
+    gathered = data.new_empty((size, *data.shape))  # starting with this member's, cyclically
     gathered[0] = data
     reaches = [1 << phase for phase in range((size - 1).bit_length())]
     call.meet(*dict.fromkeys((rank + way * reach) % size for reach in reaches for way in (1, -1)))
@@ -149,8 +149,8 @@ def _gather_by_doubling(call: Call, data: Tensor) -> Steps[list[Tensor]]:
 
 
 def all_to_all(call: Call, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> Steps[None]:
-    """outgoing[p] to position p, incoming[p] from position p; contiguous tensors, sizes may differ from pair to
-    pair. Nothing is sent where one is empty.
+    """outgoing[p] to position p, incoming[p] from position p; contiguous tensors, whose sizes may differ by pair. Empty
+    ones are not sent.
     """
     works = [call.recv(position, incoming[position]) for position in call.group.others if incoming[position].numel()]
     works += [call.send(position, outgoing[position]) for position in call.group.others if outgoing[position].numel()]
@@ -174,14 +174,14 @@ def broadcast(call: Call, data: Tensor, source: int = 0) -> Steps[None]:
     index = (call.group.rank - source) % size  # 0 is the source
     targets = [(other + source) % size for other in fed(index, size)]
     feeder = (fed_by(index) + source) % size if index else source
-    call.meet(*([feeder] if index else []), *targets)  # those fed later too: their number is that of the start
+    call.meet(*([feeder] if index else []), *targets)  # later targets too: they must get the call's number now
     if index:
         yield call.recv(feeder, data)
     yield [call.send(position, data) for position in targets]
 
 
 def all_done(works: Sequence[Work]) -> Steps[None]:
-    """Wait for messages that the caller handed over or posted before."""
+    """Wait for messages that the caller has posted before."""
     yield works
 
 
@@ -199,9 +199,8 @@ def ragged_bytes(nbytes: int, size: int) -> int:
 
 
 def gather_ragged(call: Call, wire: Tensor, stamp: Stamp, most: int) -> Steps[dict[int, Tensor]]:
-    """The `wire` (flat uint8) of every member whose stamp does not say `broken`, by position in ascending order. most:
-    bytes that no message may exceed. Raises Diverged when a member's stamp differs,
-    Malformed where more is announced.
+    """The `wire` (flat uint8) of every member whose stamp is not `broken`, by position in ascending order. most: the
+    most bytes of a message. Raises Diverged if a member's stamp differs, Malformed if a longer message is announced.
     """
     group = call.group
     headers = Headers(call, stamp, _HEADER, note=wire.numel())

@@ -1,27 +1,27 @@
-"""The mean of a group, written once: the same bits on every member and on every backend.
+"""The mean of a group: the same bits on every member and on every backend.
 
-Two-shot, each buffer cut into one shard a member:
+Two-shot, with each buffer cut into one shard per member:
 
     scatter   everyone sends shard p to position p                       encode once
     reduce    position p decodes, sums in group order, divides
     gather    position p sends its shard of the mean to everyone         encode once more, in the form of
               `codec.back`; p uses its own decoded value too
 
-All-gather: everyone sends the whole encoded buffer to everyone, who decode, sum in group order and divide: one
-latency, one encoding. Whatever sends fewer bytes is taken: two-shot 2 (N-1)/N times the encoded buffer, a ring's
-volume; all-gather N - 1 times it, which is the same for a pair, and less for sparse codes, whose sum is dense. A member
-alone has its own, as decoded. One header a peer comes on top. Sums are taken in the buffer's dtype (float32, or
+All-gather: each sends the whole encoded buffer to each, decodes all, sums in group order and divides: one latency, one
+encoding. The variant that sends fewer bytes is chosen: two-shot sends 2 (N-1)/N times the encoded buffer, a ring's
+volume; all-gather N - 1 times it, which is equal for a pair, and less for sparse codes, whose sum is dense. A single
+member gets its own, as decoded. One header per peer is added. Sums are taken in the buffer's dtype (float32 or
 float64).
 
 Large buffers are cut into segments that follow each other in a pipeline of two, so the memory beyond the buffer is two
 segments and the reduction of one hides behind the transfer of the next.
 
 The header (view, round, step, hash of the anchor, a digest of what is averaged) travels beside the data, so that a
-member that is elsewhere is noticed in the same round trip. On gloo a message that is longer than its receive ends the
-process, perhaps before its header is read: that is why lengths are agreed on when an optimizer is made, and by the
-headers before anything else in rounds whose lengths members adapt by themselves.
+diverged member is noticed in the same round trip. On gloo a message that is longer than its receive ends the process,
+perhaps before its header is read. So lengths are agreed on when an optimizer is made, and in rounds with adaptive
+lengths by headers that are compared before anything else.
 
-What each peer sends is checked where it is decoded, block by block while it is in cache (`isles.comm.trust`).
+Each peer's data is checked while it is decoded, block by block while it is in cache (`isles.comm.trust`).
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ from isles.comm.trust import BLOCK, Squares
 from isles.network.exchange_plan import MOST_SEGMENTS, Mean, Segment, ShardSizes
 from isles.network.exchange_plan import SEGMENT as _SEGMENT
 
-PARTS = 4  # buffers that one round may exchange
-_NAME = struct.Struct("<iI")  # of a refusal
-_LEAST = 24  # bytes of a refusal that has it: a scale in front and one behind stay ones
-_SECOND = 1 << 20  # kinds of payloads: more than there are phases
+PARTS = 4  # the most buffers of one round
+_NAME = struct.Struct("<iI")  # the rank in a refusal
+_LEAST = 24  # the shortest wire with a rank in a refusal: a scale before and one behind it stay ones
+_SECOND = 1 << 20  # offset of kinds for second payloads: more than there are phases
 
 
 def cuts(elements: int, parts: int, block: int) -> list[tuple[int, int]]:
@@ -59,28 +59,28 @@ def cuts(elements: int, parts: int, block: int) -> list[tuple[int, int]]:
 
 
 def _blocks(flat: Tensor) -> Sequence[Tensor]:
-    """Flat (n,) in pieces that stay in cache; most shards are one."""
+    """Flat (n,) in pieces that fit in cache; most shards are one piece."""
     return (flat,) if 0 < flat.numel() <= BLOCK else flat.split(BLOCK)
 
 
 class Wires:
-    """Buffers to receive into, used again by later segments: large ones made anew each time fragment the heap."""
+    """A pool of receive buffers: allocating large ones for each segment would fragment the heap."""
 
     def __init__(self) -> None:
         self._spare: dict[int, list[Tensor]] = {}
 
     def take(self, nbytes: int) -> Tensor:
-        """A buffer of exactly `nbytes`, its content undefined."""
+        """A buffer of exactly `nbytes`, with undefined content."""
         spare = self._spare.get(nbytes)
         return spare.pop() if spare else torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
     def give(self, wire: Tensor) -> None:
-        """Take back a buffer that nothing is received into or read from any more."""
+        """Return a buffer that is not in use any more."""
         self._spare.setdefault(wire.numel(), []).append(wire)
 
 
 class MeanPart(ABC):
-    """One segment under way: made when its first messages leave, finished when the mean is in place."""
+    """One segment in progress: made when its first messages leave, finished when the mean is in the buffer."""
 
     def __init__(
         self,
@@ -105,7 +105,7 @@ class MeanPart(ABC):
 
     @abstractmethod
     def finish(self, usable: Sequence[int]) -> Steps[None]:
-        """Wait for them, do the rest. usable: the positions that the mean is of."""
+        """Wait for the messages, and compute the mean. usable: the positions that it is of."""
 
     def receive(self, position: int, codec: Codec, elements: int, phase: int) -> Work:
         wire = self.wires.take(codec.wire_bytes(elements, self.buffer.dtype))
@@ -113,7 +113,7 @@ class MeanPart(ABC):
         return self.call.recv(position, wire, phase)
 
     def release(self) -> None:
-        """Give back what was received, once it is decoded."""
+        """Return the receive buffers to the pool after decoding."""
         for wire in self.inbox.values():
             self.wires.give(wire)
         self.inbox.clear()
@@ -122,7 +122,7 @@ class MeanPart(ABC):
         return self.codec.decode(wire, elements, self.buffer.dtype)
 
     def note(self, wire: Tensor, first: int, last: int) -> None:
-        """Tell `own` and `residual` what the others decode of entries [first, last)."""
+        """Update `own` and `residual` with what the others decode of entries [first, last)."""
         if self.own is None and self.residual is None:
             return
         decoded = self.decode(wire, last - first)
@@ -132,8 +132,8 @@ class MeanPart(ABC):
             self.residual[first:last].sub_(decoded)
 
     def reduce(self, wire: Tensor, out: Tensor, usable: Sequence[int]) -> None:
-        """Write the mean of what came from the positions `usable`, the own `wire` being one of this member's, summed in
-        group order, into `out`: it may be what `wire` is a view of. Refused or Malformed for what cannot be a share.
+        """Write the mean of the shares of positions `usable` into `out`, summed in group order. wire: this member's own
+        share, of which `out` may be the memory. Refused or Malformed for an invalid share.
         """
         wires = [wire if position == self.call.group.rank else self.inbox[position] for position in usable]
         if not wires:
@@ -150,8 +150,8 @@ class MeanPart(ABC):
         self.call.accept(self.phase, means, means.pop(own, 0.0), out.numel())
 
     def _add_up(self, wires: Sequence[Tensor], looks: Mapping[int, Squares], out: Tensor) -> None:
-        """Views: what is received is added up where it lies, and looked at while it is in cache: in a pair once it has
-        been added, for a sum fetches two vectors faster than a look fetches one.
+        """For codecs that decode to views: sum the received shares where they are, and check them while in cache. A
+        pair is checked after the sum, because a sum reads two vectors faster than a check reads one.
         """
         parts = [_blocks(self.decode_of(*each, out.numel())) for each in zip(looks, wires, strict=True)]
         if len(parts) == 2 and self.call.group.rank in looks:
@@ -169,7 +169,7 @@ class MeanPart(ABC):
         own, theirs = looks[self.call.group.rank], list(looks.values())[1 - mine]
         for first, second, room in zip(*parts, out.split(BLOCK), strict=True):
             other = (second, first)[mine]
-            own.take((first, second)[mine])  # before the sum takes its place
+            own.take((first, second)[mine])  # before the sum overwrites it
             torch.add(first, second, out=room)
             theirs.take(other)
             room.div_(2)
@@ -188,13 +188,13 @@ class MeanPart(ABC):
         out.div_(len(wires))
 
     def decode_of(self, position: int, wire: Tensor, elements: int) -> Tensor:
-        """What came from `position`. Malformed, by name."""
+        """The decoded share of `position`. Malformed names it."""
         with sent_by(self.call.group.ranks[position]):
             return self.decode(wire, elements)
 
 
 class Alone(MeanPart):
-    """Nobody else is there."""
+    """The mean of a single member."""
 
     def start(self) -> None:
         self.wire = self.codec.encode(self.buffer)
@@ -206,13 +206,13 @@ class Alone(MeanPart):
         if not usable:
             self.buffer.zero_()
             return
-        mine = self.decode(self.wire, self.buffer.numel())  # what a lossy codec leaves of it
+        mine = self.decode(self.wire, self.buffer.numel())  # with the codec's loss
         if mine.data_ptr() != self.buffer.data_ptr():
             self.buffer.copy_(mine)
 
 
 class AllGather(MeanPart):
-    """Everyone sends everything to everyone."""
+    """Each member sends everything to each."""
 
     def start(self) -> None:
         elements = self.buffer.numel()
@@ -223,13 +223,13 @@ class AllGather(MeanPart):
 
     @override
     def finish(self, usable: Sequence[int]) -> Steps[None]:
-        yield self.works  # the sends too: the reduction may write over what the wire is a view of
+        yield self.works  # the sends too: the reduction may overwrite memory of which the wire is a view
         self.note(self.wire, 0, self.buffer.numel())
         self.reduce(self.wire, self.buffer, usable)
 
 
 class TwoShot(MeanPart):
-    """Everyone sends shard p to position p, who sends its mean to everyone."""
+    """Each member sends shard p to position p, which sends its mean to each."""
 
     def start(self) -> None:
         group = self.call.group
@@ -252,7 +252,7 @@ class TwoShot(MeanPart):
         yield self.works
         group, back = self.call.group, self.codec.back
         first, last = self.shards[group.rank]
-        shard = self.buffer[first:last]  # the others have theirs: nothing is sent from this one any more
+        shard = self.buffer[first:last]  # the other members have received theirs, so this memory is free
         refused: Refused | Malformed | None = None
         try:
             self.reduce(self.wire, shard, usable)
@@ -270,7 +270,7 @@ class TwoShot(MeanPart):
                 yield sends
             raise refused
         decoded = back.decode(wire, last - first, shard.dtype)
-        if self.residual is not None:  # what the second encoding lost of all members' shares
+        if self.residual is not None:  # the second encoding's loss of all members' shares
             self.residual[first:last].add_(shard - decoded, alpha=len(usable))
         shard.copy_(decoded)
         yield works + sends
@@ -282,9 +282,7 @@ class TwoShot(MeanPart):
         return self.codec.back.wire_bytes(last - first, self.buffer.dtype)
 
     def _land(self, position: int) -> None:
-        """Put the shard of the mean that came from `position` in its place. It is judged beside this member's own share
-        of it, which lies there.
-        """
+        """Copy the mean shard of `position` into the buffer. It is checked against this member's own share there."""
         start, stop = self.shards[position]
         back, wire, shard = self.codec.back, self.inbox[position], self.buffer[start:stop]
         kind, ranks = PARTS * position + self.phase + _SECOND, self.call.group.ranks
@@ -313,13 +311,13 @@ class TwoShot(MeanPart):
 
 
 def refusal_wire(ranks: Sequence[int], culprit: int, nbytes: int) -> Tensor:
-    """The wire (nbytes,) uint8 that tells whose share was refused: a rank of the group, or -1. The owner of a shard
-    sends it instead of its mean, so that all end with the one error that names who sent the share.
+    """The wire (nbytes,) uint8 of a refusal: it names the rank of the group whose share was refused, or -1. The owner
+    of a shard sends it instead of its mean, so that all members end with the same error.
 
-    A wire of ones is no number in any form, so whoever reads it as a mean refuses it and looks then whether it is a
-    refusal: the right way costs nothing. In its middle stands whose share it was:
+    A wire of ones is not a number in any form, so a receiver rejects it as a mean, and only then checks whether it is a
+    refusal: the normal case costs nothing. The rank is in its middle:
 
-        ones ... | rank, its complement (4 bytes each) | ... ones        not told in wires below 24 bytes
+        ones ... | rank, its complement (4 bytes each) | ... ones        without a rank below 24 bytes
     """
     wire = torch.full((nbytes,), 0xFF, dtype=torch.uint8, device="cpu")
     if nbytes >= _LEAST and culprit in ranks:
@@ -330,7 +328,7 @@ def refusal_wire(ranks: Sequence[int], culprit: int, nbytes: int) -> Tensor:
 
 
 def refused_rank(wire: Tensor, ranks: Sequence[int]) -> int | None:
-    """The rank that `wire` names if it is a refusal (-1: nobody of the group); else None."""
+    """The rank that `wire` names if it is a refusal (-1: none of the group); None if it is not."""
     begin, rest = _middle(wire.numel()), wire
     culprit = -1
     if wire.numel() >= _LEAST:
@@ -352,13 +350,13 @@ def segments(elements: int, block: int) -> list[tuple[int, int]]:
 
 
 def gathers(elements: int, dtype: torch.dtype, codec: Codec, size: int) -> bool:
-    """Whether a segment is all-gathered, not averaged in two shots: whatever takes fewer bytes over all members."""
+    """Whether a segment is all-gathered, instead of averaged in two shots: the variant with fewer bytes in total."""
     there, back = (_shards(elements, dtype, form, codec.block, size).total for form in (codec, codec.back))
     return size * codec.wire_bytes(elements, dtype) <= there + back
 
 
 def _shards(elements: int, dtype: torch.dtype, form: Codec, block: int, size: int) -> ShardSizes:
-    """Of a segment: see `cuts`."""
+    """The shards of a segment, see `cuts`."""
     share = -(-elements // (size * block)) * block
     full, rest = divmod(elements, share) if share else (0, 0)
     runs = (full, share), (min(rest, 1), rest), (size - full - min(rest, 1), 0)
@@ -366,12 +364,12 @@ def _shards(elements: int, dtype: torch.dtype, form: Codec, block: int, size: in
 
 
 def phases(elements: int) -> int:
-    """Phases that the means of one round take: of each part the header, then scatter and gather of every segment."""
+    """Phases of the means of one round: for each part the header, then scatter and gather of every segment."""
     return PARTS * (1 + 2 * len(segments(elements, block=1)))
 
 
 def pattern(elements: int, dtype: torch.dtype, codec: Codec, size: int) -> Mean:
-    """What one mean in a group of `size` puts on the wire."""
+    """The message pattern of one mean in a group of `size`."""
     lengths = [stop - start for start, stop in segments(elements, codec.block)]
     made = {length: _segment(length, dtype, codec, size) for length in set(lengths)}
     return Mean(tuple(made[length] for length in lengths), HEADER_BYTES)
@@ -390,8 +388,8 @@ def sent_bytes(elements: int, dtype: torch.dtype, codec: Codec, size: int, posit
 
 
 def working_bytes(elements: int, dtype: torch.dtype, codec: Codec, size: int) -> int:
-    """Memory in bytes, beyond the buffer, that one mean in a group of `size` takes at its peak: what two segments
-    receive, and where the codec is no mere view, what it encodes and decodes.
+    """Bytes, beyond the buffer, that one mean in a group of `size` takes at its peak: the receive buffers of two
+    segments, and encoded and decoded data unless the codec returns views.
     """
     total = 0
     for start, stop in segments(elements, codec.block)[:2]:

@@ -115,7 +115,7 @@ class MessageQueue:
         head = torch.tensor([MAGIC, self.run, *header[:4], length, *header[4:]], dtype=torch.int64, device="cpu")
         number = self._sent[position]
         self._sent[position] += 1
-        if len(self._sends) >= self._look_at:  # rarely, for each look asks of all of them
+        if len(self._sends) >= self._look_at:  # rarely, because each pass checks all of them
             self._sends = [work for work in self._sends if not work.done()]
             self._look_at = 2 * len(self._sends) + _UNREAD
         self._sends.append(self._address(number).send(position, head, _HEAD))

@@ -1,30 +1,30 @@
-"""How the distributed backend runs transfers behind the computation: one driver thread steps them, and a pool of
-threads waits for gloo.
+"""Background transfers of the distributed backend: one driver thread steps them, and a pool of threads waits for gloo.
 
 A transfer's generator takes its first step in the caller's thread, so transfers start in program order; every later
-step runs on the driver thread when the works it waits for are done. Reductions there leave Python's lock to the
-computation, and take as many torch threads as the caller has.
+step runs on the driver thread when the works it waits for are done. Reductions there release the GIL, and take as many
+torch threads as the caller has.
 
-A deadline counts from the last sign of life of the peers that are waited for: from the last byte to or from them, or,
-where they have all that we have for them, from the last byte between them and others, for at most twenty deadlines.
+A deadline counts from the last sign of life of the peers that a transfer waits for: from the last byte to or from them.
+If they have received everything sent to them, it counts from the last byte between them and others, for at most twenty
+deadlines.
 
-torch.distributed offers no way to poll a gloo receive (`is_completed` stays False until somebody waits), and a wait
+torch.distributed offers no way to poll a gloo receive (`is_completed` stays False until a thread waits), and a wait
 with a time-out closes every pair of the rank when it expires. So each posted message gets a thread (`Waiters`) that
-waits without limit, and transfers keep the deadlines. Idle threads are reused; a thread stuck on a silent peer harms
-nobody until the process ends. Then it must have ended before the interpreter does: one that wakes up meanwhile, in the
-middle of torch, takes the process down (SIGABRT).
+waits without limit, and transfers enforce the deadlines. Idle threads are reused; a thread stuck on a silent peer does
+no harm while the process lives. But it must end before the interpreter does: a thread that wakes up during shutdown,
+inside torch, takes the process down (SIGABRT).
 
-gloo shows nothing between post and done either. So `Liveness` has signs of life of the other workers, beside their
-messages:
+gloo reports nothing between post and done either. So `Liveness` collects signs of life of the other workers besides
+their messages:
 
     the kernel's counters   what gloo's connections have carried (`isles.comm.tcp`): a slow link lives while bytes move
-    launchers' reports      who is lost; and bytes that others have moved between each other, so that a peer that itself
-                            waits for a third one counts as alive
+    launchers' reports      which workers are lost; and the bytes that workers have moved between each other, so that a
+                            peer that itself waits for a third one counts as alive
 
-gloo has one TCP connection a pair and process group, among this process's own descriptors: those that are new since
-before it joined. The ranks tell each other over the store the names of their own ends; at the other end a connection
-has the same two addresses, the other way round. The descriptors are gloo's: a duplicate lives only for one look,
-because one that lives longer would hold the connection open when gloo closes it, and the other side would not notice.
+gloo has one TCP connection per pair and process group, among this process's descriptors: those that are new after it
+joined. The ranks exchange the names of their ends over the store; at the other end a connection has the same two
+addresses, swapped. The descriptors belong to gloo: a duplicate is held only during one look, because otherwise it would
+hold the connection open when gloo closes it, and the other side would not notice.
 """
 
 from __future__ import annotations
@@ -52,31 +52,33 @@ from isles.comm.traffic import Traffic
 from isles.comm.transport import Deadlines, LinkEstimate, Steps, works_of
 
 GLANCE = 0.1  # seconds between looks
-_CLOSED = 1.0  # seconds that gloo has to read what came before a connection was closed
-_UNSEEN = 0.5e6  # bits per second of the slowest line that is waited for where nobody can see whether it moves
+_CLOSED = 1.0  # seconds for gloo to read what arrived before a connection was closed
+_UNSEEN = 0.5e6  # bits per second of the slowest supported link if its progress cannot be seen
 T = TypeVar("T")
 
 
 class Liveness:
-    """What one worker knows of the others' lives. silence: seconds until somebody counts as lost; None: the default."""
+    """What one worker knows of the others' liveness. silence: seconds until a worker counts as lost; None: default."""
 
     def __init__(self, silence: float | None = None) -> None:
         self._silence = Deadlines().silence if silence is None else silence
-        self._looking = threading.Lock()  # never waited for: one thread's look serves all others
+        self._looking = threading.Lock()  # only tried, never waited for: one thread's look serves all
         self._looked = -math.inf
         self._known: dict[int, dict[str, int]] = {}  # by peer: its connections' names and descriptors
         self._moved: dict[int, int] = {}  # by peer: bytes
         self._at: dict[int, float] = {}  # by peer: host clock when they last changed
         self._again: dict[int, float] = {}
-        self._idle: set[int] = set()  # all that was for them has arrived there
-        self._others: dict[int, tuple[int, float]] = {}  # by worker: bytes moved by its own word, and when that changed
+        self._idle: set[int] = set()  # peers that have received everything sent to them
+        self._others: dict[
+            int, tuple[int, float]
+        ] = {}  # by worker: bytes moved by its own report, and when they changed
         self._closed: dict[int, float] = {}  # by peer: when its connections were first seen closed
         self._losses: dict[int, str] = {}
         self._tries_soon = True
 
     def meet(self, make: Callable[[], T], rank: int, ranks: Sequence[int], store: Callable[[], dist.Store]) -> T:
-        """What `make` returns: it joins the workers `ranks`; the connections that it makes are known from then on.
-        store: where they all can write, for this group alone.
+        """Call `make`, which connects the workers `ranks`, and return its result; its new connections are observed from
+        then on. store: where they can all write, for this group alone.
         """
         before = connections()
         made = make()
@@ -96,13 +98,13 @@ class Liveness:
         return made
 
     def waits(self, deadlines: Deadlines, peers: Iterable[int]) -> Deadlines:
-        """These, or with more time for long transfers where the connection to some peer cannot be seen."""
+        """`deadlines`, or longer ones for long transfers if the connection to some peer cannot be observed."""
         if all(peer in self._known for peer in peers):
             return deadlines
         return replace(deadlines, slowest_link=min(deadlines.slowest_link, _UNSEEN))
 
     def look(self) -> None:
-        """Ask the kernel, if that was not done a moment ago."""
+        """Ask the kernel, unless that was done a moment ago."""
         now = time.monotonic()
         if now - self._looked < GLANCE or not self._looking.acquire(blocking=False):
             return
@@ -121,42 +123,42 @@ class Liveness:
         return sum(list(self._moved.values()))
 
     def link_estimate(self) -> LinkEstimate | None:
-        """The slowest one to another machine; None where no connection is known that leads to one."""
+        """The estimate of the slowest connection to another machine; None if none is known."""
         known = [(name, fd) for own in self._known.values() for name, fd in own.items() if is_far(name)]
         rates = [look.rate for name, fd in known if (look := _look(fd, name)) is not None and look.rate is not None]
         return LinkEstimate(min(rates, default=None), self._tries_soon) if known else None
 
     def set_counts(self, counts: Sequence[int]) -> None:
-        """A launcher's word: by rank, the bytes that each worker says to have moved."""
+        """A launcher's report: by rank, the bytes that each worker has moved."""
         for worker, count in enumerate(counts):
             if count != self._others.get(worker, (0, 0.0))[0]:
                 self._others[worker] = count, time.monotonic()
 
     def lose(self, peer: int, why: str) -> None:
-        """From now on nobody waits for `peer`."""
+        """Count `peer` as lost from now on, so that no transfer waits for it."""
         self._losses.setdefault(peer, why)
 
     def notify_blocked(self, peers: Collection[int | None], seconds: float) -> None:
-        """A worker has been blocked for so long because nothing comes from `peers`: called at each glance."""
+        """A transfer has been blocked for `seconds` because nothing arrives from `peers`; called at each look."""
 
     def loss_of(self, peer: int | None) -> str | None:
-        """Why nothing will come from a peer any more; None for who may still answer."""
+        """Why nothing more will arrive from a peer; None if something may."""
         return None if peer is None else self._losses.get(peer)
 
     def last(self, peer: int | None) -> float:
-        """When a byte last moved to or from a peer (None: to or from anyone), host clock; -inf for who is not seen."""
+        """When a byte last moved to or from a peer (None: any), host clock; -inf if its connection is not observed."""
         if peer is None:
             return max(list(self._at.values()), default=-math.inf)
         return self._at.get(peer, -math.inf)
 
     def last_elsewhere(self, peer: int | None) -> float:
-        """When a peer last moved a byte between itself and anyone, by its own word; -inf while we owe it something."""
+        """When a peer last moved a byte between itself and anyone, by its own report; -inf if it still lacks data."""
         if peer is None or peer not in self._idle or peer not in self._others:
             return -math.inf
         return self._others[peer][1]
 
     def retry_in(self, peer: int | None) -> float:
-        """Seconds until the kernel tries once more to reach a peer that did not acknowledge; else 0."""
+        """Seconds until the kernel retransmits to a peer that did not acknowledge; else 0."""
         return 0.0 if peer is None else self._again.get(peer, 0.0)
 
     def _note(self, peer: int, looks: Sequence[ConnectionState], now: float) -> None:
@@ -172,12 +174,12 @@ class Liveness:
 
 
 def connections() -> dict[str, int]:
-    """Descriptors of this process's TCP connections by `ConnectionState.name`; empty where the kernel does not say."""
+    """Descriptors of this process's TCP connections by `ConnectionState.name`; empty if the kernel does not report."""
     return {look.name: fd for fd, look in looks().items()}
 
 
 def _look(fd: int, name: str, silence: float | None = None) -> ConnectionState | None:
-    """Of the connection `name` behind a descriptor; None where it is no more. silence: have it tried on for so long."""
+    """The state of connection `name` behind a descriptor; None if it is closed. silence: set the kernel's time-out."""
     for end in opened(fd):
         look = connection_state(end)
         if look is not None and look.name == name:
@@ -187,13 +189,13 @@ def _look(fd: int, name: str, silence: float | None = None) -> ConnectionState |
     return None
 
 
-_LOOK = "look"  # wakes the driver's thread, that it may begin to look
+_LOOK = "look"  # wakes the driver's thread to begin looking
 
-_CHAIN = 20  # deadlines for which a peer is waited for that itself waits for another
+_CHAIN = 20  # so many deadlines to wait for a peer that itself waits for another
 
 
 class PostedWork:
-    """One message on its way; `finished` counts once, whoever calls it. now: the worker's clock."""
+    """One message in flight; only the first call of `finished` counts. now: the worker's clock."""
 
     def __init__(self, peer: int | None, buffer: Any, now: Callable[[], float]) -> None:
         self.peer = peer
@@ -201,7 +203,7 @@ class PostedWork:
         self.error: Exception | None = None
         self._now = now
         self._buffer = buffer  # the buffer must live until the message is done
-        self._lock = threading.Lock()  # a waiter thread ends it while the driver begins to watch it
+        self._lock = threading.Lock()  # a waiter thread may end it while the driver begins to watch it
         self._done = False
         self._watcher: Watch | None = None
 
@@ -209,12 +211,12 @@ class PostedWork:
         return self._done
 
     def finished(self, error: Exception | None = None) -> None:
-        """Mark as done (or failed) and tell the transfer that waits."""
+        """Mark as done (or failed) and notify the waiting transfer."""
         with self._lock:
-            if self._done:  # its peer was given up before
+            if self._done:  # ended before, because its peer was lost
                 return
             self.at, self.error, self._buffer = self._now(), error, None
-            self._done = True  # last: it is asked without the lock
+            self._done = True  # last, because `done` reads it without the lock
             watcher = self._watcher
         if watcher is not None:
             watcher.one_done()
@@ -229,7 +231,7 @@ class PostedWork:
 
 
 class HostEvent(PostedWork):
-    """See `isles.comm.transport.WaitEvent`. No loss can fail it: it is set then, too."""
+    """See `isles.comm.transport.WaitEvent`. It cannot fail: a loss sets it, too."""
 
     def set(self) -> None:
         super().finished()
@@ -239,20 +241,20 @@ class HostEvent(PostedWork):
 
 
 class Watch:
-    """Counts the works that one yield waits for and wakes its transfer when `needed` are done, or one has failed."""
+    """Counts the works of one yield, and wakes its transfer when `needed` are done or one has failed."""
 
     def __init__(self, transfer: BackgroundTransfer, works: Sequence[PostedWork], needed: int) -> None:
         self.transfer, self.works = transfer, works
-        self._lock = threading.Lock()  # works end in waiter threads, also while this is being made
+        self._lock = threading.Lock()  # works end in waiter threads, also while this object is being made
         self._needed = needed
-        self._is_starting = True  # until `released`: nobody wakes the transfer while this is being made
+        self._is_starting = True  # until `released`: do not wake the transfer while this object is being made
         self._woken = False
         for work in works:
             if not work.watch(self):
                 self.one_done()
 
     def released(self) -> bool:
-        """From now on the transfer may be woken; True when there is nothing left to wait for."""
+        """Allow wake-ups from now on; True if there is nothing left to wait for."""
         with self._lock:
             self._is_starting = False
             return self._wakes()
@@ -265,7 +267,7 @@ class Watch:
             self.transfer.driver.wake(self.transfer)
 
     def _wakes(self) -> bool:
-        """Whether the wait is over and nobody has been notified. Under the lock: True once."""
+        """Whether the wait is over and was not reported yet. Under the lock: True once."""
         if self._is_starting or self._woken or (self._needed > 0 and self.outcome() is None):
             return False
         self._woken = True
@@ -279,11 +281,11 @@ class Watch:
 
 
 class BackgroundTransfer:
-    """A generator under way. See `isles.comm.transport.Transfer`."""
+    """A protocol in progress. See `isles.comm.transport.Transfer`."""
 
     def __init__(self, driver: Driver, steps: Steps[Any], channel: Channel, deadline: float, traffic: Traffic) -> None:
         self.driver, self.channel, self.seconds, self.traffic = driver, channel, deadline, traffic
-        self.threads = torch.get_num_threads()  # of the caller, which may have more than when the driver began
+        self.threads = torch.get_num_threads()  # the caller's present number
         self._steps = steps
         self._began = driver.now()
         self._start = time.monotonic()
@@ -301,7 +303,7 @@ class BackgroundTransfer:
                     waited = self._steps.throw(error) if error is not None else next(self._steps)
                 except StopIteration as end:
                     self._end(end.value, None)
-                except Exception as failure:  # whatever the protocol raises belongs to whoever waits
+                except Exception as failure:  # any exception of the protocol is raised in `wait`
                     self._end(None, failure)
                 else:
                     self._watch = Watch(self, *works_of(waited))  # type: ignore[arg-type]
@@ -325,7 +327,7 @@ class BackgroundTransfer:
         return self._ended.is_set() or self._left() <= 0
 
     def give_up_lost(self) -> None:
-        """End what is waited for from peers that are gone."""
+        """End the works with lost peers."""
         for work in self._late():
             if (why := self.driver.liveness.loss_of(work.peer)) is not None:
                 work.finished(PeerLost(-1 if work.peer is None else work.peer, why))
@@ -358,7 +360,7 @@ class BackgroundTransfer:
 
 
 class Driver:
-    """The thread that steps transfers whose works are done, and looks who is alive while any is under way.
+    """The thread that steps transfers whose works are done, and checks liveness while any is in progress.
 
     now: the worker's clock, seconds.
     """
@@ -389,7 +391,7 @@ class Driver:
         self._ready.put(transfer)
 
     def close(self) -> None:
-        """Let the thread end after what is ready."""
+        """Let the thread end after the steps that are ready."""
         if self._thread is not None:
             self._ready.put(None)
             self._thread.join(5.0)
@@ -415,7 +417,7 @@ class Driver:
 
 
 WaiterJob = Callable[[], Callable[[], None]]
-"""Waits, and returns what then tells of it; neither raises."""
+"""Waits, and returns a function that reports the end; neither raises."""
 
 
 class Waiters:
@@ -424,12 +426,12 @@ class Waiters:
     def __init__(self) -> None:
         self._idle: list[SimpleQueue[WaiterJob | None]] = []
         self._threads: set[threading.Thread] = set()
-        self._lock = threading.Lock()  # of the idle list, which callers take from and waiters put back to
+        self._lock = threading.Lock()  # guards the idle list, which callers and waiters change
         self._closed = False
 
     def submit(self, job: WaiterJob) -> None:
-        """Run `job` on a thread of its own. It is idle again before the job reports: a caller that then has another job
-        finds it, so there are never more threads than jobs have waited at once.
+        """Run `job` on a thread of its own. The thread is idle again before the job reports: a caller that then has
+        another job finds it, so there are never more threads than simultaneous jobs.
         """
         with self._lock:
             inbox = self._idle.pop() if self._idle else None
@@ -460,13 +462,13 @@ class Waiters:
                 if not closed:
                     self._idle.append(inbox)
             report()
-            del job, report  # an idle thread keeps no message, and so no buffer, alive
+            del job, report  # an idle thread must not hold a message's buffer alive
             if closed:
                 return
 
 
 class OnHostClock:
-    """Computing takes the time it takes, and nothing of it can be saved."""
+    """A transport on the host's clock: computing takes its real time, and there is no state to save."""
 
     step_seconds = 0.0
     away_seconds = 0.0

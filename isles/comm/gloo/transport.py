@@ -1,16 +1,16 @@
 """The distributed backend: torch.distributed point-to-point messages between real processes.
 
 Guarantees: a killed peer is reported by every transfer that needs it (PeerLost, within seconds); a silent one when the
-transfer's deadline ends (DeadlinePassed); other pairs stay usable after either. Facts about gloo behind the design:
-`isles.comm.gloo.transfers`. Messages travel over gloo as uint8 views of CPU memory. Processes that somebody else has
-started find the world that their environment describes, by torchrun's variables or those of srun and mpirun, from which
-they are made (`world_variables`). They meet at a store, within a deadline; the error names a missing one.
+transfer's deadline ends (DeadlinePassed); other pairs stay usable after either. For gloo's properties behind the design
+see `isles.comm.gloo.transfers`. Messages travel over gloo as uint8 views of CPU memory. Processes started by another
+program find the world in their environment, by torchrun's variables or those of srun and mpirun (`world_variables`).
+They meet at a store within a deadline; the error names a missing one.
 
-`native_sum` is torch's own all_reduce, over NCCL for CUDA buffers: the fast path inside an island. Nobody waits for
-such a collective, a call only queues it on NCCL's streams, and a lost member would leave the others' kernels running
-for ever. So each collective is polled until it is over (`NativeGroup`). Where a member is lost, or none of the group's
-collectives has ended for `silence` seconds, the group is aborted, and the next call over these ranks raises PeerLost
-for the member that has given no sign of life for longest; the group is made anew after it.
+`native_sum` is torch's own all_reduce, over NCCL for CUDA buffers: the fast path inside an island. A call only queues
+such a collective on NCCL's streams, and a lost member would leave the others' kernels running for ever. So each
+collective is polled until it is over (`NativeGroup`). If a member is lost, or none of the group's collectives has ended
+for `silence` seconds, the group is aborted, and the next call over these ranks raises PeerLost for the member with the
+longest silence; after that the group is made anew.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _WORLD = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 def world_variables(environment: Mapping[str, str]) -> dict[str, str] | None:
     """RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT as torchrun sets them; None: a world
-    of one. ValueError for a description of several processes in which something is missing.
+    of one. ValueError for an incomplete description of several processes.
     """
     if "RANK" in environment or _whole(environment, "WORLD_SIZE") > 1:
         made = dict(environment)
@@ -84,7 +84,7 @@ def _whole(variables: Mapping[str, str], name: str) -> int:
 
 
 def _slurm(environment: Mapping[str, str]) -> dict[str, str] | None:
-    """A task of a step of several (srun); not the batch script around it."""
+    """A task of an srun step with several tasks; not the batch script around it."""
     if "SLURM_PROCID" not in environment or not (environment.keys() & {"SLURM_STEP_ID", "SLURM_STEPID"}):
         return None
     size = environment.get("SLURM_STEP_NUM_TASKS") or environment.get("SLURM_NTASKS") or "1"
@@ -103,14 +103,14 @@ def _open_mpi(environment: Mapping[str, str]) -> dict[str, str] | None:
 
 
 def _pmi(environment: Mapping[str, str]) -> dict[str, str] | None:
-    """MPICH's and Intel's mpirun."""
+    """Variables of MPICH's and Intel's mpirun."""
     local = environment.get("MPI_LOCALRANKID")
     return _several(environment, environment.get("PMI_RANK"), environment.get("PMI_SIZE"), local, None, None)
 
 
 def _several(environment: Mapping[str, str], *values: str | None) -> dict[str, str] | None:
-    """What is `values` of one of several processes, in the order of _WORLD; None where they are not several. The
-    user's own address and port count, if set.
+    """The variables of one of several processes from `values`, in the order of _WORLD; None for a single process. The
+    user's own address and port take precedence.
     """
     made = dict(zip(_WORLD, values, strict=True))
     if made["RANK"] is None or int(made["WORLD_SIZE"] or 1) < 2:
@@ -120,13 +120,13 @@ def _several(environment: Mapping[str, str], *values: str | None) -> dict[str, s
 
 
 def _first_host(nodes: str) -> str | None:
-    """Of Slurm's `gpu[03-05,9],login`: gpu03."""
+    """The first host of a Slurm list: gpu03 of `gpu[03-05,9],login`."""
     found = re.match(r"([^\[,]+)(?:\[(\w+))?", nodes)
     return None if found is None else found[1] + (found[2] or "")
 
 
 def _port(job: str) -> int:
-    """The same for all processes of a job; below those that systems give out by themselves."""
+    """A port that is equal for all processes of a job, below the range of ephemeral ports."""
     return 20_000 + zlib.crc32(job.encode()) % 10_000
 
 
@@ -134,7 +134,7 @@ _LATER = "raise the deadline if it starts later: isles.init(deadlines=isles.Dead
 
 
 def store_of(variables: Mapping[str, str], seconds: float) -> dist.Store:
-    """That of torchrun, or one at rank 0, as `world_variables` describes it."""
+    """torchrun's store, or one at rank 0, as `world_variables` describes it."""
     address, port, rank = variables["MASTER_ADDR"], int(variables["MASTER_PORT"]), int(variables["RANK"])
     is_host = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     where = f"nobody answers at {address}:{port} for {seconds:g} s, where rank 0 should"
@@ -151,7 +151,7 @@ def meet(store: dist.Store, rank: int, ranks: Sequence[int], seconds: float) -> 
     for peer in ranks:
         try:
             store.wait([f"here/{peer}"], timedelta(seconds=max(ends_at - time.monotonic(), 0.01)))
-        except RuntimeError as error:  # each kind of store has its own
+        except RuntimeError as error:  # each kind of store raises its own kind
             try:
                 missing = [str(one) for one in ranks if not store.check([f"here/{one}"])]
             except RuntimeError:
@@ -165,29 +165,29 @@ def meet(store: dist.Store, rank: int, ranks: Sequence[int], seconds: float) -> 
 
 @contextmanager
 def failing_as(what: str) -> Iterator[None]:
-    """Torch's own errors within say `what` first."""
+    """Prefix torch's own errors with `what`."""
     try:
         yield
     except dist.DistError as error:
         raise RendezvousFailed(f"{what} ({str(error).splitlines()[0]})") from None
 
 
-_SOON = 0.0005  # seconds between looks at one that somebody waits for
+_SOON = 0.0005  # seconds between polls of an awaited collective
 
 
 class NativeGroup:
-    """torch's group of `ranks`, of which this worker is `rank`."""
+    """torch's process group of `ranks`, in which this worker is `rank`."""
 
     def __init__(self, processes: Any, rank: int, ranks: tuple[int, ...], liveness: Liveness, silence: float) -> None:
         self.processes, self._rank = processes, rank
         self._others = [other for other in ranks if other != rank]
         self._liveness, self._silence = liveness, silence
-        self._ended = 0.0  # when the newest of its collectives was seen to be over
+        self._ended = 0.0  # when a collective was last seen to end
         self.error: PeerLost | None = None
 
     def follow(self, message: list[Any], work: PostedWork | None = None) -> Callable[[], None]:
-        """Look at a collective until it is over, or the group is lost; what then tells of it. message: it alone, let go
-        before anyone hears. work: of who waits.
+        """Poll a collective until it is over, or the group is lost; returns a function that reports it. message: the
+        collective in a list of one, dropped before the report. work: of the waiting transfer.
         """
         began = time.monotonic()
         while not message[0].is_completed():
@@ -196,7 +196,7 @@ class NativeGroup:
             late = time.monotonic() - max(began, self._ended, self._liveness.last(quiet)) > self._silence
             why = self._liveness.loss_of(quiet) or f"a sum on GPUs has waited for it for {self._silence:g} s"
             if work is not None:
-                work.peer = quiet  # it is named where the wait is given up
+                work.peer = quiet  # the error names it
             if self.error is None and (late or self._liveness.loss_of(quiet) is not None):
                 self.error = PeerLost(quiet, why)
                 self.processes.abort()
@@ -212,8 +212,8 @@ class NativeGroup:
 
 
 _LOG = logging.getLogger(__name__)
-_WORLDS = count()  # of this process, found by `from_environment`: all processes find them in the same order
-_NEVER = timedelta(days=30)  # gloo's own time-out closes every pair of the rank: deadlines are kept by transfers
+_WORLDS = count()  # worlds of `from_environment` so far; all processes count them in the same order
+_NEVER = timedelta(days=30)  # gloo's own time-out would close every pair of the rank; transfers enforce deadlines
 
 
 class DistributedTransport(OnHostClock):
@@ -229,7 +229,7 @@ class DistributedTransport(OnHostClock):
         self._processes = processes  # None: the default process group, which is this transport's own
         self._waiters = Waiters()
         self.is_closed = False
-        self._store: dist.Store | None = None  # where its ranks meet; None: that of torch's own process group
+        self._store: dist.Store | None = None  # where its ranks meet; None: the store of torch's process group
         self._join = Deadlines().join
         self._silence = Deadlines().silence
         self._native_groups: dict[tuple[tuple[int, ...], str], NativeGroup] = {}
@@ -245,10 +245,10 @@ class DistributedTransport(OnHostClock):
 
     @classmethod
     def from_environment(cls, join: float = 300.0) -> tuple[DistributedTransport, int | None]:
-        """The world that the environment describes (`world_variables`) or torch.distributed has been given, and this
-        worker's number on its machine; one worker without either. A process group that the user has made (NCCL, other
-        time-outs) stays as it is: a gloo group over the same ranks is made beside it. RendezvousFailed where one does
-        not come within `join` seconds.
+        """The world that the environment describes (`world_variables`) or that torch.distributed was initialized with,
+        and this worker's number on its machine; a single worker without either. A process group of the user (NCCL,
+        other time-outs) stays as it is: a gloo group over the same ranks is made beside it. RendezvousFailed if a
+        process does not call this within `join` seconds.
         """
         is_beside = dist.is_available() and dist.is_initialized()
         variables = dict(os.environ) if is_beside else world_variables(os.environ)
@@ -261,7 +261,7 @@ class DistributedTransport(OnHostClock):
         if interface := gloo_interface({**variables, "WORLD_SIZE": str(size)}):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         store = distributed_c10d._get_default_store() if is_beside else store_of(variables, join)
-        # Keys of its own: those of a process group that was made and destroyed before are still there.
+        # A prefix of its own: keys of a process group that was destroyed before are still in the store.
         store = dist.PrefixStore(f"isles/{next(_WORLDS)}", store)
         meet(store, rank, range(size), join)
         liveness = Liveness()
@@ -272,11 +272,11 @@ class DistributedTransport(OnHostClock):
             processes = liveness.meet(make, rank, range(size), lambda: dist.PrefixStore("life", store))
         transport = cls(rank, size, processes, liveness)
         transport._store, transport._join = store, join
-        atexit.register(transport.close)  # a script may just end
+        atexit.register(transport.close)  # a script may end without closing
         return transport, _local_rank(variables)
 
     def waits(self, deadlines: Deadlines) -> Deadlines:
-        """These, with more time for long transfers where the kernel does not tell whether a line moves."""
+        """`deadlines`, with more time for long transfers if the kernel does not report a link's progress."""
         self._join, self._silence = deadlines.join, deadlines.silence
         return self.liveness.waits(deadlines, (peer for peer in range(self.size) if peer != self.rank))
 
@@ -289,7 +289,7 @@ class DistributedTransport(OnHostClock):
     def native_sum(self, buffer: Tensor, ranks: tuple[int, ...]) -> PostedWork:
         """`torch.distributed`'s all_reduce, over NCCL for CUDA buffers, else over gloo.
 
-        With NCCL every rank needs a GPU of its own and has made it the current one (torch.cuda.set_device).
+        With NCCL every rank needs a GPU of its own, made current (torch.cuda.set_device).
         """
         group, device = self.process_group(ranks, buffer.device.type), buffer.device.type
         start = partial(dist.all_reduce, buffer, group=group, async_op=True)
@@ -300,7 +300,7 @@ class DistributedTransport(OnHostClock):
         return work
 
     def followed(self, start: Callable[[], Any], ranks: tuple[int, ...], work: PostedWork | None = None) -> Any:
-        """What `start` posts on the GPUs of `ranks`, looked at until its end. work: of who waits for it."""
+        """Call `start`, which posts a collective on the GPUs of `ranks`, and poll it. work: of the waiting transfer."""
         group = self._native_groups[ranks, "nccl"]
         if group.error is not None:
             raise group.error
@@ -309,15 +309,15 @@ class DistributedTransport(OnHostClock):
         return message
 
     def process_group(self, ranks: tuple[int, ...], device: str) -> dist.ProcessGroup:
-        """Over NCCL for "cuda", else over gloo. Made once, and anew where a member was lost; its members meet within
-        the deadline `join`, or RendezvousFailed names who has not come.
+        """torch's group over NCCL for "cuda", else over gloo. Cached, and made anew after a loss; its members meet
+        within the deadline `join`, or RendezvousFailed names the missing ones.
         """
         key = (ranks, "nccl" if device == "cuda" else "gloo")
         if key in self._native_groups and self._native_groups[key].error is not None:
             del self._native_groups[key]
             self._lost[key] += 1
         if key not in self._native_groups:
-            # Only the members meet: other groups of the mesh are made by their own. A group made anew has new keys.
+            # Only the members meet here. A group that is made anew has new keys.
             prefix = f"{key[1]} {ranks} {self._lost[key]}"
             own = dist.PrefixStore(prefix, self._store or distributed_c10d._get_default_store())
             meet(own, self.rank, ranks, self._join)
@@ -328,7 +328,7 @@ class DistributedTransport(OnHostClock):
         return self._native_groups[key].processes
 
     def close(self) -> None:
-        """End the threads and the process group. Transfers that were given up are cut off, and with them all others."""
+        """End the threads and the process group. Abandoned transfers are cut off, and with them all others."""
         if self.is_closed:
             return
         self.is_closed = True
@@ -342,12 +342,12 @@ class DistributedTransport(OnHostClock):
     def _cut_off(self) -> None:
         """Close all connections of this process, so that threads that wait for a message get an error.
 
-        What is avoided everywhere else does it: a receive with a time-out (see `isles.comm.gloo.transfers.Waiters`).
+        Uses what is avoided everywhere else: a receive whose time-out closes every pair (see `transfers`).
         """
         if not dist.is_initialized():
             return
         try:
-            tag = Tag("control", -1, 0, 253)  # nobody sends under it
+            tag = Tag("control", -1, 0, 253)  # a tag that no message has
             message = dist.irecv(torch.empty(1, dtype=torch.uint8, device="cpu"), None, self._processes, pack(tag))
             if message is not None:
                 message.wait(timedelta(milliseconds=1))

@@ -1,16 +1,16 @@
 """A connection after its handshake: messages in two lanes, urgent ones before the others and between the frames of a
 long one; and signs of life.
 
-Bytes prove nothing about a process: the kernel of one that is frozen goes on acknowledging. So each end of a
-connection, and every worker, says now and then that it is there, whatever its other threads do. An end that is silent
-for too long is lost; each piece of a long message over a slow link is a sign of life. A frame fits a TLS record, and
-what the kernel takes beyond the one that it is sending is bounded, or urgent messages would wait behind it.
+Traffic proves nothing about a process: the kernel of a frozen one goes on acknowledging. So each end of a connection,
+and every worker, sends signs of life now and then from a thread of its own. An end that is silent for too long is lost;
+each piece of a long message over a slow link is a sign of life. A frame fits a TLS record, and the kernel's send buffer
+is bounded, because urgent messages would have to wait behind it.
 
-    frame = b"isle" + length (4 bytes, big-endian) + that many bytes of a message; length 0 says only "I am here"
+    frame = b"isle" + length (4 bytes, big-endian) + that many bytes of a message; length 0: only a sign of life
 
-The two highest bits of the length are flags: `URGENT`, and `MORE` where the message goes on in a later frame. A message
-is measured before it is buffered, and its JSON parsed as what strangers wrote. No pickle: what comes is plain data, and
-anything else is `BadFrame`.
+The two highest bits of the length are flags: `URGENT`, and `MORE` if the message goes on in a later frame. A message's
+length is checked before it is buffered, and its JSON is parsed as untrusted input. There is no pickle: messages are
+plain data, and anything else is `BadFrame`.
 
 A `Connection` runs in the loop's thread.
 """
@@ -37,13 +37,13 @@ from isles.comm.errors import CommError
 from isles.comm.stopping import LeaveControl
 
 BEAT = 2.0  # seconds between signs of life
-_STOOD = 2.0  # seconds between two looks that count at most: beyond it this side stood still itself
+_STOOD = 2.0  # the longest interval between two looks that counts: beyond it this process itself was suspended
 
 
 class Silence:
-    """For how long the other side has said nothing, as seen by one that looks often.
+    """Measures how long the other side has been silent; `over` must be called often.
 
-    seconds: after which it counts as lost. first: the same until its first word, for programs start slowly.
+    seconds: until it counts as lost. first: the same before its first message, because programs start slowly.
     """
 
     def __init__(self, seconds: float, first: float | None = None) -> None:
@@ -53,22 +53,22 @@ class Silence:
         self._longer = 0.0
 
     def heard(self) -> None:
-        """Something came."""
+        """Something has arrived."""
         self._heard, self._first, self._longer = time.monotonic(), None, 0.0
 
     @property
     def has_heard(self) -> bool:
-        """Whether anything ever came."""
+        """Whether anything has ever arrived."""
         return self._first is None
 
     @property
     def limit(self) -> float:
-        """Seconds after which it counts as lost now."""
+        """The present limit, seconds."""
         return self.seconds if self._first is None else self._first
 
     def over(self, longer: float = 0.0) -> bool:
-        """A look: whether the silence exceeds the limit and `longer`: the largest in this silence, and at most the
-        limit once more (the other side's kernel waits about as long as this one). What has come must be read first.
+        """Whether the silence exceeds the limit plus `longer` (the largest value in this silence, and at most the limit
+        once more: the other side's kernel waits about as long as this one). Read what has arrived before calling it.
         """
         now = time.monotonic()
         self._heard = min(self._heard + max(now - self._looked - _STOOD, 0.0), now)
@@ -78,7 +78,7 @@ class Silence:
 
 
 def no_sign_of_life(seconds: float) -> str:
-    """What a worker is said to have failed of that was silent for so long."""
+    """The reported failure of a worker that was silent for so long."""
     return f"no sign of life for {seconds:g} s: its process is stopped or its machine frozen"
 
 
@@ -89,9 +89,9 @@ def begin_pulse(
     asked: threading.Event,
     leaving: LeaveControl,
 ) -> None:
-    """A worker's thread of signs of life: ("beat", bytes that its connections have moved) until `closing`.
+    """Start a worker's thread of signs of life: ("beat", bytes that its connections have moved) until `closing`.
 
-    asked: where it is set, somebody has asked this process to end; passed on to `leaving`.
+    asked: set when this process is asked to end; passed on to `leaving`.
     """
 
     def beat() -> None:
@@ -108,27 +108,25 @@ def begin_pulse(
 MARK = b"isle"
 HEAD = struct.Struct(">4sI")
 URGENT, MORE = 1 << 31, 1 << 30
-LONGEST = 16 << 20  # bytes of a message from one who belongs to the run; they have some hundred
-STRANGERS = 64 << 10  # bytes of a message from one of whom nothing is known
+LONGEST = 16 << 20  # the most bytes of an authenticated peer's message; usual ones have some hundred
+STRANGERS = 64 << 10  # the most bytes of an unauthenticated peer's message
 ALIVE = HEAD.pack(MARK, 0)
 _OTHER = "what answers there is not Isles"
-_DEEPEST = 32  # tables and lists in each other; those of Isles have 6
+_DEEPEST = 32  # nesting of tables and lists; Isles' messages have 6
 
 
 class BadFrame(ValueError):
-    """What came is no message of Isles."""
+    """What arrived is no message of Isles."""
 
 
 def packed(message: Any) -> bytes:
-    """The frame of a message: anything that JSON holds."""
+    """The frame of a message, any JSON value."""
     body = json.dumps(message).encode()
     return HEAD.pack(MARK, len(body)) + body
 
 
 def head_of(head: bytes, longest: int) -> tuple[int, bool, bool]:
-    """Of the first `HEAD.size` bytes of a frame: bytes that follow, whether it is urgent, and whether its message goes
-    on. BadFrame where it is longer than `longest`.
-    """
+    """Parse the first `HEAD.size` bytes of a frame: (length, urgent, more). BadFrame if it is longer than `longest`."""
     mark, flags = HEAD.unpack(head)
     length = flags & ~(URGENT | MORE)
     if mark != MARK or length > longest or (flags and not length):
@@ -137,7 +135,7 @@ def head_of(head: bytes, longest: int) -> tuple[int, bool, bool]:
 
 
 def message_of(body: bytes) -> Any:
-    """The message of a body. BadFrame where it is no JSON, or deeper than any message of Isles."""
+    """The message of a body. BadFrame if it is no JSON, or nested too deeply."""
     try:
         return parse_json(body, _DEEPEST)
     except ValueError as error:
@@ -145,7 +143,7 @@ def message_of(body: bytes) -> Any:
 
 
 async def heard(reader: asyncio.StreamReader, longest: int) -> Any:
-    """The first message on a connection. BadFrame, or EOFError where there is none."""
+    """The first message on a connection. BadFrame; EOFError if there is none."""
     body, more = b"", True
     while more or not body:
         length, _, more = head_of(await reader.readexactly(HEAD.size), longest - len(body))
@@ -157,23 +155,23 @@ SILENCE = 10.0  # seconds without a sign of life until the other side counts as 
 
 
 class LinkLost(CommError):
-    """The connection is of no use any more; the text says why, as in "it closed the connection"."""
+    """The connection is not usable any more; the text is the reason, such as "it closed the connection"."""
 
 
 def ends(writer: asyncio.StreamWriter) -> tuple[str, str]:
-    """The addresses of this end and the other one; empty for a connection that is gone already."""
+    """The addresses of this end and the other one; "" for a connection that has ended."""
     names = (writer.get_extra_info("sockname"), writer.get_extra_info("peername"))
     here, there = (plain(name[0]) if name else "" for name in names)
     return here, there
 
 
 def plain(address: str) -> str:
-    """An IPv4 address that an IPv6 socket saw, as people write it."""
+    """An IPv4 address from an IPv6 socket, in its usual form."""
     return address.removeprefix("::ffff:")
 
 
 def reason(error: BaseException, seconds: float | None = None) -> str:
-    """Why a connection is of no use, in words. seconds: how long it was waited; None: SILENCE."""
+    """Why a connection failed, in words. seconds: how long it was waited for; None: SILENCE."""
     if isinstance(error, BadFrame):
         return str(error)
     if isinstance(error, EOFError | ConnectionResetError | BrokenPipeError | RuntimeError):
@@ -191,7 +189,7 @@ def reason(error: BaseException, seconds: float | None = None) -> str:
 
 
 async def close(writer: asyncio.StreamWriter) -> None:
-    """Close a connection once what was sent has left, or it takes too long."""
+    """Close a connection once its buffer was sent, or after a time-out."""
     try:
         writer.close()
         async with asyncio.timeout(_FLUSH):
@@ -204,19 +202,19 @@ async def close(writer: asyncio.StreamWriter) -> None:
 
 PIECE = 1 << 14
 """Bytes of a message in one frame."""
-_LOOKS = 4  # and signs of life, in a silence
-_LOOK = 1.0  # seconds between them, at most
-_UNSENT = 1 << 17  # bytes that the kernel takes before they can be sent
+_LOOKS = 4  # looks, and signs of life, within a silence
+_LOOK = 1.0  # the most seconds between them
+_UNSENT = 1 << 17  # unsent bytes that the kernel buffers
 _NOTSENT_LOWAT = 25  # of linux/tcp.h
-_FLUSH = 2.0  # seconds for what was said to leave
+_FLUSH = 2.0  # seconds to send the queue
 
 Heard = Callable[[bytes | bytearray, bool], Awaitable[object] | None]
-"""Called with a message and whether it is urgent. Nothing is read until what it returns is done."""
+"""Called with a message and whether it is urgent. Reading pauses until the returned awaitable is done."""
 
 
 class Connection:
-    """One end. silence: seconds until the other one counts as gone. longest: bytes of a message that comes. most: bytes
-    that wait to be sent. longer: seconds that a silence may last beyond its limit now.
+    """One end. silence: seconds until the other one counts as lost. longest: bytes of a received message. most: bytes
+    of the send queue. longer: returns by how many seconds a silence may now exceed its limit.
     """
 
     def __init__(
@@ -231,7 +229,7 @@ class Connection:
     ) -> None:
         self._reader, self._writer, self._longest, self._most = reader, writer, longest, most
         self._longer = longer
-        self.here, self.there = ends(writer)  # kept: a broken connection does not tell any more
+        self.here, self.there = ends(writer)  # stored: a broken connection has no addresses
         self.silence = Silence(silence)
         self._lanes: tuple[deque[memoryview], deque[memoryview]] = deque(), deque()
         self._waiting, self._any, self._left = 0, asyncio.Event(), asyncio.Event()
@@ -245,7 +243,7 @@ class Connection:
                 own.setsockopt(socket.IPPROTO_TCP, _NOTSENT_LOWAT, _UNSENT)
 
     def send(self, message: bytes, *, urgent: bool = False) -> bool:
-        """Have it sent; False where too much waits already."""
+        """Queue a message; False if the queue is full."""
         if self._waiting + len(message) > self._most:
             return False
         self._waiting += len(message)
@@ -254,16 +252,14 @@ class Connection:
         return True
 
     async def left(self) -> None:
-        """Wait until something has left, or it breaks."""
+        """Wait until something was sent, or the connection breaks."""
         self._left.clear()
         await self._left.wait()
 
     async def run(self, heard: Heard) -> None:
-        """Have `heard` called with each message until the connection breaks; raises what broke it. LinkLost for
-        silence.
-        """
+        """Call `heard` with each message until the connection breaks; raises what broke it, LinkLost for silence."""
         tasks = [asyncio.ensure_future(one) for one in (self._read(heard), self._look(), self._write())]
-        try:  # what cannot be written any more is broken for the reader too, once it has read what came before
+        try:  # a write error must not hide messages that have arrived: let the reader finish first
             done, _ = await asyncio.wait(tasks[:2], return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 task.result()
@@ -274,11 +270,11 @@ class Connection:
             self._left.set()
 
     def abort(self) -> None:
-        """Break it off."""
+        """Break the connection."""
         self._writer.transport.abort()
 
     async def close(self) -> None:
-        """Once what was said has left, or that takes too long."""
+        """Close once the queue was sent, or after a time-out."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_FLUSH):
                 while self._waiting and not self._writer.transport.is_closing():
@@ -294,7 +290,7 @@ class Connection:
                 continue
             lane = lanes[urgent]
             if len(lane) + length > self._longest:
-                raise BadFrame("a message longer than any")
+                raise BadFrame("a message beyond the size limit")
             while length:
                 piece = await self._reader.read(length)
                 if not piece:
@@ -333,7 +329,7 @@ class Connection:
         while True:
             await asyncio.sleep(min(self.silence.seconds / _LOOKS, _LOOK))
             if self._holds:
-                self.silence.heard()  # who does not listen cannot tell
+                self.silence.heard()  # while reading is paused, silence means nothing
             if self.silence.over(self._longer()):
                 raise LinkLost(f"no sign of life for {self.silence.limit:g} s")
             if not self._waiting and not self._writer.transport.get_write_buffer_size():

@@ -1,16 +1,16 @@
-"""A listening socket that strangers may do to what they like; and whether one machine reaches another, and how fast.
+"""A listening socket that is safe against strangers; and whether one machine can reach another, and how fast.
 
-Each connection is heard by a task of its own in the loop's thread, which has `seconds` from its beginning to its end.
-At most `MOST` are heard at a time: where there are more, the oldest of the address that has the most is cut off, so
-that one machine that opens thousands only cuts off itself.
+Each connection is handled by a task of its own in the loop's thread, with `seconds` from its beginning to its end. At
+most `MOST` are handled at a time: beyond that, the oldest of the address with the most connections is cut off, so that
+a machine that opens thousands only cuts off itself.
 
-Streams and their transports refer to each other, and asyncio gives each that speaks TLS a buffer of 256 kB. Python
-looks for such cycles ever more seldom the more objects a process has, and one with torch has a million: thousands of
-strangers took hundreds of MB. So what was there before is set aside while a listener is there, and what is left of
-strangers is collected after every few of them, which then takes a millisecond.
+Streams and their transports refer to each other, and asyncio gives each TLS connection a buffer of 256 kB. Python
+collects such cycles more rarely the more objects a process has, and one with torch has a million: thousands of
+strangers took hundreds of MB. So objects from before are frozen while a listener exists, and garbage is collected after
+every few connections, which then takes a millisecond.
 
-Whether a machine is reached is asked before gloo or a pair needs it, whose own answer would be a time-out. It opens an
-`EchoServer` and tells the others its port, in a fixed world one that the system picks; each of them asks for an echo:
+Whether a machine can be reached is tested before gloo or a pair needs it, whose own error would be a time-out. It opens
+an `EchoServer` and sends the others its port (in a fixed world an ephemeral one); each of them asks for an echo:
 
     echo_failure(address, port, name)  ---- {"echo": token} ----------------->   EchoServer
                                        <-- {"echoed": token, "name": name} ---
@@ -40,23 +40,23 @@ from isles.comm.sockets.proof import dial, prove_as_host
 from isles.comm.tcp import listen
 
 MOST = 64
-_AGAIN = 0.05  # seconds until the next try, where the system accepts nothing for a moment
+_AGAIN = 0.05  # seconds until the next try after a failed accept
 _BACKLOG = 128
-_LINES = 20  # about strangers in a minute
-_LITTER = 32  # connections that came to an end until what is left of them is collected
+_LINES = 20  # the most lines about strangers in a minute
+_LITTER = 32  # ended connections until garbage is collected
 
 Hear = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
-"""Hears a new connection, to the end or until it is let in; who returns has closed it or keeps it. What is raised ends
-that connection alone: LinkLost with words for a person, or whatever a connection may raise.
+"""Handles a new connection. When it returns, it has closed the connection or taken it over. An exception ends only that
+connection: LinkLost with a text for the user, or anything that a connection may raise.
 """
 
 
 class Listener:
-    """Has every connection to `listening` heard, from the making of this until the end of its context.
+    """Passes every connection to `listening` to `hear`, from construction until the end of its context.
 
-    mine: of a run; `hear` then sees those alone who have proved, in TLS, that they know its token. refused: told, in
-    the loop's thread, of each connection that came to nothing: its address and why. raw: looks at each connection
-    first; True where it keeps it, which `hear` then does not see.
+    mine: a run's credentials; `hear` then gets only connections that have proved, in TLS, that they know its token.
+    refused: called in the loop's thread with the address and the reason of each failed connection. raw: sees each
+    connection first; True if it has taken it over, so that `hear` does not get it.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Listener:
         self._gone = 0
         listening.setblocking(False)
         listening.listen(_BACKLOG)
-        self._set_aside = not gc.get_freeze_count()  # what somebody else has set aside stays so
+        self._set_aside = not gc.get_freeze_count()  # objects that other code has frozen stay frozen
         if self._set_aside:
             gc.freeze()
 
@@ -100,7 +100,7 @@ class Listener:
         while True:
             try:
                 connection, address = await own.sock_accept(self._listening)
-            except OSError:  # it went away again, or this process has no descriptor left for it
+            except OSError:  # it has closed again, or this process has no descriptor left
                 await asyncio.sleep(_AGAIN)
                 continue
             if len(self._heard) >= MOST:
@@ -134,7 +134,7 @@ class Listener:
         except asyncio.CancelledError:
             writer.transport.abort() if writer is not None else connection.close()
             raise
-        except Exception as error:  # whatever a stranger brings about is the end of that stranger alone
+        except Exception as error:  # any error of a stranger's connection ends only that connection
             writer.transport.abort() if writer is not None else connection.close()
             words = f"it is silent for {self._seconds:g} s" if isinstance(error, TimeoutError) else reason(error)
             self._refused(address, str(error) if isinstance(error, LinkLost) else words)
@@ -147,7 +147,7 @@ class Listener:
 
 
 async def peeked(connection: socket.socket, first: bytes) -> bool:
-    """Whether somebody begins with `first`, which is then taken. EOFError where nothing comes."""
+    """Whether the connection begins with `first`, which is then consumed. EOFError if nothing arrives."""
     own = asyncio.get_running_loop()
     while True:
         there: asyncio.Future[None] = own.create_future()
@@ -170,7 +170,7 @@ async def peeked(connection: socket.socket, first: bytes) -> bool:
 async def opened(
     connection: socket.socket, tls: ssl.SSLContext | None
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """The streams of a connection that was accepted, once it speaks TLS where it must. The connection is theirs."""
+    """The streams of an accepted connection, after TLS if required. They own the connection."""
     own = asyncio.get_running_loop()
     reader = asyncio.StreamReader(limit=STRANGERS)
     transport, protocol = await own.connect_accepted_socket(
@@ -180,14 +180,14 @@ async def opened(
 
 
 class Throttle:
-    """Lets so many lines about strangers through a minute, and says how many it kept back."""
+    """Limits lines about strangers per minute, and reports how many it withheld."""
 
     def __init__(self, tell: Callable[[str], None]) -> None:
         self._tell = tell
         self._minute, self._passed, self._withheld = time.monotonic(), 0, 0
 
     def tell(self, text: str) -> None:
-        """Pass it on, if there is room for it."""
+        """Report a line, unless the limit is reached."""
         if time.monotonic() - self._minute > 60.0:
             if self._withheld:
                 self._tell(f"and {self._withheld} more such")
@@ -205,9 +205,8 @@ _PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
 class EchoServer(Listener):
-    """Returns every token that it is sent at the address `host` while the context is open. port: 0 for one that the
-    system picks. name: by which it is told from others. seconds, raw: as of `Listener`. ValueError where the address
-    cannot be had.
+    """Echoes every token that it is sent at the address `host` while the context is open. port: 0 for an ephemeral one.
+    name: identifies this server. seconds, raw: as in `Listener`. ValueError if the address cannot be bound.
     """
 
     def __init__(
@@ -229,8 +228,8 @@ class EchoServer(Listener):
 
 
 async def echo_failure(address: str, port: int, name: str = "", seconds: float = PATIENCE) -> str:
-    """Empty where the echo server of that name answers at `address`, else why it does not, as in "no answer within
-    5 s". In the loop's thread.
+    """Why the echo server of that name does not answer at `address`, such as "no answer within 5 s"; "" if it does. In
+    the loop's thread.
     """
     token = secrets.token_hex(8)
     try:
@@ -249,7 +248,7 @@ async def echo_failure(address: str, port: int, name: str = "", seconds: float =
 
 
 def port_range() -> str:
-    """The ports that this system picks from, as in "32768-60999": what a firewall must let through."""
+    """The range of ephemeral ports of this system, such as "32768-60999", which a firewall must let through."""
     try:
         first, last = _PORTS.read_text().split()
     except (OSError, ValueError):
@@ -259,11 +258,11 @@ def port_range() -> str:
 
 _PINGS = 20
 _SMALLEST = 1 << 16  # bytes
-_ENOUGH = 0.4  # seconds that a question must take to be a measurement
+_ENOUGH = 0.4  # the shortest exchange that counts as a measurement, seconds
 
 
 class LinkRates(NamedTuple):
-    """out, back: bytes a second to the other side and from it. round_trip: median seconds."""
+    """out, back: bytes per second to and from the other side. round_trip: median seconds."""
 
     out: float
     back: float
@@ -271,8 +270,8 @@ class LinkRates(NamedTuple):
 
 
 def measure_link(ask: Callable[[int, int], object], largest: int) -> LinkRates:
-    """Measured now, within some seconds. ask: says so many bytes, and returns once as many as the second number have
-    come back; what it raises ends it. largest: bytes of one question, and of an answer.
+    """Measure a link within some seconds. ask(out, back): sends so many bytes, and returns once `back` bytes have
+    arrived; its errors end the measurement. largest: bytes of one direction of an exchange.
     """
 
     def timed(out: int, back: int) -> float:

@@ -1,7 +1,7 @@
-"""The thread in which this process's connections are read and written: one asyncio loop, begun with the first of them.
+"""The thread that reads and writes this process's connections: one asyncio loop, started with the first of them.
 
-What launchers do meanwhile, such as waiting for their workers, keeps no sign of life from being sent, and no stranger
-from being turned away in time.
+So signs of life are sent and strangers are refused in time, whatever the launcher does meanwhile, such as waiting for
+its workers.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-_READ = 1 << 15  # bytes that each connection with TLS has as a buffer all the time; asyncio takes 256 kB
-_FAREWELL = 1.0  # seconds for what is under way at the end of the process
+_READ = 1 << 15  # buffer of each TLS connection; asyncio's default is 256 kB
+_FAREWELL = 1.0  # seconds for pending work at the end of the process
 _starting = threading.Lock()
 _loop: asyncio.AbstractEventLoop | None = None
 
@@ -34,12 +34,12 @@ def run(coroutine: Coroutine[Any, Any, T], seconds: float | None = None) -> T:
 
 
 def start(coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-    """Have it run, from any thread."""
+    """Start a coroutine in the loop, from any thread."""
     return asyncio.run_coroutine_threadsafe(coroutine, _started())
 
 
 def call(function: Callable[..., object], *arguments: Any) -> None:
-    """Have it called in the loop's thread, soon."""
+    """Call a function in the loop's thread, soon."""
     _started().call_soon_threadsafe(function, *arguments)
 
 
@@ -57,7 +57,7 @@ def _started() -> asyncio.AbstractEventLoop:
 
 
 def _forked() -> None:
-    """A process that was forked has the loop's memory and not its thread: it begins one of its own."""
+    """After a fork the child has the loop's memory but not its thread: start anew when needed."""
     global _loop, _starting
     _loop, _starting = None, threading.Lock()
 
@@ -67,7 +67,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def _end(loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
-    """Quietly: asyncio would complain of tasks that are left."""
+    """Cancel all tasks, because asyncio would warn of pending ones."""
     if loop is not _loop:
         return
 

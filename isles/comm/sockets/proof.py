@@ -1,4 +1,5 @@
-"""Before a machine is let into a run, on a connection that speaks TLS 1.3: both sides prove that they know the token.
+"""Mutual authentication on a TLS 1.3 connection before a machine is admitted: both sides prove that they know the
+token.
 
     node                                          node 0
     its challenge, 32 bytes             ------>
@@ -7,8 +8,8 @@
     its proof, 32 bytes                 ------>   the first that node 0 acts on; wrong: closed without a word
                                         <------   node 0's proof, 32 bytes
 
-The node has compared the certificate with the token before it says a word: what it says is for the machine that
-made the token. Challenges are new for every connection, so nothing that was overheard is of use again. Nothing is
+The node compares the certificate with the token before it sends anything, because what it sends is meant for the
+machine that made the token. Challenges are new for every connection, so an overheard proof is useless. Nothing is
 parsed here.
 """
 
@@ -33,21 +34,21 @@ _GONE = {
     _EXPIRED: "by its clock the certificate of the token has expired; look at both clocks, or make a new token",
 }
 Read = Callable[[int], Awaitable[bytes]]
-"""Exactly so many bytes. EOFError or OSError where they do not come."""
+"""Reads exactly so many bytes. EOFError or OSError if fewer arrive."""
 Write = Callable[[bytes], object]
 T = TypeVar("T")
 
 
 class TokenRefused(ValueError):
-    """The other side is not of this token, or does not take it."""
+    """The other side does not have this token, or refuses it."""
 
 
 class SecretRefused(TokenRefused):
-    """It does not take it, or takes nobody at the moment: it closed the connection."""
+    """It refuses the token, or admits nobody at the moment: it closed the connection."""
 
 
 async def prove_as_host(read: Read, write: Write, token: Token) -> None:
-    """Node 0's side. LinkLost, with words for node 0's user, where the other one does not prove that it knows it."""
+    """Node 0's side. LinkLost, with a text for its user, if the other side does not prove that it knows the token."""
     own = credentials.challenge()
     try:
         theirs = await read(_SIZE)
@@ -64,7 +65,7 @@ async def prove_as_host(read: Read, write: Write, token: Token) -> None:
 
 
 async def prove_as_node(read: Read, write: Write, token: Token, certificate: bytes | None, where: str) -> None:
-    """The other side, which looks at the certificate first. TokenRefused, with words for its user."""
+    """The other side, which checks the certificate first. TokenRefused, with a text for its user."""
     own = credentials.challenge()
     opinion = _opinion(certificate, token)
     write(own)
@@ -86,7 +87,7 @@ async def prove_as_node(read: Read, write: Write, token: Token, certificate: byt
 
 
 def blocking(proof: Coroutine[Any, Any, T]) -> T:
-    """What comes of it on a connection whose `read` blocks, outside of a loop."""
+    """The result of a proof over a `read` that blocks, outside of a loop."""
     try:
         proof.send(None)
     except StopIteration as done:
@@ -97,8 +98,8 @@ def blocking(proof: Coroutine[Any, Any, T]) -> T:
 async def dial(
     host: str, port: int, seconds: float, token: Token | None = None
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """A connection within `seconds`, in the loop's thread; with `token`: in TLS, to the machine that made it, once both
-    have proved that they know it. TokenRefused, or what `lost.reason` has words for.
+    """A connection within `seconds`, in the loop's thread. With `token`: in TLS, to the machine that made it, after
+    both have proved that they know it. TokenRefused, or an error for `connection.reason`.
     """
     own = asyncio.get_running_loop()
     async with asyncio.timeout(seconds):

@@ -2,9 +2,9 @@
 says.
 
 Real tensors and real training; only time is simulated. Clocks, results and errors are functions of the program and the
-seed: the same on any host, at any load, with any number of `slots`. A worker is a thread; see `scheduler` for which may
-go on. `run_virtual` is the virtual backend's counterpart of `run_local`; `VirtualTransport` is one
-worker's end, see `isles.comm.transport.Transport`.
+seed: the same on any host, at any load, with any number of `slots`. A worker is a thread; `scheduler` decides which may
+go on. `run_virtual` is the virtual backend's counterpart of `run_local`; `VirtualTransport` is one worker's end, see
+`isles.comm.transport.Transport`.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from isles.network.pauses import KnownPauses, Pauses
 
 
 class VirtualTransport:
-    """Worker `rank` of `cluster`; used by that worker's thread and by the protocols it runs, by nobody else.
+    """Worker `rank` of `cluster`; used only by that worker's thread and by the protocols that it runs.
 
-    Every call takes effect in the worker's turn, except `compute` and `now`, which concern its own clock alone. With
+    Every call takes effect in the worker's turn, except `compute` and `now`, which concern only its own clock. With
     one slot torch's global CPU generator is this worker's own between calls; protocols must not draw from it.
     """
 
@@ -51,15 +51,15 @@ class VirtualTransport:
         self.compute_seconds = 0.0
         """Seconds of computation charged so far, factors included."""
         self.away_seconds = 0.0
-        """Seconds for which it was paused, since this transport was made."""
+        """Seconds for which it was paused since this transport was made."""
         self._scheduler, self._wire = scheduler, wire
         self._worker: VirtualWorker = scheduler.workers[rank]
         self._speed, self._jitter, self._seed = cluster.speeds[rank], cluster.compute_jitter, cluster.seed
         self._computed = 0  # calls of `compute` so far: the jitter's counter
         self._traffic = Traffic()
-        self._transfers: list[VirtualTransfer] = []  # under way
+        self._transfers: list[VirtualTransfer] = []  # in progress
         self.suspect: Callable[[int], None] | None = None
-        """Called, in an event, with each peer that this worker is blocked on, now and again."""
+        """Called repeatedly, in an event, with each peer that this worker is blocked on."""
 
     @property
     def traffic(self) -> Traffic:
@@ -78,7 +78,7 @@ class VirtualTransport:
     def recv(self, peer: int | None, out: Tensor, tag: Tag) -> VirtualWork:
         """Done at arrival; from anyone: the earliest arrival, ties by rank.
 
-        Fails with PeerLost if the peer has ended and no such message is on its way, with ValueError if it has another
+        Fails with PeerLost if the peer has ended and no such message is in flight, with ValueError if it has another
         size.
         """
         self._check(peer, out)
@@ -88,7 +88,7 @@ class VirtualTransport:
         return work
 
     def run(self, protocol: Steps[Any], channel: Channel, deadline: float) -> VirtualTransfer:
-        """Messages a failed transfer has asked for are dropped when they come."""
+        """Drop messages that a failed transfer had asked for when they arrive."""
         with self._worker:
             transfer = VirtualTransfer(self._scheduler, self._worker, protocol, channel, deadline, self._traffic)
             transfer.suspect = self.suspect
@@ -101,7 +101,7 @@ class VirtualTransport:
             return VirtualEvent(self._worker, seconds)
 
     def link_estimate(self) -> None:
-        """All workers are in this process."""
+        """None: all workers are in this process."""
 
     def now(self) -> float:
         """Seconds of virtual time; inside a protocol: that of the event that steps it."""
@@ -130,12 +130,12 @@ class VirtualTransport:
             self._traffic.paused(leaves, back)
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON-able: clock, counters, latest arrivals. RuntimeError while a transfer is under way (those without a
-        deadline listen only).
+        """JSON-able: clock, counters, latest arrivals. RuntimeError while a transfer is in progress (one without a
+        deadline only listens, and does not count).
 
-        A run that continues from the states of all workers computes the same bits, if the links were idle: each
-        worker's own sends gone, and for shared uplinks and narrow downlinks all workers at one virtual time (behind a
-        barrier). Else only times differ, by what was on those links.
+        A run that continues from the states of all workers computes the same bits if the links were idle: each worker's
+        own sends had left, and for shared uplinks and narrow downlinks all workers were at one virtual time (after a
+        barrier). Otherwise only times differ, by the traffic on those links.
         """
         with self._worker:
             if any(not transfer.finished and not transfer.listens for transfer in self._transfers):
@@ -152,7 +152,7 @@ class VirtualTransport:
             }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `state_dict`. Time does not go back: an earlier state of the same run is gone on from now."""
+        """Continue from `state_dict`. Time never goes back: an earlier state of the same run continues from now."""
         with self._worker:
             clock = max(float(state["clock"]), self._worker.clock)
             self._computed, self.compute_seconds = int(state["computed"]), float(state["compute_seconds"])
@@ -165,7 +165,7 @@ class VirtualTransport:
         self._scheduler.advance(self._worker, clock)
 
     def give_up(self, member: int, why: str | PeerLost) -> None:
-        """In an event: nothing is waited for from `member`; later messages are tried again."""
+        """In an event: cancel waits for `member`; later messages are tried again."""
         error = PeerLost(member, why) if isinstance(why, str) else why
         self._wire.end(self.rank, lambda peer, _: peer == member, lambda _: error)
 
@@ -179,7 +179,7 @@ class VirtualTransport:
             self._wire.over(self.rank, channel, round)
 
     def close(self) -> None:
-        """Nothing to give back: threads and messages are the cluster's."""
+        """Nothing to do: threads and messages belong to the cluster."""
 
     def abandon(self, error: Exception) -> None:
         for transfer in self._transfers:
@@ -187,7 +187,7 @@ class VirtualTransport:
         self._transfers = []
 
     def died(self, at: float, error: Exception) -> None:
-        """The worker ended at `at`: computing charged beyond is taken back (clocks of computing workers run ahead)."""
+        """The worker ended at `at`: uncount computing beyond it, because clocks of computing workers run ahead."""
         worker = self._worker
         if worker.clock > at:
             away = [] if worker.absences is None else worker.absences.between(at, worker.clock)
@@ -203,18 +203,18 @@ class VirtualCluster:
     """`workers` workers connected by `links` (a `Links`, the name of a preset, or a .toml file).
 
     inner:          workers of an island (neighbours by rank), which are connected by `inner_links` instead.
-    step_seconds:   what one inner step is charged with (`Transport.step_seconds`).
+    step_seconds:   the charge of one inner step (`Transport.step_seconds`).
     speeds:         factor on the seconds of each worker's computing; 2.0 takes twice as long.
     compute_jitter: sigma of a log-normal factor of mean 1 on each charge, a function of (seed, rank, its number).
-    pauses:         when workers are away for a while (`isles.network.pauses`): a paused worker neither computes nor
-                    notices what arrives, nor that a deadline passes, until it is back. None: never.
+    pauses:         when workers are suspended (`isles.network.pauses`): a paused worker neither computes nor notices an
+                    arrival or a passed deadline until it resumes. None: never.
     begins:         the clock at which each worker starts; None: all at 0.
     slots:          how many threads may compute at once. With 1, torch's global CPU generator is kept apart for each
                     worker, so that dropout behaves as in processes of their own. With more, all share it in no fixed
                     order, and a program that draws from it is not reproducible. Other global generators (Python's,
                     numpy's, CUDA's) are never kept apart.
 
-    ValueError for what does not fit together. A cluster is only a description: each `run` starts at clock 0.
+    ValueError for inconsistent arguments. A cluster is only a description: each `run` starts at clock 0.
     """
 
     def __init__(
@@ -255,12 +255,12 @@ class VirtualCluster:
         return_errors: bool = False,
         before: Callable[[Scheduler, VirtualWire, Sequence[VirtualTransport]], None] | None = None,
     ) -> list[Any]:
-        """Run `fn(transport)` for every rank to its end and return the results in rank order; None for one that is
-        killed. before: called first, to have things happen on the timeline.
+        """Run `fn(transport)` for every rank to its end and return the results in rank order; None for a worker that
+        was killed. before: called first, to schedule events.
 
         A worker that raises, or returns while others wait for messages it never sent, is lost to them: PeerLost at
         its virtual time. When all have ended, the exception that came first in virtual time is raised; with
-        `return_errors` the exceptions stand in the list instead. No thread is left, also after errors and Ctrl-C.
+        `return_errors` the list holds the exceptions instead. No thread is left, also after errors and Ctrl-C.
         """
         run = _VirtualRun(self, fn)
         if before is not None:
@@ -284,7 +284,7 @@ class _VirtualRun:
         self._results: list[Any] = [None] * cluster.workers
         self._errors: list[BaseException] = []  # in order of virtual time
         self._started: list[threading.Thread] = []
-        self._ended: list[int] = []  # ranks whose threads have nothing left to do
+        self._ended: list[int] = []  # ranks whose threads have ended
         self._all_ended = threading.Event()
         self._random = torch.get_rng_state() if cluster.slots == 1 else None
 
@@ -299,7 +299,7 @@ class _VirtualRun:
                 self._started.append(thread)
             self.scheduler.start()
             self._wait()
-        except BaseException:  # Ctrl-C, or no more threads to be had
+        except BaseException:  # Ctrl-C, or the system starts no more threads
             self.scheduler.stop()
             self._wait()
             raise
@@ -323,7 +323,7 @@ class _VirtualRun:
             self._work(worker)
         finally:
             self._ended.append(worker.rank)
-            if len(self._ended) == len(self._started):  # nobody ends before all have started
+            if len(self._ended) == len(self._started):  # none ends before all have started
                 self._all_ended.set()
 
     def _work(self, worker: VirtualWorker) -> None:
@@ -331,32 +331,32 @@ class _VirtualRun:
         try:
             self.scheduler.begin(worker)
             if self._random is not None:
-                torch.set_rng_state(self._random)  # as a forked process would begin
+                torch.set_rng_state(self._random)  # the state with which a forked process would begin
             self._results[worker.rank] = self._fn(self.transports[worker.rank])
         except (Stopped, Killed):
             if worker.killed:
                 self._bury(worker)
             return
-        except BaseException as failure:  # whatever it is, it is this worker's result
+        except BaseException as failure:  # any exception is this worker's result
             error = failure
         try:
             with worker:
                 self._end(worker, error)
         except Stopped:
             if error is not None:
-                self._errors.append(error)  # perhaps what the run was stopped for
+                self._errors.append(error)  # perhaps the reason for which the run was stopped
         except BaseException as failure:
             self._errors.insert(0, failure)
             self.scheduler.stop()
 
     def _bury(self, worker: VirtualWorker) -> None:
-        """The worker was killed; now its thread ends, too."""
+        """End the thread of a killed worker."""
         worker.killed = False
         with contextlib.suppress(Stopped), worker:
             self.scheduler.end(worker)
 
     def _end(self, worker: VirtualWorker, error: BaseException | None) -> None:
-        """In its turn: the worker is gone."""
+        """In its turn: remove an ended worker."""
         why = "it has returned" if error is None else f"it raised {type(error).__name__}"
         if error is not None:
             error.add_note(f"in virtual worker {worker.rank} at {worker.clock:.6g} s")
@@ -393,10 +393,10 @@ def run_virtual(
     links: what a message costs; a `Links`, a preset's name or a .toml file. inner: workers of an island, as in
     `isles.mesh`, which are connected by inner_links among themselves. step_seconds: what one inner step costs
     on a worker of speed factor 1. speeds: factor on that for each worker; 2.0 is half as fast. compute_jitter:
-    sigma of a log-normal factor on each step. pauses: when workers are away for a while; `deadlines` of those that
-    wait for them should be longer. slots: workers that compute at once; results do not depend on it. Losses,
-    weights and bytes equal those of `run_local`. Errors as there. stop_control: through which the run may be asked to
-    stop.
+            sigma of a log-normal factor on each step. pauses: when workers are suspended; the `deadlines` of those that
+            wait for them should be longer. slots: workers that compute at once; results do not depend on it. Losses,
+            weights, bytes and errors equal those of `run_local`. stop_control: through which the run may be asked to
+            stop.
     """
     cluster = VirtualCluster(
         workers,

@@ -1,21 +1,20 @@
 """The scheduler of a virtual run: N worker threads act in the order of virtual time, one at a time.
 
-The rule (conservative discrete-event simulation). Every transport call that others can notice takes effect in its
-worker's **turn**: when no other worker can still act at an earlier (virtual time, rank), and every network event up
-to that time has been acted out. So the order of all calls and events is a function of the program and the seed alone.
+The rule (conservative discrete-event simulation): every transport call with an effect on others takes place in its
+worker's **turn**, when no other worker can still act at an earlier (virtual time, rank), and every network event up to
+that time has been executed. So the order of all calls and events is a function of the program and the seed alone.
 
     running     its thread computes; its next call comes at its clock or later
     ready       its thread sleeps in a call until its turn
-    resuming    its thread sleeps; what it waited for has come (or it has not begun)
+    resuming    its thread sleeps; what it waited for has arrived (or it has not begun)
     blocked     its thread sleeps in Transfer.wait
-    ended       or killed: its next call, and the one that it sleeps in, raise `Killed`
+    ended       or killed: its next call, and a call in which it sleeps, raise `Killed`
 
-At most `slots` threads run. A worker that is still the least keeps running without a switch of threads; otherwise it
-wakes the one that is next and sleeps on a lock of its own, so a switch costs one wake-up, whatever the number of
-workers.
+At most `slots` threads run. A worker that is still the first in order keeps running without a thread switch; otherwise
+it wakes the next one and sleeps on a lock of its own, so a switch costs one wake-up, whatever the number of workers.
 
-Charging computation only moves the worker's own clock, so it needs no turn: that is what lets several workers compute
-at once with `slots` > 1 (each has promised not to act before its clock), and what saves switches with one.
+Charging computation moves only the worker's own clock, so it needs no turn. That lets several workers compute at once
+with `slots` > 1 (each has promised not to act before its clock), and saves switches with one.
 """
 
 from __future__ import annotations
@@ -46,16 +45,16 @@ class Killed(BaseException):
 
 
 class Blocker(Protocol):
-    """What a worker blocks on: a protocol under way."""
+    """What a worker blocks on: a protocol in progress."""
 
     error: BaseException | None
-    """What ended it, if it has failed."""
+    """The error that ended it; None: it has not failed."""
 
     def fail(self, error: Exception) -> None: ...
 
 
 class VirtualWorker:
-    """One worker in virtual time. As a context manager: its turn (free inside a turn, and in events)."""
+    """One worker in virtual time. As a context manager: its turn (no effect inside a turn and in events)."""
 
     __slots__ = ("absences", "awaits", "clock", "gate", "killed", "rank", "scheduler")
 
@@ -66,7 +65,7 @@ class VirtualWorker:
         self.clock = begins
         self.killed = False
         self.awaits: Blocker | None = None
-        self.gate = threading.Lock()  # released by whoever lets this worker go on
+        self.gate = threading.Lock()  # released to let this worker go on
         self.gate.acquire()
 
     def __enter__(self) -> VirtualWorker:
@@ -77,7 +76,7 @@ class VirtualWorker:
         return self
 
     def back(self, time: float) -> float:
-        """`time` if the worker is not paused then, else when it is back."""
+        """`time`, or when the worker resumes if it is paused then."""
         return time if self.absences is None else self.absences.back(time)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -88,7 +87,7 @@ class VirtualWorker:
 
 
 class _Mutex:
-    """A lock that knows who holds it."""
+    """A lock that knows its holder."""
 
     def __init__(self) -> None:
         self._lock, self.holder = threading.Lock(), 0
@@ -103,7 +102,7 @@ class _Mutex:
 
 
 class Scheduler:
-    """Passes the turn from worker to worker. One lock guards all state; it is held in a turn and while events run."""
+    """Passes the turn from worker to worker. One lock guards all state; it is held in turns and while events run."""
 
     def __init__(self, absences: Sequence[Absences | None], slots: int, begins: Sequence[float] | None = None) -> None:
         """begins: the clock of each worker at its start; None: 0."""
@@ -111,11 +110,11 @@ class Scheduler:
         self.timeline = EventQueue()
         self.workers = [VirtualWorker(self, rank, away, clocks[rank]) for rank, away in enumerate(absences)]
         self.stepping: Blocker | None = None
-        """The transfer whose protocol that is."""
+        """The transfer whose protocol is being stepped."""
         self._slots = slots
         self.mutex = _Mutex()
-        """Held in a turn and while events run; also by code outside that acts as an event would."""
-        self.depth = 0  # of turns inside a turn, or an event
+        """Held in turns and while events run; also by outside code that acts like an event."""
+        self.depth = 0  # nesting of turns inside a turn or an event
         self._running: list[VirtualWorker] = []
         self._ready: list[Turn] = []
         self._resuming: list[Turn] = sorted((worker.clock, worker.rank) for worker in self.workers)
@@ -124,7 +123,7 @@ class Scheduler:
 
     @property
     def is_held(self) -> bool:
-        """Whether this thread is in a turn, or acts out an event: its calls are part of that."""
+        """Whether this thread is in a turn or executes an event, so that its calls are part of that."""
         return self.mutex.holder == get_ident()
 
     # Called by worker threads
@@ -148,7 +147,7 @@ class Scheduler:
                     self._running.remove(worker)
                     heapq.heappush(self._ready, key)
                     self._sleep(worker)
-                    break  # woken in its turn, and since then nobody could act
+                    break  # woken in its turn, and no other worker could act since
                 if timeline.next_time() > worker.clock:
                     break
                 timeline.step()
@@ -160,21 +159,21 @@ class Scheduler:
             self.mutex.__exit__()
             raise
         except BaseException:
-            self._stop()  # stopped already, or an event failed: then nothing can be ordered any more
+            self._stop()  # stopped already, or an event failed: no order can be guaranteed any more
             self.mutex.__exit__()
             raise
 
     def end_turn(self) -> None:
-        """Give the lock back; the worker's thread computes on."""
+        """Release the lock; the worker's thread computes on."""
         self.mutex.__exit__()
 
     def advance(self, worker: VirtualWorker, clock: float) -> None:
-        """Move the worker's clock to `clock` (seconds); without a turn, see above."""
+        """Move the worker's clock to `clock` (seconds). Needs no turn, see the module's docstring."""
         if self._stopped:
             raise Stopped
         _live(worker)
         if self._slots == 1:
-            worker.clock = clock  # nobody else runs: whoever is next will see it
+            worker.clock = clock  # no other worker runs, so the next one will see it
             return
         with self.mutex:
             worker.clock = clock
@@ -188,12 +187,12 @@ class Scheduler:
         self._sleep(worker)
 
     def retake_turn(self, worker: VirtualWorker) -> None:
-        """After `block`, which only lets the worker go on: in its turn again, at its clock now."""
+        """After `block`, which only lets the worker go on: take its turn again, at its clock now."""
         self.end_turn()
         try:
             self.take_turn(worker)
         except BaseException:
-            self.mutex.__enter__()  # whoever is in a turn gives it back
+            self.mutex.__enter__()  # the caller's `with` will release it
             raise
 
     def end(self, worker: VirtualWorker) -> None:
@@ -204,14 +203,14 @@ class Scheduler:
     # Called under the lock, from events and turns
 
     def wake(self, worker: VirtualWorker) -> None:
-        """What the worker is blocked on has come, now."""
+        """The worker's blocker is done, now."""
         worker.awaits = None
         self._blocked -= 1
         worker.clock = self.timeline.now
         heapq.heappush(self._resuming, (worker.clock, worker.rank))
 
     def kill(self, worker: VirtualWorker) -> None:
-        """The worker does nothing any more; its thread notices when it is next to act."""
+        """End the worker; its thread notices at its next call."""
         worker.killed = True
         if worker.awaits is not None:
             self.wake(worker)
@@ -235,7 +234,7 @@ class Scheduler:
         )
 
     def _first_clock(self) -> float | None:
-        """The least clock of all who can still act by themselves."""
+        """The earliest clock of all workers that can still act by themselves."""
         first = self._ready[0][0] if self._ready else None
         if self._resuming and (first is None or self._resuming[0][0] < first):
             first = self._resuming[0][0]
@@ -245,11 +244,11 @@ class Scheduler:
         return first
 
     def _dispatch(self) -> None:
-        """Act out all events that are due, and fill the free slots."""
+        """Execute all events that are due, and fill the free slots."""
         try:
             self._act_and_grant()
         except BaseException:
-            self._stop()  # an event failed: nothing can be ordered any more, and nobody may sleep for ever
+            self._stop()  # an event failed: no order can be guaranteed, and no worker may sleep for ever
             raise
 
     def _act_and_grant(self) -> None:
@@ -258,7 +257,7 @@ class Scheduler:
             first, next_time = self._first_clock(), timeline.next_time()
             if first is None:
                 if not self._blocked:
-                    return  # all have ended: what is still on its way arrives nowhere
+                    return  # all have ended: messages in flight are dropped
                 if next_time == math.inf:
                     _deadlock([worker for worker in self.workers if worker.awaits is not None])
                     continue
@@ -268,14 +267,14 @@ class Scheduler:
                 return
 
     def _grant(self) -> bool:
-        """Let one sleeping worker run, if a slot is free and one may."""
+        """Wake one sleeping worker, if a slot is free and one may run."""
         if len(self._running) >= self._slots:
             return False
         ready, resuming = self._ready, self._resuming
         if ready and not self._is_another_before(ready[0]):
             heap = ready
         elif resuming:
-            heap = resuming  # it only computes until its next call: no order to keep
+            heap = resuming  # it only computes until its next call, so order does not matter
         else:
             return False
         worker = self.workers[heapq.heappop(heap)[1]]
@@ -284,7 +283,7 @@ class Scheduler:
         return True
 
     def _sleep(self, worker: VirtualWorker) -> None:
-        """Let others go on until this worker is let go on. Gives the lock back meanwhile."""
+        """Let others go on until this worker is woken. Releases the lock meanwhile."""
         # With one slot this thread is alone between here and its sleep, so the global generator is still this worker's.
         state = torch.default_generator.get_state() if self._slots == 1 else None
         self._dispatch()
@@ -300,7 +299,7 @@ class Scheduler:
     def _stop(self) -> None:
         self._stopped = True
         for worker in self.workers:
-            if worker.gate.locked():  # asleep, or running: then its next sleep ends at once
+            if worker.gate.locked():  # asleep; or running, and then its next sleep ends at once
                 worker.gate.release()
 
 
@@ -310,7 +309,7 @@ def _live(worker: VirtualWorker) -> None:
 
 
 def _deadlock(blocked: list[VirtualWorker]) -> None:
-    """Everyone waits without a deadline and nothing is on its way: the first in virtual time gets the error."""
+    """Every worker waits without a deadline and no message is in flight: the first in virtual time gets the error."""
     first = min(blocked, key=lambda worker: (worker.clock, worker.rank))
     ranks = ", ".join(str(worker.rank) for worker in blocked)
     assert first.awaits is not None

@@ -1,14 +1,14 @@
-"""Messages and transfers of a virtual run: what they hold, and which send matches which receive. `isles.network.engine`
-says how long they take: a send is done when its message has left, a receive when it has arrived.
+"""Messages and transfers of a virtual run: their data, and which send matches which receive. `isles.network.engine`
+determines how long they take: a send is done when its message has left, a receive when it has arrived.
 
-Bytes are copied once, when the message has left, straight into the receive that is posted for it; if there is none yet,
-or one from anyone (which takes the earliest arrival, not known before), they wait in a copy of their own.
+Bytes are copied once, when the message has left, straight into the posted receive. If there is none yet, or one from
+anyone (which takes the earliest arrival, not known before), they wait in a copy.
 
 Matching: by (source, target, tag), oldest message to oldest receive; a receive from a named rank goes before one from
 anyone.
 
-A transfer is a protocol (generator) that is stepped in the caller's turn up to its first wait, and from then on by the
-events it waits for, at their virtual time: stepping takes no time, and what it sends leaves then.
+A transfer is a protocol (generator) that is stepped in the caller's turn up to its first wait, and then by the events
+that it waits for, at their virtual time. Stepping takes no time, and its sends leave then.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from isles.network.links import Topology
 
 
 class VirtualWork:
-    """One message on its way. See `isles.comm.transport.Work`."""
+    """One message in flight. See `isles.comm.transport.Work`."""
 
     __slots__ = ("_owner", "_transfer", "at", "error", "finished", "out", "peer", "waiter")
 
@@ -46,20 +46,20 @@ class VirtualWork:
         self.finished = False
         self.at = math.inf
         self.error: Exception | None = None
-        self.waiter: Callable[[VirtualWork], None] | None = None  # of whose yield waits for this
+        self.waiter: Callable[[VirtualWork], None] | None = None  # called when done: a transfer waits for this
         self._owner = owner
-        self._transfer = transfer  # in whose protocol it was made
+        self._transfer = transfer  # the transfer that made it
 
     def done(self) -> bool:
         with self._owner:
             return self.finished
 
     def abandoned(self) -> BaseException | None:
-        """What ended the transfer that made it: then nobody will read it."""
+        """The error of the transfer that made it, if that has failed: then its data will not be used."""
         return None if self._transfer is None else self._transfer.error
 
     def finish(self, error: Exception | None = None) -> None:
-        """It has left, arrived, or failed, now; a paused owner sees it when it is back."""
+        """It has left, arrived or failed, now; a paused owner sees it when it resumes."""
         if self._owner.absences is not None:
             timeline = self._owner.scheduler.timeline
             back = self._owner.back(timeline.now)
@@ -101,7 +101,7 @@ class VirtualEvent(VirtualWork):
 
 
 class VirtualTransfer:
-    """A protocol under way. See `isles.comm.transport.Transfer`."""
+    """A protocol in progress. See `isles.comm.transport.Transfer`."""
 
     def __init__(
         self,
@@ -121,7 +121,7 @@ class VirtualTransfer:
         self._traffic = traffic
         self._began = scheduler.timeline.now
         self._pending: dict[VirtualWork, None] = {}  # in the order of the yield
-        self._needed = 0  # of them, before the protocol goes on
+        self._needed = 0  # how many of them must be done before the protocol goes on
         self._deadline: Event | None = None
         self._result: Any = None
         self.suspect: Callable[[int], None] | None = None
@@ -129,7 +129,7 @@ class VirtualTransfer:
 
     @property
     def listens(self) -> bool:
-        """Whether it waits for what may never come."""
+        """Whether it has no deadline, because it waits for messages that may never be sent."""
         return self._seconds == math.inf
 
     def start(self) -> None:
@@ -152,7 +152,7 @@ class VirtualTransfer:
         return self._result
 
     def _doubt(self) -> None:
-        """Its owner is blocked: is any peer there that it waits for?"""
+        """Its owner is blocked: call `suspect` for each peer that it waits for."""
         if self.finished or self._owner.awaits is not self or self.suspect is None:
             return
         timeline = self._scheduler.timeline
@@ -169,7 +169,7 @@ class VirtualTransfer:
             return self.finished
 
     def one_done(self, work: VirtualWork) -> None:
-        """A work this transfer may be waiting for has ended; a failed one is raised in the protocol without delay."""
+        """A work that this transfer may wait for has ended; an error is raised in the protocol at once."""
         if work not in self._pending:
             return
         del self._pending[work]
@@ -179,7 +179,7 @@ class VirtualTransfer:
                 self._advance(work.error)
 
     def fail(self, error: BaseException) -> None:
-        """Abandon the protocol; `wait` raises `error`. Nothing happens to other transfers, nor if it has ended."""
+        """Abandon the protocol, so that `wait` raises `error`. No effect on other transfers, nor if it has ended."""
         if self.finished:
             return
         steps, self._steps = self._steps, None
@@ -188,20 +188,20 @@ class VirtualTransfer:
             with self._stepping():
                 try:
                     steps.close()
-                except Exception as failure:  # its clean-up failed as well: reported with the first cause
+                except Exception as failure:  # its clean-up failed as well: noted on the first error
                     error.add_note(f"and closing the protocol raised {failure!r}")
 
     def _late(self) -> None:
         timeline = self._scheduler.timeline
         back = self._owner.back(timeline.now)
-        if back > timeline.now:  # what came in its absence is looked at before the clock
+        if back > timeline.now:  # arrivals during the pause count before the deadline
             self._deadline = timeline.at(back, LAST, self._owner.rank, self._late)
             return
         peer = next((work.peer for work in self._pending), None)
         self.fail(DeadlinePassed(-1 if peer is None else peer, self._channel, self._seconds))
 
     def _advance(self, error: Exception | None) -> None:
-        """Step until something has to be waited for, or the protocol ends."""
+        """Step until the protocol has to wait, or ends."""
         steps = self._steps
         assert steps is not None
         self._pending.clear()
@@ -212,7 +212,7 @@ class VirtualTransfer:
                 except StopIteration as end:
                     self._end(end.value, None)
                     return
-                except BaseException as failure:  # whatever the protocol raises belongs to whoever waits
+                except BaseException as failure:  # any exception of the protocol is raised in `wait`
                     self._end(None, failure)
                     return
                 works, needed = cast("tuple[Sequence[VirtualWork], int]", works_of(waited))
@@ -237,7 +237,7 @@ class VirtualTransfer:
 
     @contextlib.contextmanager
     def _stepping(self) -> Iterator[None]:
-        """Transport calls in here belong to the event, and the works they make to this transfer."""
+        """Transport calls in here belong to the event, and the works that they make to this transfer."""
         scheduler = self._scheduler
         before, scheduler.stepping = scheduler.stepping, self
         try:
@@ -248,9 +248,8 @@ class VirtualTransfer:
 
 @contextlib.contextmanager
 def _threads_own_modes() -> Iterator[None]:
-    """torch's modes as a fresh thread has them: the step runs in whatever worker's thread is at hand, perhaps amid its
-    evaluation without gradients, under autocast or a meter of memory, while with real processes it runs in a thread of
-    its own."""
+    """Default torch modes. A step runs in any worker's thread, perhaps amid an evaluation without gradients, under
+    autocast or a memory meter; with real processes it runs in a thread of its own."""
     with contextlib.ExitStack() as modes:
         modes.enter_context(own_modes())
         modes.enter_context(torch.enable_grad())
@@ -263,18 +262,18 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 class VirtualMessage(WireMessage):
-    """With what it holds, for whom."""
+    """A message with its data and its receive."""
 
     __slots__ = ("data", "dropped", "error", "nbytes", "receive", "sent", "tag")
 
     def __init__(self, source: int, target: int, tag: Tag, data: Bytes, sent: VirtualWork) -> None:
         super().__init__(source, target, tag.channel, 8.0 * data.nbytes)
         self.tag, self.nbytes = tag, data.nbytes
-        self.data: Bytes | None = data  # the sender's own bytes until it has left, then a copy, or None once delivered
+        self.data: Bytes | None = data  # the sender's memory until it has left, then a copy, or None once delivered
         self.sent = sent
         self.receive: VirtualWork | None = None
-        self.error: Exception | None = None  # what that receive fails with when this arrives
-        self.dropped = False  # an end of it was lost when it left: it arrives nowhere
+        self.error: Exception | None = None  # the error of that receive when this arrives
+        self.dropped = False  # one end was lost when it left: it is never delivered
 
 
 class VirtualWire(Wire[VirtualMessage]):
@@ -288,13 +287,13 @@ class VirtualWire(Wire[VirtualMessage]):
         self._coming: Counter[tuple[int, int, Tag]] = Counter()  # (target, source, tag): sent, and no receive bound yet
         self.sent = 0
         """Bytes of all messages."""
-        self._over: dict[tuple[int, Channel], int] = {}  # the newest round that is over there
-        self._again: dict[tuple[int, Channel], tuple[int, int]] = {}  # the newest round of several attempts; its newest
+        self._over: dict[tuple[int, Channel], int] = {}  # by rank and channel: the newest closed round
+        self._again: dict[tuple[int, Channel], tuple[int, int]] = {}  # the newest retried round, and its newest attempt
         self._lost: dict[int, str] = {}
-        self._dead: set[int] = set()  # of the lost ones those whose links broke amid a message
+        self._dead: set[int] = set()  # lost ranks whose messages in flight are dropped
 
     def send(self, source: int, target: int, data: Tensor, tag: Tag, work: VirtualWork) -> None:
-        """Queue `data` on the uplink of `source`; `work` is done when it has left, PeerLost if the target has ended."""
+        """Queue `data` on the uplink of `source`. `work` is done when it has left; PeerLost if the target has ended."""
         self.sent += data.nbytes
         if target in self._lost:
             work.finish(PeerLost(target, self._lost[target]))
@@ -304,7 +303,7 @@ class VirtualWire(Wire[VirtualMessage]):
         self.carry(VirtualMessage(source, target, tag, data.numpy(), work))
 
     def recv(self, target: int, source: int | None, tag: Tag, work: VirtualWork) -> None:
-        """Fill `work.out` with the next message under `tag`; at once PeerLost if it can never come."""
+        """Fill `work.out` with the next message under `tag`; PeerLost at once if none can come."""
         arrived = self._arrived.get((target, tag))
         if arrived and (source is None or source in arrived):
             if source is None:
@@ -329,7 +328,7 @@ class VirtualWire(Wire[VirtualMessage]):
             self._fail_hopeless(key)
 
     def lost(self, rank: int, why: str) -> None:
-        """`rank` has ended: what it has sent is still delivered; who waits for more gets PeerLost, in rank order."""
+        """`rank` has ended: its messages are still delivered; waits for more get PeerLost, in rank order."""
         self._lost[rank] = why
         for key in [key for key in self._posted if key[0] == rank]:
             del self._posted[key]
@@ -339,11 +338,11 @@ class VirtualWire(Wire[VirtualMessage]):
             self._fail_hopeless(key)
 
     def dead(self, rank: int) -> None:
-        """`rank` died: what is still leaving its link never arrives. The others hear of it by `lost`."""
+        """`rank` died: messages that have not left its link are dropped. `lost` notifies the others."""
         self._dead.add(rank)
 
     def cut(self, rank: int, why: str) -> None:
-        """As `lost`, until `restore`; what `rank` waits for fails, too."""
+        """As `lost`, until `restore`; also fails the waits of `rank`."""
         arrived = sorted((key for key in self._posted if key[0] == rank), key=str)
         works = [(key[1], work) for key in arrived for work in self._posted.pop(key)]
         self.lost(rank, why)
@@ -351,15 +350,15 @@ class VirtualWire(Wire[VirtualMessage]):
             work.finish(PeerLost(rank if peer is None else peer, why))
 
     def end(self, target: int, is_vain: Callable[[int, Tag], bool], why: Callable[[int], Exception]) -> None:
-        """Of what `target` waits for from (source, tag) it waits no longer for what is in vain."""
+        """Fail the waits of `target` for (source, tag) if they are in vain."""
         keys = [key for key in self._posted if key[0] == target]
         for source, key in sorted((key[1], key) for key in keys if key[1] is not None):
             for work in self._posted.pop(key, []) if is_vain(source, key[2]) else []:
                 work.finish(why(source))
 
     def over(self, rank: int, channel: Channel, round: int) -> None:
-        """Rounds of `channel` up to `round` are over at `rank`, and no later ones: whoever sends to one of them, or has
-        sent, gets an error, and waits no longer for the part of `rank` in it.
+        """Close the rounds of `channel` up to `round` at `rank`: workers that have sent to one of them, or will, get an
+        error, and do not wait for `rank` in it.
         """
         self._over[rank, channel] = round
         self.end(rank, lambda _, tag: self._is_over(rank, tag), lambda peer: PeerLost(peer, "that round is over here"))
@@ -368,7 +367,7 @@ class VirtualWire(Wire[VirtualMessage]):
                 self._came_late(message)
 
     def again(self, rank: int, tag: Tag) -> None:
-        """The attempt of `tag` has begun at `rank`: nobody waits there any more in those of its round before it."""
+        """The attempt of `tag` has begun at `rank`: cancel its waits in earlier attempts of that round."""
         known = self._again.get((rank, tag.channel), (-1, 0))
         self._again[rank, tag.channel] = max(known, (tag.round, tag.attempt))
         why = "another attempt of that round has begun"
@@ -383,7 +382,7 @@ class VirtualWire(Wire[VirtualMessage]):
         return tag.round == round and tag.attempt < attempt
 
     def _came_late(self, message: VirtualMessage) -> None:
-        """Its round is closed at its target: its sender gets an error, a latency later."""
+        """The message's round is closed at its target: its sender gets an error, one latency later."""
         source, target, tag = message.source, message.target, message.tag
         latency = (self._ways[target].get(source) or self._way(target, source))[2]
 
@@ -397,21 +396,21 @@ class VirtualWire(Wire[VirtualMessage]):
         self.timeline.at(self.timeline.now + latency, ARRIVED, source, notify)
 
     def restore(self, rank: int) -> None:
-        """`rank` is back; messages of before are not."""
+        """`rank` is connected again; its earlier messages are lost."""
         self._lost.pop(rank, None)
 
     def _fail_hopeless(self, key: tuple[int, int | None, Tag]) -> None:
-        """Fail the receives of `key` that are more than the messages that may still come."""
+        """Fail receives of `key` that exceed the number of messages still to arrive."""
         target, source, tag = key
         if source is None:
             if len(self._lost) < self.size - 1:
-                return  # someone is left who may send
+                return  # some worker is left that may send
             coming, rank = sum(self._coming[target, peer, tag] for peer in self._lost), next(reversed(self._lost))
         elif source in self._lost:
             coming, rank = self._coming[target, source, tag], source
         else:
             return
-        # Looked up anew each time: a failed receive lets its protocol go on, which may post and end others.
+        # Look it up again each time: a failed receive resumes its protocol, which may post and end others.
         while len(queue := self._posted.get(key, [])) > coming:
             work = queue.pop()
             if not queue:
@@ -419,7 +418,7 @@ class VirtualWire(Wire[VirtualMessage]):
             work.finish(PeerLost(rank, self._lost[rank]))
 
     def left(self, message: VirtualMessage) -> None:
-        """Copy the bytes, so that the sender may write over them."""
+        """Copy the bytes, so that the sender may overwrite its memory."""
         if message.target in self._lost or message.source in self._dead:
             message.dropped, message.data = True, None
         else:
@@ -428,7 +427,9 @@ class VirtualWire(Wire[VirtualMessage]):
 
     def _bind(self, message: VirtualMessage) -> None:
         key = (message.target, message.source, message.tag)
-        if self._coming[key] == 1 and (receive := self._take(key)) is not None:  # 1: no older one of its key is ahead
+        if (
+            self._coming[key] == 1 and (receive := self._take(key)) is not None
+        ):  # 1: no older message of its key is in flight
             self._count_down(key)
             message.receive = receive
             _fill(message, receive)
@@ -465,7 +466,7 @@ class VirtualWire(Wire[VirtualMessage]):
     def _count_down(self, key: tuple[int, int, Tag]) -> None:
         self._coming[key] -= 1
         if not self._coming[key]:
-            del self._coming[key]  # tags are not used twice: without this the counter would grow for ever
+            del self._coming[key]  # tags are never reused, so the counter would grow for ever
 
     def _deliver(self, message: VirtualMessage, receive: VirtualWork) -> None:
         _fill(message, receive)
@@ -477,7 +478,7 @@ class VirtualWire(Wire[VirtualMessage]):
 
 
 def _fill(message: VirtualMessage, receive: VirtualWork) -> None:
-    """Copy the bytes, unless the sizes differ or the transfer was abandoned: its owner may use the memory again."""
+    """Copy the bytes, unless the sizes differ or the transfer was abandoned: its owner may have reused the memory."""
     data, out = message.data, receive.out
     message.data = None
     assert data is not None and out is not None

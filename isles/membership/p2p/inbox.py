@@ -1,11 +1,11 @@
 """The receiving side of messages in segments, without a network: unexpected messages, posted receives, closed rounds.
 
-The segments of a message come one behind the other; those of another message in between mean that its sender has
-given the first one up. They are read straight into the buffer of the receive that was posted for their address, or
-buffered while there is none: up to `UNEXPECTED` bytes a sender and `UNEXPECTED_OF_ALL` together. Beyond that the
-sender's connection is not read until there is room, so that TCP holds it back. A message that comes twice, for its
-connection broke, is taken once. A receive takes exactly what was posted: another length is refused. What belongs to a
-round that is closed is not taken, so that its sender does not wait for an answer.
+The segments of a message arrive one after the other; a segment of another message in between means that the sender has
+dropped the first one. Segments are read straight into the buffer of the receive that was posted for their tag, or
+buffered if there is none: up to `UNEXPECTED` bytes per sender and `UNEXPECTED_OF_ALL` in total. Beyond that the
+sender's connection is not read until there is room, so that TCP slows it down. A message that arrives twice, because
+its connection broke, is delivered once. A receive takes exactly the posted length; another length is refused. Messages
+of a closed round are acknowledged as such, so that their sender does not wait.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from isles.membership.session import Rejections
 
 UNEXPECTED = 16 << 20
 UNEXPECTED_OF_ALL = 32 << 20
-_LONGEST = 1 << 36  # bytes of a message
-_STALE = 8  # rounds: whoever posts a receive of round r waits no more for those of rounds before r - 8
-_LEAST = 4096  # bytes that a message counts for which is whole
+_LONGEST = 1 << 36  # the most bytes of a message
+_STALE = 8  # posting a receive of round r cancels receives of rounds before r - 8
+_LEAST = 4096  # an unclaimed message counts for so many bytes at least
 _GLANCE = 0.1  # seconds
 ANOTHER = "another attempt of that round has begun"
 
@@ -33,14 +33,14 @@ Ended = Callable[[str | PeerLost | None], None]
 
 
 def before(tag: Tag, round: int, attempt: int) -> bool:
-    """Whether it is of an earlier attempt of that round."""
+    """Whether `tag` is of an earlier attempt of that round."""
     return tag.round == round and tag.attempt < attempt
 
 
 @dataclass(eq=False)
 class Receive:
-    """A receive that was posted. ended: called once, with None or with what went wrong. cut: breaks off whoever reads
-    into `out` now; why: what went wrong meanwhile.
+    """A posted receive. ended: called once, with None or an error. cut: breaks the connection from which `out` is being
+    filled now; why: an error that occurred meanwhile.
     """
 
     tag: Tag
@@ -50,7 +50,7 @@ class Receive:
     why: tuple[str | PeerLost] | None = None
 
     def end(self, why: str | PeerLost) -> bool:
-        """It is over; whether nobody reads into it now, so that `ended` may be called."""
+        """Mark as finished; True if nothing fills the buffer now, so that `ended` may be called."""
         self.why = (why,)
         if self.cut is not None:
             self.cut()
@@ -58,8 +58,8 @@ class Receive:
 
 
 @dataclass(eq=False)
-class _Coming:
-    """A message that comes: into the receive that waits for it, or to be whole, or to nowhere."""
+class _ArrivingMessage:
+    """A message that is arriving: into a posted receive, into a buffer of its own (`unclaimed`), or to be discarded."""
 
     head: Head
     receive: Receive | None = None
@@ -70,8 +70,8 @@ class _Coming:
 
 @dataclass
 class _Sender:
-    """What is known of one sender. newest, held_back: numbers of the newest message that was taken, and of that for
-    which there was no room. unclaimed: by tag, those that nobody has asked for yet.
+    """The state of one sender. newest, held_back: numbers of the newest delivered message, and of one that waits for
+    room. unclaimed: by tag, complete messages without a receive.
     """
 
     newest: int = -1
@@ -79,23 +79,23 @@ class _Sender:
     posted: dict[Tag, Receive] = field(default_factory=dict)
     unclaimed: dict[Tag, list[bytearray]] = field(default_factory=dict)
     bytes: int = 0
-    coming: _Coming | None = None
+    coming: _ArrivingMessage | None = None
 
 
 class Inbox:
-    """The receiving side of one worker. Safe to call from several threads. refused: where what was not taken is
-    counted, by sender; by default here.
+    """The receiving side of one worker. Safe to call from several threads. refused: counts rejected messages by sender;
+    by default a counter of its own.
     """
 
     def __init__(self, refused: Rejections | None = None) -> None:
         self.refused = Rejections() if refused is None else refused
         self._senders: dict[int, _Sender] = {}
-        self._over: dict[Channel, int] = {}  # the newest round that is over
-        self._again: dict[Channel, tuple[int, int]] = {}  # the newest round of several attempts, and its newest attempt
+        self._over: dict[Channel, int] = {}  # by channel: the newest closed round
+        self._again: dict[Channel, tuple[int, int]] = {}  # by channel: the newest retried round, and its newest attempt
         self._changed = threading.Condition()
 
     def post(self, sender: int, tag: Tag, out: np.ndarray, ended: Ended) -> None:
-        """Receive exactly `len(out)` bytes from `sender` into (n,) uint8 `out`. ended: called once, perhaps at once."""
+        """Receive exactly `len(out)` bytes from `sender` into (n,) uint8 `out`. `ended` may be called at once."""
         receive = Receive(tag, out, ended)
         with self._changed:
             known = self._senders.setdefault(sender, _Sender())
@@ -108,7 +108,7 @@ class Inbox:
                     known.posted[tag] = receive
             self._changed.notify_all()
         for old in abandoned:
-            old.ended("it is no longer expected")
+            old.ended("it is no longer waited for")
         if has_passed:
             ended(RoundClosed(sender, ANOTHER))
         elif whole is not None:
@@ -116,8 +116,8 @@ class Inbox:
             ended(None)
 
     def begin(self, sender: int, head: Head, cut: Callable[[], None]) -> memoryview | None:
-        """A piece comes from `sender`: where its bytes go; None while there is no room, `wait` for it. cut: breaks off
-        the connection that it comes on.
+        """A piece arrives from `sender`: returns the memory for its bytes; None: no room, call `wait`. cut: breaks the
+        connection on which it arrives.
         """
         with self._changed:
             known = self._senders.setdefault(sender, _Sender())
@@ -128,7 +128,7 @@ class Inbox:
                 head.offset,
             ):
                 self._abandon(known)
-                coming = known.coming = self._comes(sender, known, head)
+                coming = known.coming = self._begin_message(sender, known, head)
                 if coming is None:
                     return None
             coming.next = head.offset + head.size
@@ -143,8 +143,8 @@ class Inbox:
             return memoryview(bytearray(head.size))
 
     def end(self, sender: int, head: Head, *, whole: bool) -> int | None:
-        """That piece has come, or, where it is not `whole`, its connection broke. What to say of its message; None
-        while more of it comes.
+        """That piece has arrived, or (not `whole`) its connection broke. Returns the acknowledgement of its message;
+        None if more of it is to come.
         """
         ended: tuple[Receive, str | PeerLost | None] | None = None
         result = None
@@ -174,8 +174,8 @@ class Inbox:
         return result
 
     def over(self, channel: Channel, round: int) -> list[tuple[int, Tag]]:
-        """Rounds of `channel` up to `round` are over, and no later ones: nothing of them is taken any more.
-        (sender, tag) of what came for them in vain.
+        """Close rounds of `channel` up to `round`: their messages are not accepted any more. Returns (sender, tag) of
+        unclaimed ones.
         """
         vain = list[tuple[int, Tag]]()
         with self._changed:
@@ -189,7 +189,7 @@ class Inbox:
         return vain
 
     def again(self, tag: Tag) -> None:
-        """The attempt of `tag` has begun: nobody waits any more in those of its round before it."""
+        """The attempt of `tag` has begun: cancel receives of earlier attempts of its round."""
         with self._changed:
             known_of = self._again.get(tag.channel, (-1, 0))
             self._again[tag.channel] = max(known_of, (tag.round, tag.attempt))
@@ -197,13 +197,13 @@ class Inbox:
         self._call(ended)
 
     def passed(self, sender: int, channel: Channel, round: int, why: PeerLost) -> None:
-        """Nothing comes from `sender` any more for rounds of `channel` up to `round`."""
+        """`sender` sends nothing more for rounds of `channel` up to `round`."""
         with self._changed:
             ended = self._ended(lambda tag: tag.channel == channel and tag.round <= round, why, sender)
         self._call(ended)
 
     def drop(self, sender: int, why: str | PeerLost) -> None:
-        """`sender` is gone: end its receives and forget what it sent, but for what of it was taken."""
+        """`sender` is lost: end its receives and drop its unclaimed messages; remember which ones were delivered."""
         with self._changed:
             ended = self._ended(lambda tag: True, why, sender)
             known = self._senders.get(sender)
@@ -213,12 +213,12 @@ class Inbox:
         self._call(ended)
 
     def wait(self) -> None:
-        """For a moment, or until there may be room."""
+        """Wait a moment, or until there may be room."""
         with self._changed:
             self._changed.wait(_GLANCE)
 
     def held(self) -> int:
-        """Bytes whole of messages that nobody has asked for."""
+        """Bytes of complete unclaimed messages."""
         with self._changed:
             return sum(
                 len(one) for known in self._senders.values() for waiting in known.unclaimed.values() for one in waiting
@@ -226,43 +226,43 @@ class Inbox:
 
     # Under the lock
 
-    def _comes(self, sender: int, known: _Sender, head: Head) -> _Coming | None:
-        """A message begins; None while there is no room for it."""
+    def _begin_message(self, sender: int, known: _Sender, head: Head) -> _ArrivingMessage | None:
+        """A new message begins; None while there is no room for it."""
         if head.offset or head.number < 0 or head.total < 0:
             return self._refuse(sender, head, "pieces that do not fit together")
         if head.total > _LONGEST:
-            return self._refuse(sender, head, "a message longer than any")
+            return self._refuse(sender, head, "a message beyond the size limit")
         if head.number <= known.newest:
-            return _Coming(head)  # it has come before, and is taken again to nowhere
+            return _ArrivingMessage(head)  # a repetition: read and discard it
         if self._is_over(head.tag):
-            return _Coming(head, result=ROUND_CLOSED)
+            return _ArrivingMessage(head, result=ROUND_CLOSED)
         receive = known.posted.get(head.tag)
         if receive is not None:
             if head.total != len(receive.out):
-                return self._refuse(sender, head, "another length than was asked for")
-            return None if receive.cut is not None else _Coming(head, receive)
+                return self._refuse(sender, head, "another length than the receive's")
+            return None if receive.cut is not None else _ArrivingMessage(head, receive)
         size = max(head.total, _LEAST)
         others = sum(other.bytes for other in self._senders.values())
         if known.bytes + size <= UNEXPECTED and others + size <= UNEXPECTED_OF_ALL:
             known.bytes += size
-            return _Coming(head, unclaimed=bytearray(head.total))
+            return _ArrivingMessage(head, unclaimed=bytearray(head.total))
         if known.held_back != head.number:
             known.held_back = head.number
             self.refused.note(sender, "more unexpected messages than are buffered")
         return None
 
-    def _refuse(self, sender: int, head: Head, why: str) -> _Coming:
+    def _refuse(self, sender: int, head: Head, why: str) -> _ArrivingMessage:
         self.refused.note(sender, why)
-        return _Coming(head, result=REFUSED)
+        return _ArrivingMessage(head, result=REFUSED)
 
     def _abandon(self, known: _Sender) -> None:
-        """What came of a message so far is for nothing."""
+        """Discard what has arrived of the present message."""
         if known.coming is not None and known.coming.unclaimed is not None:
             known.bytes -= max(known.coming.head.total, _LEAST)
         known.coming = None
 
     def _keep(self, known: _Sender, head: Head, whole: bytearray) -> tuple[Receive, str | None] | None:
-        """A message is whole that was to be whole: perhaps it is waited for by now."""
+        """A buffered message is complete; it is delivered if a receive was posted meanwhile."""
         receive = known.posted.get(head.tag)
         if receive is None or receive.cut is not None or len(receive.out) != len(whole):
             known.unclaimed.setdefault(head.tag, []).append(whole)
@@ -288,7 +288,7 @@ class Inbox:
     def _ended(
         self, which: Callable[[Tag], bool], why: str | PeerLost | None, sender: int | None = None
     ) -> list[tuple[Receive, str | PeerLost]]:
-        """Receives that are over, and that nobody reads into now. why: None for another attempt's."""
+        """Remove matching receives; returns those that nothing fills now. why: None: another attempt has begun."""
         found = list[tuple[Receive, str | PeerLost]]()
         for one, known in self._senders.items():
             for tag in [tag for tag in known.posted if which(tag)] if sender in (None, one) else []:
@@ -309,8 +309,8 @@ class Inbox:
         return before(tag, *self._again.get(tag.channel, (-1, 0)))
 
     def _forget_old(self, known: _Sender, tag: Tag) -> list[Receive]:
-        """Rounds long over: their receives, which missed their deadlines, and what came for nobody. Other channels have
-        no rounds: the numbers there count letters, batches or calls, many of which are under way at a time.
+        """Cancel receives and drop messages of rounds long past. On other channels numbers are no rounds (they count
+        messages, batches or calls, many of which are in flight at a time), so nothing is stale there.
         """
         if tag.channel != "outer":
             return []
@@ -321,4 +321,4 @@ class Inbox:
         for other in [other for other in known.unclaimed if old(other)]:
             self._drop_unclaimed(known, other)
         found = [known.posted.pop(other) for other in [other for other in known.posted if old(other)]]
-        return [receive for receive in found if receive.end("it is no longer expected")]
+        return [receive for receive in found if receive.end("it is no longer waited for")]

@@ -1,13 +1,14 @@
-"""The connections of one worker to others: who dials whom, and how each knows the other.
+"""Connections between workers: which of the two dials, and how they authenticate each other.
 
-    direct     the sender dials, where the lighthouse knows that the other one is reached; or is dialled by it, where it
-               is itself
-    relayed    both dial a worker that relays for others, else the lighthouse, with one ticket, which makes the two
-               connections one
+    direct     the sender dials, if the lighthouse knows the other worker's address; or the other worker dials the
+               sender, if the sender is the reachable one
+    relayed    both dial a worker that relays, or else the lighthouse, with the same ticket, which joins the two
+               connections
 
-The lighthouse vouches for the certificate of each worker by its fingerprint, which the dialler compares, and gives it
-a peer key, the knowledge of which both prove inside TLS. Its answers are cached, so that two who have met go on without
-it. `KnownMembers` compares who showed itself with whom views name. Which way a connection goes is reported in a line.
+The lighthouse vouches for the certificate of each worker by its fingerprint, which the dialler compares. It also gives
+the dialler a peer key; both ends prove inside TLS that they know it. The lighthouse's replies are cached, so two
+workers that were connected do not need it again. `KnownMembers` compares the certificates on connections with the
+fingerprints in views. A notice reports whether a peer is reached directly or relayed.
 """
 
 from __future__ import annotations
@@ -50,44 +51,47 @@ if TYPE_CHECKING:
 
 
 class KnownMembers:
-    """Of the worker in `member`, whose own member is `identity`. notice: called with a line for a person."""
+    """Fingerprints of members: those that views name, and those seen on connections.
+
+    member, identity: this worker's. refused: counts mismatches. notice: called with a line for the user.
+    """
 
     def __init__(self, member: int, identity: str, refused: Rejections, notice: Callable[[str], None]) -> None:
         self._refused, self._notice, self._lock = refused, notice, threading.Lock()
-        self._named: dict[int, str] = {}  # by views
-        self._met = {member: identity}  # whoever this worker is or was connected with, and itself
+        self._in_views: dict[int, str] = {}  # fingerprints in views
+        self._shown_by = {member: identity}  # fingerprints on connections, and this worker's own
         self._warned: set[tuple[int, str]] = set()
 
     def meet(self, view: View) -> list[int]:
-        """Take in whom `view` names; with which of them somebody else is connected than whom it names."""
+        """Record a view's fingerprints. Returns members whose connection has shown another fingerprint."""
         others = list[int]()
         for member, identity in zip(view.members, view.identities, strict=False):
             with self._lock:
-                self._named[member] = identity
-                met = self._met.get(member, identity)
+                self._in_views[member] = identity
+                met = self._shown_by.get(member, identity)
                 if met != identity:
-                    del self._met[member]
+                    del self._shown_by[member]
             if met != identity:
-                self._is_another(member, met, identity)
+                self._report_mismatch(member, met, identity)
                 others.append(member)
         return others
 
     def check(self, member: int, identity: str) -> None:
-        """Whoever says that it is `member` shows this identity. LinkLost where views name another one."""
+        """Check the fingerprint that a connection of `member` shows. LinkLost if views name another one."""
         with self._lock:
-            named = self._named.get(member, identity)
+            named = self._in_views.get(member, identity)
             if named == identity:
-                self._met[member] = identity
+                self._shown_by[member] = identity
         if named != identity:
-            self._is_another(member, identity, named)
-            raise LinkLost("views name another one")
+            self._report_mismatch(member, identity, named)
+            raise LinkLost("views name another fingerprint")
 
     def spoken(self, member: int) -> str:
-        """Of whoever this worker is connected with as `member`."""
-        return spoken(self._met.get(member, ""))
+        """The short fingerprint of the connection with `member`."""
+        return spoken(self._shown_by.get(member, ""))
 
-    def _is_another(self, member: int, identity: str, named: str) -> None:
-        why = f"its fingerprint is {spoken(identity)}, and {spoken(named)} where views name it"
+    def _report_mismatch(self, member: int, identity: str, named: str) -> None:
+        why = f"its fingerprint is {spoken(identity)}, but views name {spoken(named)}"
         self._refused.note(member, why)
         if (member, identity) not in self._warned:
             self._warned.add((member, identity))
@@ -95,9 +99,11 @@ class KnownMembers:
 
 
 class PairListener(EchoServer):
-    """Listens at host:port for other workers; port 0: any. welcome: called, in a thread of its own, with each that
-    begins as one does; others get the echo by which the lighthouse sees that `name` is reached. tickets: of a worker
-    that carries for others. ValueError where the address cannot be had.
+    """Listens at host:port for other workers; port 0: any free one.
+
+    welcome: called in a thread of its own with each connection of a worker; other connections get the echo by which the
+    lighthouse checks that `name` can be reached. tickets: of a worker that relays. ValueError if the address cannot be
+    bound.
     """
 
     def __init__(
@@ -128,17 +134,17 @@ class PairListener(EchoServer):
             await asyncio.get_running_loop().run_in_executor(self._threads, self._welcome, connection)
         except BaseException:
             with suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)  # its thread waits for nothing any more
+                connection.shutdown(socket.SHUT_RDWR)  # wakes the thread that reads it
             raise
         return True
 
 
-_TRIED = 20.0  # seconds for the lighthouse's answer, which tries the address meanwhile
-_DIAL = 3.0  # seconds that a worker is dialled for
-_CALL = 5.0  # seconds until one that was asked to dial has
-_TICKET = 8.0  # seconds until the other one has come to the lighthouse; to a worker that carries: _DIAL
-_LOOK = 30.0  # seconds until one that was not reached is dialled again
-_AT_ONCE = 16  # others that this worker dials because they have asked
+_TRIED = 20.0  # seconds for the lighthouse's reply, during which it dials the announced address
+_DIAL = 3.0  # seconds to dial a worker
+_CALL = 5.0  # seconds until a worker that was asked to dial has done so
+_TICKET = 8.0  # seconds until both ends have met at the lighthouse; at a worker that relays: _DIAL
+_LOOK = 30.0  # seconds until an unreachable worker is dialled again
+_AT_ONCE = 16  # the most dials at others' request in progress
 _REQUEST = struct.Struct(f"<qHBq{TICKET_SIZE}s")
 _LIGHTHOUSE = -1
 _ASKS = b"isles dials\0"
@@ -146,14 +152,14 @@ _MEMBERS = 1 << 20
 
 
 class PeerConnections:
-    """Of the worker in the member of `entry`; the `PeerKeys` of what it gives and takes.
+    """Makes the connections of the worker of `entry`; also the `PeerKeys` of its state transfers.
 
-    ask: asks the lighthouse, as `MembershipClient.ask`. mine: this worker's key and certificate. lease: seconds of
-    silence after which a connection counts as broken. notice: called with a line for a person. island_rank: this
-    worker's in its island; it is connected with the workers of the same rank in other islands. certificates:
+    ask: sends a request to the lighthouse, as `MembershipClient.ask`. mine: this worker's key and certificate. lease:
+    seconds of silence after which a connection counts as broken. notice: called with a line for the user. island_rank:
+    this worker's rank in its island; it connects with the workers of the same rank in other islands. certificates:
     fingerprints of its whole island.
 
-    seen: the address from which the lighthouse sees this worker.
+    seen: the address under which the lighthouse sees this worker.
     """
 
     def __init__(
@@ -177,36 +183,38 @@ class PeerConnections:
         self._listener: PairListener | None = None
         self._listens, self._announced, self._relays = False, "", False
         self._found: dict[int, PeerAddress] = {}
-        self._ways: dict[int, str] = {}  # what was said of each
-        self._unreached: dict[int, float] = {}  # since when
+        self._ways: dict[int, str] = {}  # by member: "direct" or "relayed ...", as last reported
+        self._unreached: dict[int, float] = {}  # by member: when a direct dial last failed
         self._dialling = threading.Semaphore(_AT_ONCE)
-        self._incoming: dict[tuple[int, int], list[ssl.SSLSocket]] = {}  # by (member, lane): this worker is to send
+        self._incoming: dict[tuple[int, int], list[ssl.SSLSocket]] = {}  # (member, lane): dialled by it, to send on
         self._awaits: set[tuple[int, int]] = set()
         self._changed = threading.Condition()
-        self._up_changes: list[bool] = []  # how the lighthouse came and went since it knows where this worker is
+        self._up_changes: list[bool] = []  # the lighthouse's up and down events since the last announcement
         self._closed = False
 
     def listen(self, host: str, port: int, *, announced: str = "", relays: bool = False) -> None:
-        """Be reached at port `port` of this machine's address `host`; announced: the address for others, "" where the
-        lighthouse sees this machine. relays: carry for others. Says whether the lighthouse reaches it. ValueError where
-        the address cannot be had.
+        """Listen on port `port` of this machine's address `host`, and announce it to the lighthouse.
+
+        announced: the address for others; "": the one from which the lighthouse sees this machine. relays: whether this
+        worker relays for others. A notice says whether the lighthouse can reach it. ValueError if the address cannot be
+        bound.
         """
-        tickets = TicketExchange(self._entry.key.encode("ascii"), self._carried) if relays else None
+        tickets = TicketExchange(self._entry.key.encode("ascii"), self._count_relayed) if relays else None
         self._listener = PairListener(host, port, self._mine.token.fingerprint, self._welcome, tickets)
         self._announced, self._relays = announced, relays
         self._announce()
 
     def start(self, transport: ElasticTransport) -> None:
-        """Bring others to `transport` from now on."""
+        """Hand connections to `transport` from now on."""
         self._transport = transport
-        self._session.serve(self._key(self._entry.member), self._asked)
+        self._session.serve(self._key(self._entry.member), self._on_dial_request)
         if self._listener is None:
             self._announce()
         self._session.watch(UP, self._on_up_change)
         transport.open()
 
     def close(self) -> None:
-        """End what is under way. Safe to call twice."""
+        """Stop listening, and cancel waiting dials. Safe to call twice."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -214,27 +222,27 @@ class PeerConnections:
             self._listener.close()
 
     def meet(self, view: View) -> None:
-        """`view` names members: whoever is connected with this worker as one of them, and is not, is cut off."""
+        """Record the fingerprints of `view`, and cut connections that have shown other ones."""
         for member in self._known.meet(view):
             if self._transport is not None:
                 self._transport.cut(member)
 
-    # For state transfers (`PeerKeys`)
+    # Asked by state transfers (`PeerKeys`)
 
     def peer_key(self, peer: int) -> bytes | None:
-        """By which a message to `peer` is sealed; None while the lighthouse does not say. Waits for its answer."""
+        """The key for messages to `peer`; None if the lighthouse does not give it. Waits for its reply."""
         found = self._found.get(peer) or self._find(peer)
         return None if found is None else bytes.fromhex(found.peer_key)
 
     def expected(self, sender: int) -> bytes:
-        """By which a message of `sender` must be sealed."""
+        """The key with which messages of `sender` must be authenticated."""
         return peer_key(self._entry.key, sender)
 
-    # What the transport asks
+    # Asked by the transport
 
     def connect(self, peer: int, lane: int, *, soon: bool) -> Stream | None:
-        """That connection to send to `peer` on; None where it would be relayed and nothing is to be sent `soon`.
-        LinkLost where it is not reached.
+        """A connection to send to `peer` on. None if it would be relayed and nothing is to be sent `soon`. LinkLost if
+        `peer` is not reached.
         """
         if self._closed:
             raise LinkLost("this worker has ended")
@@ -242,13 +250,13 @@ class PeerConnections:
         if found is None:
             raise LinkLost("the lighthouse does not say where it is")
         self._known.check(peer, identity_of(found.certificates))
-        link = self._directly(peer, lane, found)
+        link = self._connect_directly(peer, lane, found)
         if link is not None:
             return self._stream(peer, lane, link, "direct")
         if not soon:
             return None
         try:
-            return self._stream(peer, lane, *self._relayed(peer, lane, found))
+            return self._stream(peer, lane, *self._connect_relayed(peer, lane, found))
         except OSError as error:
             raise LinkLost(str(error)) from None
 
@@ -258,7 +266,7 @@ class PeerConnections:
             self._notice(f"worker {peer}: {way}, fingerprint {self._known.spoken(peer)}")
         return Stream(link, way, self._lease, lane)
 
-    def _directly(self, peer: int, lane: int, found: PeerAddress) -> ssl.SSLSocket | None:
+    def _connect_directly(self, peer: int, lane: int, found: PeerAddress) -> ssl.SSLSocket | None:
         if time.monotonic() - self._unreached.get(peer, -_LOOK) < _LOOK:
             return None
         try:
@@ -267,7 +275,7 @@ class PeerConnections:
         except (OSError, LinkLost):
             self._unreached[peer] = time.monotonic()
         try:
-            return self._dialled(peer, lane, found) if self._listens else None
+            return self._ask_to_dial(peer, lane, found) if self._listens else None
         except LinkLost:
             self._unreached[peer] = time.monotonic()
         return None
@@ -277,23 +285,23 @@ class PeerConnections:
         link.sendall(PAIR)
         return self._shown(link, lane, found, sends=sends)
 
-    def _dialled(self, peer: int, lane: int, found: PeerAddress) -> ssl.SSLSocket:
-        """Dialled by `peer`, which is asked to."""
+    def _ask_to_dial(self, peer: int, lane: int, found: PeerAddress) -> ssl.SSLSocket:
+        """Ask `peer` to dial this worker, and wait for it."""
         with self._changed:
             self._awaits.add((peer, lane))
         try:
-            self._call(peer, lane, found, _LIGHTHOUSE, bytes(TICKET_SIZE))
+            self._request_dial(peer, lane, found, _LIGHTHOUSE, bytes(TICKET_SIZE))
             with self._changed:
                 self._changed.wait_for(lambda: self._incoming.get((peer, lane)) or self._closed, _CALL)
                 if came := self._incoming.pop((peer, lane), []):
                     return came[-1]
-            raise LinkLost("it did not connect")
+            raise LinkLost("it did not dial")
         finally:
             with self._changed:
                 self._awaits.discard((peer, lane))
 
-    def _relayed(self, peer: int, lane: int, found: PeerAddress) -> tuple[ssl.SSLSocket, str]:
-        """And by whom, in words."""
+    def _connect_relayed(self, peer: int, lane: int, found: PeerAddress) -> tuple[ssl.SSLSocket, str]:
+        """A relayed connection, and a text that names the relay."""
         if found.relay >= 0:
             with suppress(OSError, LinkLost, ValueError):
                 link = self._connect_by_ticket(peer, lane, found, found.relay, bytes.fromhex(found.ticket))
@@ -304,16 +312,16 @@ class PeerConnections:
         return self._connect_by_ticket(peer, lane, found, _LIGHTHOUSE, ticket), "relayed"
 
     def _connect_by_ticket(self, peer: int, lane: int, found: PeerAddress, relay: int, ticket: bytes) -> ssl.SSLSocket:
-        self._call(peer, lane, found, relay, ticket)
+        self._request_dial(peer, lane, found, relay, ticket)
         return self._shown(self._meet(relay, ticket), lane, found, sends=True)
 
     def _meet(self, relay: int, ticket: bytes) -> socket.socket:
-        """The connection to whoever comes with the same ticket to the worker of that member, or the lighthouse."""
+        """Show a ticket to the relaying member, or to the lighthouse (-1); returns the joined connection."""
         if relay < 0:
             return tuned(self._session.connect_by_ticket(ticket, _TICKET))
         there = self._find(relay)
         if there is None or not there.host:
-            raise LinkLost("who was to carry is not reached")
+            raise LinkLost("the relaying worker is not reached")
         return tuned(self._session.connect_by_ticket(ticket, _DIAL, (there.host, there.port)))
 
     def _shown(self, link: socket.socket, lane: int, found: PeerAddress, *, sends: bool) -> ssl.SSLSocket:
@@ -324,8 +332,8 @@ class PeerConnections:
         show(tls, self._mine, self._shows, host)
         return tls
 
-    def _call(self, peer: int, lane: int, found: PeerAddress, relay: int, ticket: bytes) -> None:
-        """Have `peer` dial this worker, or with a ticket who carries for both. LinkLost where it does not answer."""
+    def _request_dial(self, peer: int, lane: int, found: PeerAddress, relay: int, ticket: bytes) -> None:
+        """Ask `peer` to dial this worker, or with a ticket the relay. LinkLost if it does not answer."""
         payload = _REQUEST.pack(self._entry.member, self._island_rank, lane, relay, ticket)
         proof = authenticate(bytes.fromhex(found.peer_key), _ASKS, payload)
         try:
@@ -342,7 +350,7 @@ class PeerConnections:
         return self._found.get(member)
 
     def _is_near(self, host: str) -> bool:
-        """Whether `host` is the same machine here as for the lighthouse: a loopback address is everybody's own."""
+        """Whether `host` means the same machine here as at the lighthouse: a loopback address does not elsewhere."""
         with suppress(ValueError):
             return not ipaddress.ip_address(host).is_loopback or self._session.is_local()
         return True
@@ -351,10 +359,10 @@ class PeerConnections:
         room = "isles" if not self._island_rank else f"isles/rank/{self._island_rank}"
         return f"{room}/dial/{member}"
 
-    # What others ask
+    # Asked by other workers
 
-    def _asked(self, query: Query) -> None:
-        """Somebody asks to be dialled. In the session's thread."""
+    def _on_dial_request(self, query: Query) -> None:
+        """Another worker asks to be dialled. Runs in the session's thread, so the dialling is left to a thread."""
         note = self._session.refused.note
         if len(query.payload) != _REQUEST.size:
             note(-1, "no message of this library")
@@ -362,7 +370,7 @@ class PeerConnections:
             return
         member, island_rank, lane, relay, ticket = _REQUEST.unpack(query.payload)
         if not 0 <= member < _MEMBERS or island_rank != self._island_rank or not _LIGHTHOUSE <= relay < _MEMBERS:
-            note(-1, "a message of an unknown member")
+            note(-1, "a message of an impossible member")
             query.refuse(b"later")
         elif not hmac.compare_digest(query.attachment, authenticate(self.expected(member), _ASKS, query.payload)):
             note(-1, "a message in another's name")
@@ -372,14 +380,14 @@ class PeerConnections:
         else:
             query.reply()
             threading.Thread(
-                target=self._go, args=(member, lane, relay, ticket), name=f"isles-dials-{member}", daemon=True
+                target=self._dial_back, args=(member, lane, relay, ticket), name=f"isles-dials-{member}", daemon=True
             ).start()
 
-    def _go(self, member: int, lane: int, relay: int, ticket: bytes) -> None:
+    def _dial_back(self, member: int, lane: int, relay: int, ticket: bytes) -> None:
         try:
             with suppress(OSError, LinkLost):
                 if ticket != bytes(TICKET_SIZE):
-                    tls, hello = self._let_in(self._meet(relay, ticket), member)
+                    tls, hello = self._authenticate(self._meet(relay, ticket), member)
                     self._take(hello, tls, "relayed")
                 elif (found := self._find(member)) is not None and found.host:
                     hello = PairHello(member, self._island_rank, True, lane)
@@ -388,8 +396,8 @@ class PeerConnections:
             self._dialling.release()
 
     def _welcome(self, connection: socket.socket) -> None:
-        """Somebody has dialled this worker. LinkLost where it is not let in."""
-        tls, hello = self._let_in(tuned(connection))
+        """Accept a connection that another worker has dialled. LinkLost if it is not authenticated."""
+        tls, hello = self._authenticate(tuned(connection))
         if hello.sends:
             self._take(hello, tls, "direct")
             return
@@ -400,8 +408,8 @@ class PeerConnections:
                 return
         tls.close()
 
-    def _let_in(self, link: socket.socket, member: int | None = None) -> tuple[ssl.SSLSocket, PairHello]:
-        """Whoever dials, as `member` where that was agreed. LinkLost where it is not who it says."""
+    def _authenticate(self, link: socket.socket, member: int | None = None) -> tuple[ssl.SSLSocket, PairHello]:
+        """Authenticate a dialler, as `member` if that is agreed. LinkLost if it fails."""
         tls, hello = as_host(link, self._mine, lambda hello: self._token_of(hello, member))
         try:
             self._known.check(hello.member, shown(tls, self._mine.token.fingerprint, self._island_rank))
@@ -411,13 +419,13 @@ class PeerConnections:
         return tls, hello
 
     def _token_of(self, hello: PairHello, member: int | None = None) -> Token:
-        """What it must know who says that it is this member."""
+        """The token that a dialler must prove to know, as the member that it claims to be."""
         if (
             hello.island_rank != self._island_rank
             or not 0 <= hello.member < _MEMBERS
             or member not in (None, hello.member)
         ):
-            raise LinkLost("it is not who was asked")
+            raise LinkLost("it is not the member that was asked")
         return Token(self._mine.token.fingerprint, self.expected(hello.member).hex())
 
     def _take(self, hello: PairHello, tls: ssl.SSLSocket, way: str) -> None:
@@ -426,11 +434,11 @@ class PeerConnections:
         else:
             self._transport.take(hello.member, Stream(tls, way, self._lease, hello.lane))
 
-    def _carried(self, size: int) -> None:
+    def _count_relayed(self, size: int) -> None:
         if self._transport is not None:
             self._transport.carries(size)
 
-    # What the lighthouse is told
+    # Reported to the lighthouse
 
     def _announce(self) -> None:
         port = 0 if self._listener is None else self._listener.port
@@ -459,8 +467,8 @@ class PeerConnections:
         self._listens = self._listens or reached
 
     def _on_up_change(self, _: str, there: bool) -> None:
-        """The lighthouse went out, or is lit again and has forgotten where this worker is."""
+        """Announce again after a restart of the lighthouse, which has forgotten this worker's address."""
         self._up_changes.append(there)
-        if self._up_changes[2:]:  # there, gone, there
+        if self._up_changes[2:]:  # up, down, up
             del self._up_changes[1:]
             self._session.aside(self._announce)

@@ -1,14 +1,13 @@
-"""Relays for pairs without a way to each other: two connections become one, and what comes on one leaves on the other,
-unread.
+"""Relays for pairs of workers that cannot dial each other: two connections are joined, and bytes of one are forwarded
+to the other, unread.
 
     ticket = number (8 random bytes), MAC of it by the relay's key (16)
 
 Both ends show the same ticket (`TicketExchange`), at the lighthouse or at a worker that relays. The lighthouse knows
-the relay's key, and gives a pair a ticket; nothing is said between those who issue and who accept tickets.
+the relay's key, and issues tickets to pairs; issuer and relay exchange no messages about them.
 
-What the pair says is encrypted from end to end. Of each direction is buffered only what the other end has not taken
-yet, and no more is read meanwhile: a slow pair holds up itself alone. One loop serves all pairs, in a thread beside
-that of the control plane's.
+The pair's data is encrypted from end to end. Per direction only what the other end has not accepted yet is buffered,
+and nothing more is read meanwhile, so a slow pair delays only itself. One loop in a thread of its own serves all pairs.
 
 `RelayCount` adds up the bytes that a lighthouse has relayed over its restarts.
 """
@@ -33,7 +32,7 @@ from isles.membership.p2p.stream import TICKET, TICKET_SIZE, tuned
 
 
 class _End(asyncio.Protocol):
-    """One of two connections that are one: what comes on it leaves on the other, `far`, before more is read."""
+    """One of two joined connections: its data is written to the other, `far`, before more is read."""
 
     link: asyncio.Transport
     far: _End
@@ -67,11 +66,11 @@ class _End(asyncio.Protocol):
 
 
 _NUMBER = 8
-_KNOWN = 4096  # tickets that were used
+_KNOWN = 4096  # remembered used tickets
 
 
 def new_ticket(key: bytes) -> bytes:
-    """With which two connections become one at whoever has `key`."""
+    """A ticket that joins two connections at the relay with `key`."""
     return _ticket(key, secrets.token_bytes(_NUMBER))
 
 
@@ -80,21 +79,24 @@ def _ticket(key: bytes, number: bytes) -> bytes:
 
 
 class TicketExchange:
-    """Whoever has the key of these tickets. carried: called with bytes that went through.
+    """Joins connections that show the same ticket, issued with `key`. carried: called with the number of forwarded
+    bytes.
 
-    ends: of the connections that are one by now.
+    ends: of joined connections.
     """
 
     def __init__(self, key: bytes, carried: Callable[[int], None]) -> None:
         self._key, self.carried = key, carried
         self.ends: set[_End] = set()
-        self._first: dict[bytes, socket.socket] = {}  # who came with a ticket, until another one does
+        self._first: dict[bytes, socket.socket] = {}  # by ticket: the first of the two connections
         self._used = deque[bytes](maxlen=_KNOWN)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="isles-splices", daemon=True)
 
     async def take(self, connection: socket.socket) -> bool:
-        """Whether somebody comes with a ticket, and is kept. EOFError, OSError for one that is none, or was used."""
+        """Whether `connection` shows a ticket, and is now owned here. EOFError, OSError for an invalid or used
+        ticket.
+        """
         if not await peeked(connection, TICKET):
             return False
         ticket, own = b"", asyncio.get_running_loop()
@@ -106,10 +108,10 @@ class TicketExchange:
         first = self._first.pop(ticket, None)
         if first is not None:
             for end in (first, connection):
-                tuned(end).send(TICKET[:1])  # else a short message waits for the answer to the one before
+                tuned(end).send(TICKET[:1])  # disables Nagle: a short message must not wait for an acknowledgement
             self._join(first, connection)
         elif ticket in self._used or not hmac.compare_digest(ticket, _ticket(self._key, ticket[:_NUMBER])):
-            raise ConnectionError("an unknown ticket")
+            raise ConnectionError("a forged or used ticket")
         else:
             self._used.append(ticket)
             self._first[ticket] = connection
@@ -117,7 +119,7 @@ class TicketExchange:
         return True
 
     def close(self) -> None:
-        """End them all. Safe to call twice."""
+        """Break all joined connections. Safe to call twice."""
         if self._thread.is_alive():
             asyncio.run_coroutine_threadsafe(self._end(), self._loop)
             self._thread.join(5.0)
@@ -150,15 +152,15 @@ class TicketExchange:
         await asyncio.gather(*beginning, return_exceptions=True)
         for end in self.ends:
             end.link.abort()
-        self._loop.call_soon(self._loop.stop)  # once they are closed
+        self._loop.call_soon(self._loop.stop)  # after their close callbacks
 
 
 _SPARE = 1 << 20  # bytes
 
 
 class RelayCount:
-    """carried: bytes since this session began. entries: of the journal so far, for a lighthouse that is started again
-    goes on from what it had noted there.
+    """carried: returns the bytes relayed in this session. entries: of the journal so far, from whose count a restarted
+    lighthouse goes on.
     """
 
     def __init__(self, carried: Callable[[], int], entries: Iterable[Mapping[str, Any]] = ()) -> None:
@@ -167,11 +169,11 @@ class RelayCount:
         self._noted = self._before
 
     def relayed(self) -> int:
-        """Bytes until now."""
+        """Bytes relayed so far, over all restarts."""
         return self._before + self._carried()
 
     def note(self, relayed: int) -> dict[str, Any] | None:
-        """What the journal is to get now that it is so many; None while it grew by less than a hundredth and 1 MB."""
+        """The journal entry of this count; None if it grew by less than a hundredth and 1 MB."""
         if relayed <= self._noted + self._noted // 100 + _SPARE:
             return None
         self._noted = relayed

@@ -1,16 +1,16 @@
 """One TLS 1.3 connection of a pair: one end sends messages in segments, the other one acknowledges them.
 
-    forward    head (kind, number, offset, bytes of all, tag), then the segment's bytes, straight into their buffer
-    back       head (kind, number): taken, refused, or that its round is closed; and now and then that it is there
+    forward    head (kind, number, offset, total bytes, tag), then the segment's bytes, straight into their buffer
+    back       head (kind, number): taken, refused, or round closed; and now and then a sign of life
 
-Each direction of a pair has a connection of its own, so each end is read and written by one thread: TLS in Python is
-not safe for two, and acknowledgements leave however much is on its way back. TCP holds back a sender that is too fast.
+Each direction of a pair has its own connection, and each end is read and written by one thread, because TLS in Python
+is not safe for two, and acknowledgements never queue behind data. TCP slows down a sender that is too fast.
 
-Inside TLS the dialler proves that it has the key of its certificate, to the worker whose certificate it has compared:
+Inside TLS the dialler proves that it owns the key of its certificate, to a worker whose certificate it has compared:
 
-    certificate (DER), fingerprints of all workers of its island, signature of the fingerprint of who is dialled
+    certificate (DER), fingerprints of all workers of its island, signature of the dialled worker's fingerprint
 
-Nobody but the worker that it names reads that signature, and to nobody else is it of any use: so there is no challenge.
+Only the named worker can read that signature, and it is of use to no other one: so no challenge is needed.
 """
 
 from __future__ import annotations
@@ -38,28 +38,28 @@ from isles.comm.tags import CHANNELS, Tag
 from isles.membership.messages import identity_of
 
 PAIR, TICKET = b"islp", b"islt"
-"""What somebody says first, in the clear: before TLS with a worker, and before a ticket at a lighthouse."""
+"""The first bytes of a connection, unencrypted: before TLS with a worker, and before a ticket at a relay."""
 CHUNK = 1 << 20
-"""Bytes of a piece."""
+"""The most bytes of a piece."""
 TICKET_SIZE = 24
 WAYS = ("direct", "relayed")
-"""How what workers say to each other goes; "relayed by worker N" where that is not the lighthouse."""
+"""How messages between workers travel; "relayed by worker N" if the relay is not the lighthouse."""
 CARRIED = (*WAYS, "relayed_by_workers")
-"""Of which a worker counts bytes: what it sends, and what it carries for others."""
+"""The kinds of bytes that a worker counts: sent ones by way, and those relayed for others."""
 PIECE, CLOSE_ROUND, ALIVE, TAKEN, REFUSED, ROUND_CLOSED = range(6)
 _HEAD = struct.Struct(f"<B{len(Tag._fields) + 3}q")
 _BACK = struct.Struct("<Bq")
 _HELLO = struct.Struct("<qHBB")
 _HANDSHAKE = 10.0  # seconds
-_SHORT = 1 << 14  # bytes that leave with their head
+_SHORT = 1 << 14  # up to so many bytes are sent in one write with their head
 
 
 Handle = Callable[[int, int], None]
-"""Called with what is said back: its kind, and the number of its message."""
+"""Called with (kind, message number) of an acknowledgement."""
 
 
 class Head(NamedTuple):
-    """Of a piece of message `number`: where in it, and how long it is as a whole; or of a word without bytes."""
+    """The head of a piece of message `number` (its offset and the total length), or of a control message."""
 
     kind: int
     number: int = 0
@@ -74,8 +74,8 @@ class Head(NamedTuple):
 
 
 class PairHello(NamedTuple):
-    """Who dials: a member, and a place in its island. sends: whether it is the one that sends. lane: which of the
-    pair's connections in that direction this is.
+    """The first message of a dialler: its member and its rank in the island. sends: whether it is the sending end.
+    lane: index among the pair's connections in that direction.
     """
 
     member: int
@@ -85,8 +85,8 @@ class PairHello(NamedTuple):
 
 
 class Stream:
-    """A connection after its handshake. lease: seconds of silence until it counts as broken. sends: whether this end
-    does. lane: see `PairHello`. round_trip: the shortest so far in seconds, for the end that sends; 0 while unknown.
+    """A connection after its handshake. lease: seconds of silence after which it counts as broken. sends: whether this
+    end sends. lane: see `PairHello`. round_trip: the shortest so far, seconds, at the sending end; 0: unknown.
     """
 
     def __init__(self, link: ssl.SSLSocket, way: str, lease: float, lane: int = 0) -> None:
@@ -94,7 +94,7 @@ class Stream:
         self.way, self.sends, self.lease, self.round_trip = way, False, lease, 0.0
         self._link, self._moment = link, lease / 4
         self._last_received = self._last_sent = time.monotonic()
-        link.settimeout(self._moment)  # a glance at who has fallen silent
+        link.settimeout(self._moment)  # wake up often enough to notice silence
         self._wakes, self._awake = socket.socketpair()
         self._wakes.setblocking(False)
         self._awake.setblocking(False)
@@ -102,39 +102,39 @@ class Stream:
         self._poll.register(link, select.POLLIN)
         self._poll.register(self._awake, select.POLLIN)
         self._back, self._ended = bytearray(), ""
-        self.busy = threading.Lock()  # while a message is being handed on, and until that is said
+        self.busy = threading.Lock()  # held from a message's delivery to its acknowledgement
 
     def wake(self) -> None:
-        """Have `wait` return, from any thread."""
+        """Make `wait` return; from any thread."""
         with contextlib.suppress(OSError):
             self._wakes.send(b"x")
 
     def cut(self) -> None:
-        """Break it off, from any thread: whoever reads or writes it fails."""
+        """Break the connection, from any thread: reads and writes fail."""
         with contextlib.suppress(OSError):
             socket.socket.shutdown(self._link, socket.SHUT_RDWR)
         self.wake()
 
     def finish(self) -> None:
-        """Say nothing any more once what was handed on is said, from any thread: the other end closes it then."""
+        """Send no more after the present acknowledgement, from any thread; the other end then closes."""
         with self.busy, contextlib.suppress(OSError):
             socket.socket.shutdown(self._link, socket.SHUT_WR)
 
     def close(self) -> None:
-        """Give it back; for the thread whose it is."""
+        """Close the connection; only for the thread that uses it."""
         self.cut()
         self._link.close()
         self._wakes.close()
         self._awake.close()
 
-    # The end that sends
+    # The sending end
 
     def probe(self, handle: Handle) -> None:
-        """Have the other end show that it is there: it says back when it was asked. As `send`."""
+        """Request a sign of life; its reply carries the time of the request. See `send`."""
         self.send(Head(ALIVE, time.monotonic_ns()), b"", handle)
 
     def send(self, head: Head, data: memoryview | bytes, handle: Handle) -> None:
-        """Send a piece. LinkLost where it breaks or is silent. handle: called with what is said back meanwhile."""
+        """Send a piece. LinkLost if the connection breaks or is silent. handle: called with acknowledgements."""
         channel = CHANNELS.index(head.tag.channel)
         packed = _HEAD.pack(head.kind, head.number, head.offset, head.total, channel, *head.tag[1:])
         parts = (packed + data,) if len(data) < _SHORT else (packed, data)
@@ -143,7 +143,7 @@ class Stream:
                 try:
                     part = part[self._link.send(part) :]
                 except TimeoutError:
-                    # The other end may hold this piece back for as long as it likes; what it has taken counts now.
+                    # The other end may not read for a while; handle its acknowledgements meanwhile.
                     self._receive(handle)
                 except (OSError, ValueError) as error:
                     self._ended = str(error)
@@ -151,7 +151,7 @@ class Stream:
         self._receive(handle)
 
     def wait(self, seconds: float, handle: Handle) -> None:
-        """Until something is said back, or `wake`, or `seconds` have passed. As `send`."""
+        """Wait for an acknowledgement, `wake`, or `seconds`. See `send`."""
         try:
             self._poll.poll(1000 * seconds)
             with contextlib.suppress(BlockingIOError):
@@ -162,7 +162,7 @@ class Stream:
         self._receive(handle)
 
     def _receive(self, handle: Handle) -> None:
-        """Hand on what has been said back. LinkLost where nothing more comes."""
+        """Handle the acknowledgements that have arrived. LinkLost if no more can arrive."""
         try:
             self._link.settimeout(0.0)
             while piece := self._link.recv(1 << 12):
@@ -178,29 +178,29 @@ class Stream:
         whole = len(self._back) // _BACK.size * _BACK.size
         replies = [*_BACK.iter_unpack(bytes(self._back[:whole]))]
         del self._back[:whole]
-        now = time.monotonic_ns()  # before anything is handled, which would count as time on the way
+        now = time.monotonic_ns()  # before handling, whose duration must not count as round trip
         for kind, number in replies:
             trip = (now - number) / 1e9
             if kind != ALIVE:
                 handle(kind, number)
-            elif 0 < trip < self.lease:  # else it has said so unasked
+            elif 0 < trip < self.lease:  # else an unrequested sign of life, number 0
                 self.round_trip = min(self.round_trip or trip, trip)
-        if self._ended:  # what was said before counts
+        if self._ended:  # only after handling what arrived before the end
             raise LinkLost(self._ended)
 
-    # The end that takes
+    # The receiving end
 
     def head(self) -> Head:
-        """The next one. LinkLost where it breaks, is silent, or is none."""
+        """The next head. LinkLost if the connection breaks, is silent, or sends something else."""
         packed = bytearray(_HEAD.size)
         self.fill(memoryview(packed))
         kind, number, offset, total, channel, *rest = _HEAD.unpack(packed)
         if kind > ALIVE or not 0 <= channel < len(CHANNELS):
-            raise LinkLost("what it sends is not what isles sends")
+            raise LinkLost("it sends something else than isles messages")
         return Head(kind, number, offset, total, Tag(CHANNELS[channel], *rest))
 
     def fill(self, out: memoryview) -> None:
-        """All of `out` with the bytes that come. Errors as `head`."""
+        """Fill all of `out` with received bytes. Errors as in `head`."""
         link, at, size = self._link, 0, len(out)
         while at < size:
             try:
@@ -220,13 +220,13 @@ class Stream:
                 self.say(ALIVE)
 
     def holds(self) -> None:
-        """This end does not read for a while: what it has not heard meanwhile is no silence."""
+        """This end does not read for a while, so the time until it reads again is no silence of the other end."""
         self._last_received = time.monotonic()
         if self._last_received - self._last_sent > self._moment:
             self.say(ALIVE)
 
     def say(self, kind: int, number: int = 0) -> None:
-        """Say what became of a message. LinkLost where it breaks."""
+        """Send an acknowledgement. LinkLost if the connection breaks."""
         try:
             self._link.sendall(_BACK.pack(kind, number))
         except (OSError, ValueError) as error:
@@ -235,7 +235,7 @@ class Stream:
 
 
 def as_dialler(link: socket.socket, token: Token, hello: PairHello) -> ssl.SSLSocket:
-    """TLS with whoever has the certificate of `token`, once both have proved that they know its secret. LinkLost."""
+    """TLS as client with the owner of `token`'s certificate; both prove that they know its secret. Raises LinkLost."""
     with _handshake(link):
         talk = credentials.unverified_context().wrap_socket(link, server_hostname=credentials.NAME)
         talk.sendall(_HELLO.pack(*hello))
@@ -247,7 +247,7 @@ def as_dialler(link: socket.socket, token: Token, hello: PairHello) -> ssl.SSLSo
 def as_host(
     link: socket.socket, mine: Credentials, token_of: Callable[[PairHello], Token]
 ) -> tuple[ssl.SSLSocket, PairHello]:
-    """The same for the other end. token_of: what that one must know."""
+    """TLS as server. token_of: the token that a dialler must know. Raises LinkLost."""
 
     async def come() -> PairHello:
         read = _reader(talk)
@@ -262,7 +262,7 @@ def as_host(
 
 
 def tuned(link: socket.socket) -> socket.socket:
-    """For messages: small ones leave at once."""
+    """Disable Nagle's algorithm: small messages leave at once."""
     link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return link
 
@@ -281,7 +281,7 @@ def _handshake(link: socket.socket) -> Generator[None]:
 
 
 def exactly(talk: ssl.SSLSocket, size: int) -> bytes:
-    """So many bytes. EOFError where there are fewer."""
+    """Read `size` bytes. EOFError if the connection ends before."""
     data = b""
     while len(data) < size:
         piece = talk.recv(size - len(data))
@@ -305,7 +305,7 @@ _BY = ec.ECDSA(hashes.SHA256())
 
 
 def show(talk: ssl.SSLSocket, mine: Credentials, certificates: Sequence[str], host: str) -> None:
-    """Prove it to whoever has the certificate of the fingerprint `host`. certificates: of this island. OSError."""
+    """Prove this worker's certificate to the worker with fingerprint `host`. certificates: of this island. OSError."""
     assert mine.key is not None
     key = serialization.load_pem_private_key(mine.key.read_bytes(), None)
     assert isinstance(key, ec.EllipticCurvePrivateKey)
@@ -315,8 +315,8 @@ def show(talk: ssl.SSLSocket, mine: Credentials, certificates: Sequence[str], ho
 
 
 def shown(talk: ssl.SSLSocket, host: str, island_rank: int) -> str:
-    """The identity of the member whose worker at `island_rank` has dialled this one, of the fingerprint `host`.
-    LinkLost.
+    """The identity of the member whose worker at `island_rank` has dialled this one, whose fingerprint is `host`.
+    LinkLost if the proof fails.
     """
     try:
         der, signed, island = (exactly(talk, size) for size in _SIZES.unpack(exactly(talk, _SIZES.size)))
@@ -326,5 +326,5 @@ def shown(talk: ssl.SSLSocket, host: str, island_rank: int) -> str:
             raise ValueError
         key.verify(signed, _DIALS + host.encode("ascii"), _BY)
     except (OSError, EOFError, ValueError, IndexError, InvalidSignature):
-        raise LinkLost("it does not show that its certificate is its own") from None
+        raise LinkLost("it does not prove that it owns its certificate") from None
     return identity_of(certificates)

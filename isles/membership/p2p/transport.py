@@ -1,11 +1,10 @@
 """The transport of elastic worlds: messages between members over connections of their own, direct or relayed.
 
-A rank is a member. Each peer has a thread that sends to it and one that takes what comes from it, so that a slow peer
-delays nobody else. A message counts as sent once the peer has it. A peer that ends, stands still or is cut off fails
-the works with it, and no others.
+A rank is a member. Each peer has one thread that sends and one that receives, so that a slow peer delays no other. A
+message counts as sent once the peer has it. A peer that ends, hangs or is cut off fails only the works with it.
 
-A peer is there while the lighthouse sees it, or one of the pair's connections is alive: so those that are connected
-directly go on without the lighthouse. What goes over a connection that breaks goes over another one again.
+A peer counts as connected while the lighthouse sees it, or while one of the pair's connections is alive, so directly
+connected workers go on without the lighthouse. Messages on a connection that breaks are sent again on another one.
 """
 
 from __future__ import annotations
@@ -45,37 +44,39 @@ from isles.membership.session import Rejections
 from isles.membership.tls_session import Session
 
 _MEMBER = "member"
-_ENDS = 5.0  # seconds for a connection that was broken off
-_LARGE = 1 << 20  # bytes of a message that is spread over the connections of a pair
-_FAREWELL = 0.5  # seconds for others to hear the last word
-_LOOK = 30.0  # seconds until it is asked again whether a peer is reached directly to which nothing is to be sent
-_AGAIN, _SELDOM = 0.1, 3.0  # seconds until the next try to reach a peer: twice as many each time
+_ENDS = 5.0  # seconds for a cut connection's thread to end
+_LARGE = 1 << 20  # bytes from which a message is spread over the connections of a pair
+_FAREWELL = 0.5  # seconds for peers to receive the last acknowledgements
+_LOOK = 30.0  # seconds until an idle peer is tried directly again
+_AGAIN, _SELDOM = 0.1, 3.0  # seconds until the next attempt to connect: doubled each time, up to the second
 
 
 MemberLane = tuple[int, int]
-"""A member, and which of the connections with it."""
+"""A member, and the index of one of the connections with it."""
 
 
 class Connects(Protocol):
-    """What reaches peers: `PeerConnections`."""
+    """Makes connections to peers: `PeerConnections`."""
 
     def connect(self, peer: int, lane: int, *, soon: bool) -> Stream | None: ...
 
 
 def lost_peer(peer: int, why: str | PeerLost) -> PeerLost:
-    """The error for works with `peer`; why: it, or its text."""
+    """The error of works with `peer`. why: an error, or its text."""
     return PeerLost(peer, why) if isinstance(why, str) else why
 
 
 class PartedWork:
-    """Of a message in parts: over with the last of them, as the first that fails. Until then its buffer is in use."""
+    """The work of a message in parts: finished with the last part, with the first error. Its buffer is in use till
+    then.
+    """
 
     def __init__(self, work: PostedWork, parts: int) -> None:
         self._work, self._left, self._lock = work, parts, threading.Lock()
         self._error: Exception | None = None
 
     def finished(self, error: Exception | None = None) -> None:
-        """One of them is over."""
+        """One part is finished."""
         with self._lock:
             self._left -= 1
             self._error = self._error or error
@@ -85,7 +86,7 @@ class PartedWork:
 
 
 class OutgoingMessage:
-    """A part of one on its way out: (n,) uint8 `data` for the address `tag`. kind: `PIECE`, or `CLOSE_ROUND` without
+    """A part of a message to send: (n,) uint8 `data` for the address `tag`. kind: `PIECE`, or `CLOSE_ROUND` without
     data.
     """
 
@@ -95,15 +96,16 @@ class OutgoingMessage:
 
 
 class Outgoing:
-    """All messages to `peer` on one connection, sent in their order by a thread of its own. Each is held until the peer
-    has said what became of it: a connection that breaks is made anew, and what the peer has not taken is sent on it
-    once more, from its first byte.
+    """All messages to `peer` on one connection, sent in order by a thread of its own.
+
+    Each message is retained until the peer acknowledges it. If the connection breaks, unacknowledged messages are sent
+    again from their first byte on a new one.
     """
 
     def __init__(self, transport: ElasticTransport, peer: int, lane: int) -> None:
         self._transport, self._peer, self._lane = transport, peer, lane
-        self._messages: OrderedDict[int, OutgoingMessage] = OrderedDict()  # that the peer has not said anything of
-        self._waiting: list[int] = []  # numbers of those that are to be sent on this connection
+        self._messages: OrderedDict[int, OutgoingMessage] = OrderedDict()  # unacknowledged, by number
+        self._waiting: list[int] = []  # numbers of messages to send on this connection
         self._stream: Stream | None = None
         self._over: str | PeerLost | None = None
         self._changed = threading.Condition()
@@ -116,7 +118,7 @@ class Outgoing:
         with self._changed:
             over = self._over
             if over is None:
-                number = self._transport.add_sequence()
+                number = self._transport.next_number()
                 self._messages[number] = message
                 self._waiting.append(number)
                 self._notify()
@@ -124,17 +126,17 @@ class Outgoing:
             message.work.finished(lost_peer(self._peer, over))
 
     def drop(self, has_passed: Callable[[Tag], bool], *why: str) -> None:
-        """Send nothing any more to addresses that have passed. why: for `RoundClosed`."""
+        """Drop messages whose tags have passed. why: for `RoundClosed`."""
         with self._changed:
             numbers = [number for number, message in self._messages.items() if has_passed(message.tag)]
             ended = [self._messages.pop(number) for number in numbers]
             if self._sending in numbers and threading.current_thread() is not self._thread and self._stream is not None:
-                self._stream.cut()  # whose bytes are somebody else's from now on
+                self._stream.cut()  # the buffer goes back to its owner, so it must not be read further
         for message in ended:
             message.work.finished(RoundClosed(self._peer, *why))
 
     def end(self, why: str | PeerLost) -> None:
-        """Send nothing any more."""
+        """Send nothing any more, and fail all messages."""
         with self._changed:
             self._over = why
             messages = [*self._messages.values()]
@@ -146,7 +148,7 @@ class Outgoing:
             message.work.finished(lost_peer(self._peer, why))
 
     def cut(self) -> None:
-        """Break the connection off; it is made anew."""
+        """Break the connection; a new one is made."""
         with self._changed:
             if self._stream is not None:
                 self._stream.cut()
@@ -166,20 +168,20 @@ class Outgoing:
                         self._changed.wait_for(lambda: self._messages or self._over is not None, _LOOK)
                     continue
                 pause = _AGAIN
-                self._use(stream)
+                self._serve_stream(stream)
             except LinkLost:
                 with self._changed:
                     self._changed.wait_for(lambda: self._over is not None, pause)
                 pause = min(2 * pause, _SELDOM)
 
-    def _use(self, stream: Stream) -> None:
-        """Until it breaks. LinkLost."""
+    def _serve_stream(self, stream: Stream) -> None:
+        """Send on `stream` until it breaks. Raises LinkLost."""
         with self._changed:
             self._stream = stream
             self._waiting = [*self._messages]
             is_over = self._over is not None
         try:
-            probed_at = -stream.lease  # how long a word takes is asked soon
+            probed_at = -stream.lease  # so that the first probe is sent at once
             while not is_over:
                 number = self._next()
                 if number is not None:
@@ -205,7 +207,7 @@ class Outgoing:
             return None
 
     def _send(self, stream: Stream, number: int) -> None:
-        """A message, for as long as anybody wants it."""
+        """Send a message, unless or until it is dropped."""
         with self._changed:
             message, self._sending = self._messages.get(number), number
         if message is None:
@@ -222,7 +224,7 @@ class Outgoing:
         self._sending = -1
 
     def _handle(self, kind: int, number: int) -> None:
-        """What `peer` says of a message: perhaps while a piece is on its way, of which it wants no more then."""
+        """Handle an acknowledgement, perhaps while the message is still being sent."""
         with self._changed:
             message = self._messages.pop(number, None)
         if message is None:
@@ -231,13 +233,13 @@ class Outgoing:
             message.work.finished(RoundClosed(self._peer))
             self._transport.passed(self._peer, message.tag)
         elif kind == REFUSED:
-            message.work.finished(PeerLost(self._peer, "it refused what was sent to it"))
+            message.work.finished(PeerLost(self._peer, "it refused a message"))
         elif kind == TAKEN:
             message.work.finished()
 
 
 class SuspicionReporter(Liveness):
-    """ask: called with a member that is waited for in vain, in the thread that waits."""
+    """ask: called in the waiting thread with a member for which a transfer waits too long."""
 
     def __init__(self, ask: Callable[[int], None]) -> None:
         super().__init__()
@@ -259,15 +261,15 @@ class SuspicionReporter(Liveness):
 class ElasticTransport(OnHostClock):
     """One worker's end of the transport.
 
-    session: to the lighthouse. member: this worker's, its rank. size: number of workers of the world that it begins in.
-    on_lost, on_back: called with a member, in some thread, when nothing connects this worker with it any more, and when
-    something does again. suspect: called with a member that is waited for in vain. peers: what reaches others.
-    island_rank: this worker's in its island; it reaches the workers of the same rank in other islands. beside: the
-    transport inside the island; both count together, by one clock. connections: with each peer in each direction, over
-    which a large message is spread; the same number at all workers.
+    session: to the lighthouse. member: this worker's id, its rank. size: number of workers of the initial world.
+    on_lost, on_back: called with a member, in any thread, when this worker has no connection with it any more, and when
+    it has one again. suspect: called with a member that is waited for too long. peers: makes connections. island_rank:
+    this worker's rank in its island; it connects with the workers of the same rank in other islands. beside: the
+    transport inside the island; both share counters and clock. connections: per peer and direction, over which a large
+    message is spread; equal at all workers.
 
-    resent: messages sent again. carried: bytes of the messages that went out, by "direct" and "relayed",
-    and of what went through this worker, "relayed_by_workers".
+    resent: number of messages sent again. carried: bytes sent, by "direct" and "relayed", and bytes relayed for others,
+    "relayed_by_workers".
     """
 
     native = False
@@ -297,7 +299,7 @@ class ElasticTransport(OnHostClock):
         self._peers = peers
         self._peers_lock = threading.Lock()
         self._known: set[int] = set()
-        self._seen: set[int] = set()  # by the lighthouse
+        self._seen: set[int] = set()  # members that the lighthouse sees
         self._alive: dict[int, list[Stream]] = {}  # by member: connections with it
         self._takes: dict[MemberLane, tuple[Stream, threading.Thread]] = {}
         self._inboxes = [Inbox(session.refused) for _ in range(connections)]
@@ -310,26 +312,26 @@ class ElasticTransport(OnHostClock):
             self.open()
 
     def open(self) -> None:
-        """Be seen by others, and see them, now that they can reach this worker."""
+        """Appear to others, and watch them, now that they can reach this worker."""
         self._session.watch(f"{self._room}/{_MEMBER}/*", self._changed)
         self._session.present(f"{self._room}/{_MEMBER}/{self.rank}")
 
     @property
     def refused(self) -> Rejections:
-        """Messages that were not taken, by (sender, reason)."""
+        """Rejected messages, by (sender, reason)."""
         return self._session.refused
 
     @property
     def lost(self) -> Collection[int]:
-        """Seats whose connection is broken now."""
+        """Members without a connection now."""
         return self._lost
 
     def way(self, peer: int) -> str:
-        """How this worker sends to `peer` now; "" while it does not."""
+        """How messages to `peer` travel now; "" if there is no connection."""
         return next((stream.way for stream in self._alive.get(peer, ()) if stream.sends), "")
 
     def paths(self) -> list[PathRow]:
-        """Of each worker that this one has sent to or taken from, those with the most bytes first."""
+        """The paths to all peers, those with the most bytes first."""
         rows = list[PathRow]()
         with self._lock, self._peers_lock:
             for peer, _ in (self._sent + self._taken).most_common(MOST):
@@ -351,12 +353,14 @@ class ElasticTransport(OnHostClock):
         return work
 
     def _parts(self, data: Tensor) -> list[np.ndarray]:
-        """What of it goes over each connection: the same at both ends."""
+        """The parts of a message, one per connection; equal at both ends, because sender and receiver both call
+        this.
+        """
         lanes = len(self._inboxes) if len(data) >= _LARGE else 1
         return np.array_split(data.numpy(), lanes)
 
     def _outbox(self, peer: int, lane: int = 0) -> Outgoing:
-        """To that peer; under the lock."""
+        """The queue to `peer`. Call with the lock held."""
         outbox = self._outgoing.get((peer, lane))
         if outbox is None:
             outbox = self._outgoing[peer, lane] = Outgoing(self, peer, lane)
@@ -382,12 +386,12 @@ class ElasticTransport(OnHostClock):
                 ended("its connection is gone")
             else:
                 inbox.post(peer, tag, part, ended)
-                if peer in self._lost:  # it broke meanwhile
+                if peer in self._lost:  # it broke between the check and `post`
                     inbox.drop(peer, "its connection is gone")
         return work
 
     def give_up(self, member: int, why: str | PeerLost) -> None:
-        """End all that is under way with `member`; later messages are tried again."""
+        """End all transfers with `member`; later messages are tried again."""
         with self._lock:
             outboxes = [self._outgoing.pop(key) for key in [*self._outgoing] if key[0] == member]
         for outbox in outboxes:
@@ -396,8 +400,8 @@ class ElasticTransport(OnHostClock):
             inbox.drop(member, why)
 
     def over(self, channel: Channel, round: int) -> None:
-        """Rounds of `channel` up to `round` are over here, and no later ones: whoever sends to one of them, or has
-        sent, is told so, and waits no longer for this worker's part in it.
+        """Close the rounds of `channel` up to `round` here. Peers that have sent to one of them, or will, are notified,
+        so that they do not wait for this worker.
         """
         last: dict[int, Tag] = {}
         for inbox in self._inboxes:
@@ -413,8 +417,8 @@ class ElasticTransport(OnHostClock):
                 )
 
     def again(self, tag: Tag) -> None:
-        """The attempt of `tag` has begun, without some of those of before: who waits in earlier ones of its round, in a
-        part of the exchange that those did not reach, waits no longer.
+        """The attempt of `tag` has begun: cancel transfers of earlier attempts of its round, which members that were
+        lost since may never complete.
         """
         for inbox in self._inboxes:
             inbox.again(tag)
@@ -424,14 +428,14 @@ class ElasticTransport(OnHostClock):
             outbox.drop(lambda sent: sent.channel == tag.channel and before(sent, tag.round, tag.attempt), ANOTHER)
 
     def close(self) -> None:
-        """End the threads. The session is whoever's who opened it. Safe to call twice."""
+        """End the threads. The session stays open: its opener closes it. Safe to call twice."""
         with self._lock:
             self._closed = True
             outboxes, self._outgoing = list(self._outgoing.values()), {}
         for outbox in outboxes:
             outbox.end("this worker has ended")
         until = time.monotonic() + _FAREWELL
-        with self._peers_lock:  # each has begun by then
+        with self._peers_lock:  # with the lock every registered thread has started
             takes = [*self._takes.values()]
         for stream, _ in takes:
             stream.finish()
@@ -440,46 +444,46 @@ class ElasticTransport(OnHostClock):
             stream.cut()
         self._driver.close()
 
-    # What those who send ask
+    # Called by sending threads
 
-    def add_sequence(self) -> int:
-        """A number, higher than those before."""
+    def next_number(self) -> int:
+        """The next message number."""
         return next(self._numbers)
 
     def connected(self, peer: int, lane: int, *, soon: bool) -> Stream | None:
-        """That connection of the pair, to send to `peer` on; None where it would be relayed and nothing is to be sent
-        `soon`. LinkLost where it is not reached.
+        """A connection to send to `peer` on; None if it would be relayed and nothing is to be sent `soon`. LinkLost if
+        `peer` is not reached.
         """
         if self._peers is None:
-            raise LinkLost("no peer can be reached from here")
+            raise LinkLost("this worker reaches no peers")
         stream = self._peers.connect(peer, lane, soon=soon)
         if stream is not None:
             stream.sends = True
-            self._comes(peer, stream)
+            self._register(peer, stream)
         return stream
 
     def sent(self, peer: int, way: str, size: int) -> None:
-        """So many bytes have left for `peer`."""
+        """Count bytes sent to `peer`."""
         with self._lock:
             self.carried[way.partition(" ")[0]] += size
             self._sent[peer] += size
 
     def carries(self, size: int) -> None:
-        """So many bytes went through this worker, from others to others."""
+        """Count bytes that this worker has relayed between others."""
         with self._lock:
             self.carried["relayed_by_workers"] += size
 
     def passed(self, peer: int, tag: Tag) -> None:
-        """`peer` has said that the round of `tag` is over there, and all before: nothing is sent or asked of them."""
+        """`peer` has closed the round of `tag` and all before: cancel transfers of these."""
         for outbox in self._outboxes(peer):
             outbox.drop(lambda sent: sent.channel == tag.channel and sent.round <= tag.round)
         for inbox in self._inboxes:
             inbox.passed(peer, tag.channel, tag.round, RoundClosed(peer))
 
-    # What comes
+    # Receiving
 
     def take(self, member: int, stream: Stream) -> None:
-        """`member` sends on `stream`, from now on."""
+        """Receive what `member` sends on `stream`, from now on."""
         with self._peers_lock:
             before_it = self._takes.get((member, stream.lane))
             thread = threading.Thread(
@@ -491,7 +495,7 @@ class ElasticTransport(OnHostClock):
             stream.cut()
 
     def cut(self, member: int) -> None:
-        """Break off all connections with `member`; they are made anew."""
+        """Break all connections with `member`; new ones are made."""
         with self._peers_lock:
             for stream in self._alive.get(member, ()):
                 stream.cut()
@@ -500,16 +504,16 @@ class ElasticTransport(OnHostClock):
         if before_it is not None:
             before_it[0].cut()
             before_it[1].join(_ENDS)
-        self._comes(member, stream)
+        self._register(member, stream)
         try:
             with suppress(LinkLost):
                 while True:
-                    self._take_one(member, stream)
+                    self._receive_one(member, stream)
         finally:
             self.disconnected(member, stream)
             stream.close()
 
-    def _take_one(self, member: int, stream: Stream) -> None:
+    def _receive_one(self, member: int, stream: Stream) -> None:
         head, inbox = stream.head(), self._inboxes[min(stream.lane, len(self._inboxes) - 1)]
         if head.kind == CLOSE_ROUND:
             self.passed(member, head.tag)
@@ -531,34 +535,34 @@ class ElasticTransport(OnHostClock):
             if result is not None:
                 stream.say(result, head.number)
 
-    # Who is there
+    # Liveness
 
-    def _comes(self, member: int, stream: Stream) -> None:
+    def _register(self, member: int, stream: Stream) -> None:
         with self._peers_lock:
             self._alive.setdefault(member, []).append(stream)
-            self._look(member)
+            self._update_presence(member)
 
     def disconnected(self, member: int, stream: Stream) -> None:
-        """That connection is broken."""
+        """A connection broke."""
         with self._peers_lock:
             self._alive[member].remove(stream)
-            self._look(member)
+            self._update_presence(member)
 
     def _changed(self, key: str, there: bool) -> None:
-        """Somebody is there, or not any more, as far as the lighthouse knows."""
+        """The lighthouse reports that a member has connected or disconnected."""
         name = key.rpartition("/")[2]
         if not name.isdecimal() or len(name) > 9 or int(name) == self.rank:
             return
         member = int(name)
         with self._peers_lock:
             (self._seen.add if there else self._seen.discard)(member)
-            self._look(member)
+            self._update_presence(member)
         if there:
             with self._lock:
                 if not self._closed:
-                    self._outbox(member)  # which dials, where that leads to it directly
+                    self._outbox(member)  # its thread dials at once, if there is a direct way
 
-    def _look(self, member: int) -> None:
+    def _update_presence(self, member: int) -> None:
         is_there = member in self._seen or bool(self._alive.get(member))
         if is_there and (member in self._lost or member not in self._known):
             self._known.add(member)

@@ -295,12 +295,12 @@ def orders_of(spans: Sequence[Span]) -> dict[int, list[Task]]:
 
 
 class StepPlay:
-    """Every task of `routes`.
+    """A simulation of one step, of all tasks of `routes`.
 
     queue:   makes the queue of the worker at a position.
-    seconds: that a task takes there.
-    room:    forwards that a worker may hold, by position; where there is none, any number.
-    pause:   seconds that a worker rests after a task; its product leaves before.
+    seconds: of a task at a position.
+    room:    by position, forwards that a worker may hold; a missing position: any number.
+    pause:   seconds of rest after a task; its result is sent before.
     """
 
     def __init__(

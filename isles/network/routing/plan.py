@@ -1,4 +1,4 @@
-"""A plan of paths as a file: JSON that holds all that a run and a replay need; and the checks whether it can be run.
+"""A plan of paths as a JSON file with all that a run and a replay need, and checks whether a run can use it.
 
 Also the numbers that it starts from: each node's forward seconds (given, by machine, or corrected by a measured run),
 seconds of a message between every two nodes, and a fingerprint of the network.
@@ -40,7 +40,7 @@ FORM = "isles plan paths 1"
 
 @dataclass(frozen=True, kw_only=True)
 class PlanNetwork:
-    """Lines that messages share.
+    """Links that messages share.
 
     Args:
         links: with rates and latencies as numbers, see `plan_network`.
@@ -49,14 +49,14 @@ class PlanNetwork:
     """
 
     DRAWS: ClassVar[int] = 16
-    """Steps over which seconds are a mean, where latencies vary."""
+    """Number of steps to average over if latencies vary."""
 
     links: Links
     sizes: Sizes
     overhead: float = 0.0
 
     def replays(self, problem: RoutingProblem, routes: Sequence[Route]) -> list[Replay]:
-        """A step of `routes`; some of them where latencies vary."""
+        """Replays of a step of `routes`; several if latencies vary."""
         draws = self.DRAWS if self.links.jitter else 1
         topology = Topology(problem.nodes, self.links)
         wires = [LinkWire(topology, self.sizes, seed=seed, overhead=self.overhead) for seed in range(draws)]
@@ -91,7 +91,7 @@ def plan_network(links: Links, nodes: int, sizes: Sizes, overhead: float = 0.0) 
 
 
 _ENDLESS = 1e300
-"""Bits per second that stand for any number of them: JSON has no infinity."""
+"""Bits per second that stand for an infinite rate: JSON has no infinity."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +103,7 @@ class PipelinePlan:
         paths: by slot, nodes in the order of execution.
         links: the `fingerprint` of the network that they are made for.
         cuts: the first block of every stage but the first; None: as the run cuts by itself.
-        network: the lines; None: each message takes the problem's delay, as if it were alone.
+        network: the links; None: each message takes the problem's delay, as if no other used the links.
     """
 
     problem: RoutingProblem
@@ -118,7 +118,7 @@ class PipelinePlan:
 
     @cached_property
     def step_seconds(self) -> float:
-        """That a step takes, by its replay on links that messages share; the mean where latencies vary."""
+        """Seconds of a step, by a replay on shared links; the mean if latencies vary."""
         if self.network is None:
             return replay_paths(self.problem, self.paths).makespan
         return fmean(step.makespan for step in self.network.replays(self.problem, self.routes))
@@ -126,7 +126,7 @@ class PipelinePlan:
     def refuse(
         self, *, links: str | None = None, workers: int | None = None, cuts: Sequence[int] | None = None
     ) -> None:
-        """ValueError, one line, where the plan was made for something else; what is None is not compared."""
+        """ValueError, one line, if the plan was made for something else; None is not compared."""
         if workers is not None and workers != self.problem.nodes:
             raise ValueError(f"the plan is for {self.problem.nodes} workers, there are {workers}: plan again")
         if links is not None and links != self.links:
@@ -165,7 +165,7 @@ def as_json(plan: PipelinePlan) -> str:
 def _network_table(network: PlanNetwork) -> dict[str, Any]:
     links = network.links
     table = {key: getattr(links, key) for key in ("bandwidth", "latency", "jitter", "uplinks", "downlink")}
-    if links.pairs is not None:  # endless from a node to itself
+    if links.pairs is not None:  # infinite on the diagonal
         table["bandwidth"] = [[rate if math.isfinite(rate) else 0.0 for rate in row] for row in links.pairs]
     return {**table, "bytes": asdict(network.sizes), "overhead_seconds": network.overhead}
 
@@ -219,8 +219,8 @@ def read_plan(path: str | File) -> PipelinePlan:
         path: of a file that `isles plan paths` wrote.
 
     Raises:
-        ValueError: in one line that begins with the file's name, for whatever is wrong, and for a plan that breaks a
-            rule or does not take the time that it says.
+        ValueError: one line that begins with the file's name, for a malformed file, and for a plan that breaks a rule
+            or whose replay takes another time than the file says.
     """
     plan, expected_seconds = read_unchecked(path)
     wrong = complaints(plan, expected_seconds)
@@ -231,7 +231,7 @@ def read_plan(path: str | File) -> PipelinePlan:
 
 
 def read_unchecked(path: str | File) -> tuple[PipelinePlan, float]:
-    """(plan, seconds that a step should take) of a file, runnable or not. ValueError where it holds no plan."""
+    """(plan, expected seconds of a step) of a file, valid or not. ValueError if it holds no plan."""
     try:
         return _plan(_table(File(path)))
     except ValueError as error:
@@ -239,7 +239,7 @@ def read_unchecked(path: str | File) -> tuple[PipelinePlan, float]:
 
 
 def complaints(plan: PipelinePlan, expected_seconds: float) -> list[str]:
-    """The rules that a plan breaks, or that a step of it does not take the seconds that the file says."""
+    """The rules that a plan breaks; or that a step does not take the seconds that the file says."""
     broken = broken_rules(plan.problem, plan.paths)
     if broken:
         return broken
@@ -366,7 +366,7 @@ def forward_seconds(nodes: int, task: str) -> tuple[float, ...]:
 
 
 def planned_computing(plan: PipelinePlan) -> dict[int, float]:
-    """Seconds of a step in which each node that is visited computes or rests."""
+    """Seconds per step in which each visited node computes or rests."""
     problem = plan.problem
     seconds: dict[int, float] = {}
     for worker, task, start, end in replay_paths(problem, plan.paths).spans:
@@ -375,8 +375,8 @@ def planned_computing(plan: PipelinePlan) -> dict[int, float]:
 
 
 def speed_factors(plan: PipelinePlan, measured: Mapping[int, float]) -> tuple[float, ...]:
-    """How many times as long as planned each node takes. measured: seconds of computing in a step, by node; a node that
-    is not visited, or not measured, is taken to be as planned.
+    """The factor by which each node is slower than planned. measured: seconds of computing per step, by node; a node
+    that is not visited or not measured has factor 1.
     """
     planned = planned_computing(plan)
     return tuple(
@@ -406,12 +406,12 @@ def _on_machine(entry: str, operations: float) -> float:
 
 
 _SLIP = 50
-"""Times the median from which on a way is probably a slip of whoever wrote the table."""
+"""A latency of so many times the median is probably a mistake in the table."""
 
 
 def delays_of(links: Links, nodes: int, nbytes: float, overhead: float = 0.0) -> tuple[tuple[float, ...], ...]:
-    """[source][target]: seconds of a message of `nbytes` that is alone on the way, its mean latency and `overhead` (the
-    copies at both ends) included; 0 from a node to itself. ValueError where `links` do not connect so many.
+    """[source][target]: seconds of a single message of `nbytes`, with its mean latency and `overhead` (the copies at
+    both ends); 0 on the diagonal. ValueError if `links` do not connect so many nodes.
     """
     links.check(nodes)
     return tuple(
@@ -426,7 +426,7 @@ def delays_of(links: Links, nodes: int, nbytes: float, overhead: float = 0.0) ->
 
 
 def slips(delays: tuple[tuple[float, ...], ...]) -> list[str]:
-    """A line for each way that takes over 50 times as long as the median one."""
+    """A line for each connection that takes over 50 times as long as the median one."""
     ways = {(u, v): delay for u, row in enumerate(delays) for v, delay in enumerate(row) if u != v}
     usual = median(ways.values()) if ways else 0.0
     return [

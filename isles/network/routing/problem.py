@@ -1,5 +1,5 @@
-"""The problem that a plan of paths solves: nodes in stages, seconds of their tasks and between them, how many
-microbatches they hold (SkipPipe, arXiv 2502.19913); and bounds on what any plan reaches.
+"""The problem that a plan of paths solves: nodes in stages, seconds of their tasks and messages, and how many
+microbatches they hold (SkipPipe, arXiv 2502.19913); and lower bounds on the time of any plan.
 
 Stage 0 holds the origins: embedding, first layers, head and loss. Each origin has `memory` slots; a slot has one
 microbatch on the way at a time and sends `waves` of them in a step, all along one path.
@@ -38,8 +38,8 @@ class PathRules:
 
     Args:
         swaps: in one path, at most.
-        distance: of one swap, in stages.
-        total: of all of them together.
+        swaps: the most in one path.
+        total: of all swaps of a path together, in stages.
         jump: to how far above the highest stage so far the next one may lie.
     """
 
@@ -54,7 +54,7 @@ class PathRules:
 
 
 def faults(order: Sequence[int], rules: PathRules) -> list[str]:
-    """What is wrong with an order of stages, a few words each; nothing for a legal one."""
+    """What is wrong with an order of stages, as phrases; empty for a legal one."""
     found = []
     if not order or order[0] != 0:
         found.append("does not begin with stage 0")
@@ -203,7 +203,7 @@ class RoutingProblem:
         return 0.0 if source == target else self.delays[source][target]
 
     def round_trip(self, path: Path) -> float:
-        """Seconds of one microbatch along `path` where nobody else is on the way."""
+        """Seconds of one microbatch along `path` if no other microbatch is in flight."""
         there = zip(path, (*path[1:], path[0]), strict=True)
         travel = sum(self.hop(one, other) + self.hop(other, one) for one, other in there)
         work = sum(self.forward[node] for node in path) * (1 + self.costs.backward)
@@ -221,26 +221,26 @@ def routes_of(paths: Paths, waves: int) -> list[Route]:
 
 
 def replay_paths(problem: RoutingProblem, paths: Paths) -> Replay:
-    """A step of `paths`, first come, first served."""
+    """A step of `paths`, tasks first come, first served."""
     return replay_routes(problem, routes_of(paths, problem.waves))
 
 
 def replay_shared(problem: RoutingProblem, routes: Sequence[Route], wires: Sequence[TaskWire]) -> list[Replay]:
     """A step of `routes` over each of the `wires`, whose links messages share. Every node does its tasks in the order
-    that they have where each message is alone on its way, as a run with `pipeline.order = "plan"` does.
+    that they would have on unshared links, as a run with `pipeline.order = "plan"` does.
     """
     tasks = orders_of(replay_routes(problem, routes).spans)
     return [replay(routes, problem.seconds, wire, in_order(tasks), pause=problem.rest) for wire in wires]
 
 
 def replay_routes(problem: RoutingProblem, routes: Sequence[Route]) -> Replay:
-    """A step of `routes`, otherwise as `replay_paths`."""
+    """A step of `routes`; see `replay_paths`."""
     room = dict.fromkeys(range(problem.nodes), problem.memory)
     return replay(routes, problem.seconds, Delays(problem.delays), first_come, room=room, pause=problem.rest)
 
 
 def lower_bounds(problem: RoutingProblem) -> dict[str, float]:
-    """Seconds of a step by bound; the largest counts. ValueError where an origin has no legal path."""
+    """Seconds of a step by bound; the largest counts. ValueError if an origin has no legal path."""
     best, costs = BestPaths(problem), problem.costs
     trips, works = [], []
     for origin in problem.origins:
@@ -259,7 +259,7 @@ def lower_bounds(problem: RoutingProblem) -> dict[str, float]:
 
 
 class BestPaths:
-    """The best paths of a problem for a microbatch where nobody else is on the way: exact, over all legal orders.
+    """The best paths of a problem for a single microbatch: exact, over all legal orders.
 
     Round trips add up over the visits of a path, so the best way to each node of the last stage of an order is known
     once it is known for the order without it (Viterbi); orders that begin alike share what they have in common.

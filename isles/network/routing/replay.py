@@ -71,7 +71,7 @@ class Delays:
 
 
 class TaskMessage(WireMessage):
-    """What `task` begins with."""
+    """The input of `task`."""
 
     __slots__ = ("task",)
 
@@ -127,7 +127,7 @@ class TaskSeconds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replay:
-    """A step as it was played. spans: every task in the order of the ends."""
+    """A simulated step. spans: every task, in the order of the ends."""
 
     spans: Sequence[Span]
 
@@ -144,7 +144,7 @@ class Replay:
 
     @property
     def bubbles(self) -> dict[int, float]:
-        """The share of the step in which each worker had nothing to do."""
+        """The share of the step in which each worker was idle."""
         return {worker: 1 - seconds / self.makespan for worker, seconds in self.busy.items()}
 
 
@@ -159,7 +159,7 @@ def replay(
 ) -> Replay:
     """Play one step. queue: `in_order(...)` or `first_come`. room and pause: as in `events.play`.
 
-    ValueError for routes that are none, and, naming who waits for whom, for tasks that cannot all be done.
+    ValueError for invalid routes, and for tasks that wait for each other, naming them.
     """
     check_routes(routes)
     by_number = {route.microbatch: route for route in routes}
@@ -179,7 +179,7 @@ def fixed_step(microbatches: int, seconds: TaskSeconds, holds: str, links: Links
 
 
 def seconds_of(seconds: TaskSeconds, route: Route, worker: int, task: Task) -> float:
-    """Of a task of `route` at the position `worker`."""
+    """Seconds of a task of `route` at the position `worker`."""
     if task.kind == "F":
         ends = task.hop == route.last and not route.home
         return seconds.forward[worker] + (seconds.loss[worker] if ends else 0.0)
@@ -192,5 +192,5 @@ def in_order(orders: Mapping[int, Sequence[Task]]) -> Callable[[int], Queue]:
 
 
 def first_come(worker: int) -> Queue:
-    """Whoever is free does what came first, whatever it is."""
+    """A free worker does the task that came first, whatever its kind."""
     return FirstCome()

@@ -52,21 +52,21 @@ Stages = tuple[tuple[int, ...], ...]
 CostMatrix = Sequence[Sequence[float]]
 
 MOST_STAGES = 10
-"""Of the exact tour, whose cost doubles with every stage."""
+"""The most stages of the exact tour, whose cost doubles with every stage."""
 _POPULATION, _CHILDREN, _INHERITED = 6, 12, 5
 _EXCHANGES = 200
-"""Tried in a round of improvement, at most."""
+"""The most exchanges to try in a round of improvement."""
 
 
 class Scores:
-    """The score of an assignment. delays and forward: as in `RoutingProblem`; pairings are remembered."""
+    """The score of an assignment. delays and forward: as in `RoutingProblem`; pairings are cached."""
 
     def __init__(self, delays: CostMatrix, forward: Sequence[float]) -> None:
         self._delays, self._forward = delays, forward
         self._pairings: dict[tuple[tuple[int, ...], tuple[int, ...]], float] = {}
 
     def __call__(self, stages: Stages) -> float:
-        """Of stages, the first of which has the origins; the order of the others does not count."""
+        """The score of stages. The first has the origins; the order of the others does not count."""
         inside = (self._delays[u][v] for stage in stages for u in stage for v in stage if u != v)
         return max(inside, default=0.0) + 2 * self.tour(stages)[0]
 
@@ -131,7 +131,7 @@ def bottleneck(costs: CostMatrix) -> tuple[float, list[tuple[int, int]]]:
 
 
 def _matched(costs: CostMatrix, most: float) -> dict[int, int]:
-    """Row by column of a largest matching of pairs that cost `most` or less."""
+    """A largest matching among pairs that cost `most` or less: row by column."""
     partner: dict[int, int] = {}
 
     def augment(row: int, tried: set[int]) -> bool:
@@ -151,8 +151,8 @@ def _matched(costs: CostMatrix, most: float) -> dict[int, int]:
 def assign(
     sizes: Sequence[int], delays: CostMatrix, forward: Sequence[float], *, seed: int = 0, seconds: float | None = None
 ) -> Stages:
-    """Stages of `sizes` nodes, in the order of their tour, with a low score. seconds: after which what is found counts.
-    ValueError where sizes do not fit.
+    """Stages of `sizes` nodes with a low score, in the order of their tour. seconds: time limit; the best so far
+    counts. ValueError if the sizes do not fit.
     """
     if not sizes or min(sizes) < 1 or sum(sizes) != len(forward):
         raise ValueError(
@@ -198,7 +198,7 @@ def _drawn(sizes: Sequence[int], rng: random.Random) -> Stages:
 
 
 def _child(sizes: Sequence[int], one: Stages, other: Stages, rng: random.Random) -> Stages:
-    """The stages of `other`, but for some nodes that are where `one` has them."""
+    """The stages of `other`, except for some nodes that are placed as in `one`."""
     stage_by_node = {node: number for number, stage in enumerate(other) for node in stage}
     theirs = {node: number for number, stage in enumerate(one) for node in stage}
     inherited = set(rng.sample(sorted(stage_by_node), min(_INHERITED, len(stage_by_node))))
@@ -216,7 +216,7 @@ def _child(sizes: Sequence[int], one: Stages, other: Stages, rng: random.Random)
 
 
 def _improved(score: Scores, stages: Stages, rng: random.Random, deadline: float) -> tuple[float, Stages]:
-    """Exchanges of two nodes, each taken where it makes the score less, until none in a round helped."""
+    """Exchange two nodes whenever that lowers the score, until a round brings no improvement."""
     value, helped = score(stages), True
     pairs = [
         (one, u, other, v)
@@ -254,7 +254,7 @@ class Stopwatch:
         self._chains: dict[Path, list[tuple[int, float, float, float]]] = {}
 
     def __call__(self, paths: Sequence[Path]) -> tuple[float, float]:
-        """(seconds of a step, mean seconds after which a slot is through) of one path for each slot."""
+        """(seconds of a step, mean seconds until a slot is done) with one path for each slot."""
         chains = [self._chains.get(path) or self._chain(path) for path in paths]
         slots = len(chains)
         last = slots * (self._problem.waves - 1)
@@ -305,7 +305,7 @@ class SearchEffort:
 
     Args:
         moves: tried in each of the three searches.
-        seconds: after which what has been found counts; None: no limit, and the same plan on every machine.
+        seconds: time limit; the best so far counts; None: no limit, and the same plan on every machine.
     """
 
     moves: int = 20_000
@@ -319,13 +319,13 @@ class SearchEffort:
 
 
 def blind(problem: RoutingProblem, seed: int = 0) -> Paths:
-    """Legal paths that are chosen without a look at the network. ValueError where there are none."""
+    """Legal paths chosen without regard to the network. ValueError if there are none."""
     return dict(zip(problem.slots, _Moves(problem, random.Random(seed)).start(), strict=True))
 
 
 def without_collisions(problem: RoutingProblem, effort: SearchEffort, seed: int = 0) -> Paths:
-    """Legal paths with the least slowest round trip alone that was found, with one path an origin or with one a slot:
-    of the two those whose step is shorter. ValueError where there are none.
+    """Legal paths whose slowest single round trip is the shortest found, with one path per origin or one per slot,
+    whichever has the shorter step. ValueError if there are none.
     """
     rng = random.Random(seed)
     # A slot starts after the forwards of those before it at its origin.
@@ -350,7 +350,7 @@ def without_collisions(problem: RoutingProblem, effort: SearchEffort, seed: int 
 
 
 def with_collisions(problem: RoutingProblem, effort: SearchEffort, begin: Paths, seed: int = 0) -> Paths:
-    """Legal paths with the least seconds of a step that were found; never more than those of `begin`."""
+    """The legal paths with the shortest step found; never longer than that of `begin`."""
     rng = random.Random(seed + 1)
     stopwatch = Stopwatch(problem)
 
@@ -371,7 +371,7 @@ def with_collisions(problem: RoutingProblem, effort: SearchEffort, begin: Paths,
 def _coarse(
     problem: RoutingProblem, score: Score, count: int, deadline: float, rng: random.Random
 ) -> list[Path] | None:
-    """One path for all slots of each origin; None where the nodes are too few for that."""
+    """One path for all slots of each origin; None if there are too few nodes for that."""
     moves = _Moves(replace(problem, memory=1), rng)
     try:
         begun = moves.start()
@@ -391,7 +391,7 @@ def _deadline(effort: SearchEffort, share: float) -> float:
 def _anneal(
     moves: _Moves, begin: list[Path], score: Score, count: int, deadline: float, rng: random.Random
 ) -> list[Path]:
-    """The best paths that were met on a walk of `count` moves, which goes uphill less and less."""
+    """Simulated annealing: the best paths found in `count` moves."""
     now, best = list(begin), list(begin)
     value = least = score(now)
     hot = _HOT * value
@@ -428,7 +428,7 @@ class _Moves:
         self._later = [node for stage in problem.stages[1:] for node in stage]
 
     def start(self) -> list[Path]:
-        """Paths by the room that is left in each stage, else at random."""
+        """Random paths, by the free room of each stage."""
         problem, rng = self._problem, self._rng
         later = problem.path_length - 1
         sets = sorted(tuple(sorted(stages)) for stages in self._orders)
@@ -465,7 +465,7 @@ class _Moves:
             self._loads.update(after[slot])
 
     def change(self, paths: Sequence[Path]) -> dict[int, Path] | None:
-        """New paths for one or two slots; None where this draw gives none."""
+        """New paths for one or two slots; None if this draw gives none."""
         if self._problem.path_length == 1:
             return None
         rng = self._rng
@@ -482,7 +482,7 @@ class _Moves:
         return {slot: self._rng.choice(others)} if others else None
 
     def _moved(self, paths: Sequence[Path], slot: int) -> dict[int, Path] | None:
-        """A node of the path gives way to one that has room."""
+        """Replace a node of the path by one that has room."""
         path, rng = paths[slot], self._rng
         node = rng.choice(self._later)
         if self._loads[node] >= self._problem.memory or node in path:
@@ -521,8 +521,8 @@ class _Moves:
 
 @dataclass(frozen=True, kw_only=True)
 class RoutingStrategy:
-    """One way. played: a step on links that messages share. seconds: that it takes; the mean where latencies vary.
-    planning: seconds that it took to find. paths: of the slots, where it has such.
+    """One strategy. played: a step on shared links. seconds: of a step; the mean if latencies vary. planning: seconds
+    of the search. paths: of the slots; None: it has none.
     """
 
     name: str
@@ -539,16 +539,16 @@ class RoutingStrategy:
 def routing_strategies(
     problem: RoutingProblem, effort: SearchEffort, seed: int = 0, network: PlanNetwork | None = None
 ) -> list[RoutingStrategy]:
-    """Four ways of the microbatches, each with the seconds of its step.
+    """Four strategies, each with the seconds of its step.
 
-    The search counts each message as if it were alone. Of the paths that are fast alone and those whose collisions are
-    counted the plan takes those with the shorter step on `network`.
+    The search ignores that messages share links. The plan is the better on `network` of two sets of paths: those that
+    are fast alone, and those found with collisions counted.
 
     Args:
         problem: the nodes.
         effort: how long to search.
         seed: of the search.
-        network: lines that messages share; None: each message takes the problem's delay.
+        network: links that messages share; None: each message takes the problem's delay.
 
     Returns:
         Fixed pipelines, random paths, paths that are fast alone, and the plan.
@@ -571,7 +571,7 @@ def routing_strategies(
 
 
 def full(problem: RoutingProblem, network: PlanNetwork | None = None) -> RoutingStrategy:
-    """Fixed pipelines; microbatches are dealt out to their slots in turn."""
+    """Fixed pipelines; microbatches are distributed over their slots in turn."""
     pipelines = aligned(problem.stages, problem.delays, problem.forward)
     latest: dict[int, int] = {}
     routes = []

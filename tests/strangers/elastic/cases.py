@@ -172,7 +172,7 @@ def the_seat_of_another(one: Attacker) -> None:
     assert one.ask(REQUESTS, encode(Leave()), partial(signature, one.victim, one.entry.key)) == NEVER
 
 
-@case("victim", "an order that is not the lighthouse's")
+@case("victim", "a notification that is not the lighthouse's")
 def orders_in_the_name_of_the_lighthouse(one: Attacker) -> None:
     for word in (None, b"", one.word, partial(signature, one.victim, one.entry.key)):
         for order in (
@@ -199,7 +199,7 @@ def a_call_in_the_name_of_another(one: Attacker) -> None:
     assert one.call(said, proof) == one.call(one.called(77)[0], proof) == one.call(said, bytes(16)) == NEVER
 
 
-@case("victim", "a message of an unknown member")
+@case("victim", "a message of an impossible member")
 def a_call_of_no_seat(one: Attacker) -> None:
     for member in (-1, 1 << 20, -(1 << 63), (1 << 63) - 1):
         assert one.call(*one.called(member)) == (None, b"later")
@@ -228,7 +228,7 @@ def a_ticket_of_nobody(one: Attacker) -> None:
 # A member.
 
 
-@case("lighthouse", "a round that this run has not", OWN)
+@case("lighthouse", "a round that this run does not have", OWN)
 def a_beat_from_the_end_of_time(one: Attacker) -> None:
     for beat in (Beat(round=1 << 61), Beat(skipped=(-5,)), Beat(seen=((one.victim, 1 << 50),))):
         assert (
@@ -238,12 +238,12 @@ def a_beat_from_the_end_of_time(one: Attacker) -> None:
         )
 
 
-@case("lighthouse", "the work of a member that this run has not", OWN)
+@case("lighthouse", "the work of an unknown member", OWN)
 def the_work_of_nobody(one: Attacker) -> None:
     assert one.ask(REQUESTS, encode(Beat(seen=((1 << 40, 1),))), one.word) == NEVER
 
 
-@case("lighthouse", "an answer of a round without members", OWN)
+@case("lighthouse", "an answer for a round that no member is in", OWN)
 def answers_of_rounds_that_nobody_is_in(one: Attacker) -> None:
     for said in (Done(1 << 40, 0, 5), Done(0, 0, 5), Done(1, 1 << 40, 5), PeerReport(-1, 0, one.victim, "refused")):
         assert one.ask(REQUESTS, encode(said), one.word) == NEVER
@@ -281,7 +281,7 @@ def another_certificate_than_before(one: Attacker) -> None:
         assert one.ask(REQUESTS, encode(said), one.word) == NEVER
 
 
-@case("lighthouse", "a report that cannot be", OWN)
+@case("lighthouse", "an invalid report", OWN)
 def a_report_of_two_megabytes(one: Attacker) -> None:
     assert one.ask(REPORTS, b"[" + b"0," * (1 << 20) + b"0]", one.word) == NEVER
 
@@ -303,7 +303,7 @@ def two_lengths_of_one_message(one: Attacker) -> None:
     assert one.mail(*pieces) == [(REFUSED, 1 << 40)]
 
 
-@case("victim", "a message longer than any", OWN)
+@case("victim", "a message beyond the size limit", OWN)
 def a_terabyte_announced(one: Attacker) -> None:
     assert one.mail(Head(PIECE, 1 << 40, 0, 1 << 40, UNASKED)) == [(REFUSED, 1 << 40)]
 
@@ -347,4 +347,4 @@ def another_version(one: Attacker) -> None:
 @case("lighthouse", "another version, text or number of workers")
 def a_hello_without_a_certificate(one: Attacker) -> None:
     answer = decode(one.ask(HELLO, encode(Hello(one.version, one.corpus, "", ())))[0] or b"")
-    assert "shows the certificate of each" in answer.reason
+    assert "show the certificate of each" in answer.reason

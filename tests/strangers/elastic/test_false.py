@@ -45,7 +45,7 @@ def test_a_lighthouse_that_vouches_for_another_one_to_one_worker(
     run.until(lambda: run.keeper.membership.view is not None)
     named = run.keeper.membership.view.identities  # type: ignore[union-attr]
     assert len({*named}) == 3 and FALSE not in named
-    why = f"worker 1: its fingerprint is {spoken(FALSE)}, and {spoken(named[1])} where views name it"
+    why = f"worker 1: its fingerprint is {spoken(FALSE)}, but views name {spoken(named[1])}"
     run.until(lambda: any(line.startswith("refused ") and line.endswith(f"by worker 0: {why}") for line in shown()))
     head, heads, *rows = shown()
     assert head.startswith("round ") and head.endswith("of 2000; view 0")

@@ -91,7 +91,7 @@ def test_one_that_goes_amid_the_question(tmp_path: Path, show: Show, monkeypatch
         return ask(*of)  # type: ignore[arg-type]
 
     monkeypatch.setattr(requests, "ask", asked)
-    with pytest.raises(OSError, match="the lighthouse has stopped: ask again once it is restarted"):
+    with pytest.raises(OSError, match="the lighthouse has stopped: ask again once it is started"):
         show(run)
 
 
