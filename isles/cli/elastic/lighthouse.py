@@ -19,7 +19,6 @@ from isles.training.interrupts import first_interrupt
 
 if TYPE_CHECKING:
     from isles.training.config.sections import Config
-    from isles.training.lighthouse.server import LighthouseAddress
 
 _ALONE = "127.0.0.1"
 
@@ -67,7 +66,6 @@ def lighthouse(
 
 def restart_lighthouse(run: Path, workers: int | None) -> None:
     """Continue the run of a lighthouse, with `workers` on this machine; None: as many as before."""
-    from isles.training.lighthouse.server import read_stand
 
     stand = read_address(run)
     config, _ = _drawn_up(str(run), {}, [], None)
@@ -76,7 +74,6 @@ def restart_lighthouse(run: Path, workers: int | None) -> None:
 
 def _keep(config: Config, run: Path, stand: Stand) -> None:
     """Run the lighthouse until the run ends or is stopped."""
-    from isles.cli.terminal import ComingAndGoing
     from isles.cli.train import print_summary
     from isles.comm.tcp import written
     from isles.training.kinds import kind_of
