@@ -1,13 +1,13 @@
-"""Worker processes on this machine, joined over gloo and never left behind; with those of other machines if any.
+"""Worker processes on this machine, joined over gloo, never left behind; with those of other machines if there are any.
 
 launcher                     worker r
 hosts the store  <--------   joins, runs `worker(world)`
 waits            <--------   ("done", result) | ("error", error)
 "close"           -------->  closes its connections
 
-Workers of other machines are reached through their own launchers: see `isles.launch.handles`.
+Workers of other machines are told and heard through their own launcher: see `isles.launch.handles`.
 
-Also checks, before the first worker starts, whether this machine has room for so many.
+Whether so many worker processes have room on this machine, asked before the first is started.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from isles.launch.handles import (
 from isles.launch.nodes import NodeGroup
 from isles.launch.worker import WorkerSpec, open_store
 
-_GLANCE = 0.2  # seconds between checks for a stop request and the end of the grace
-_GRACE = 5.0  # seconds for the failure that is the cause to be reported, after one that only noticed it
-_KNOWN = 1.0  # seconds for the other workers once the cause is known
+_GLANCE = 0.2  # seconds between looks at whether a stop is wanted or the grace has ended
+_GRACE = 5.0  # seconds in which the worker that is the cause may be heard of, after one that only noticed
+_KNOWN = 1.0  # seconds that the others have once the cause is known
 
 
 def run_local(
@@ -51,9 +51,9 @@ def run_local(
     """Run `worker(world, *args)` in `workers` processes over gloo and return their results in rank order.
 
     worker: a function that a fresh process can import (defined in a module; a script needs its `if __name__ ==
-    "__main__"`). threads: torch threads per worker; 1 keeps results equal to the bit on any machine. Raises the first
-    failure (WorkerFailed for a process that died) after ending the others; with `return_errors` the others run to
-    their own end, and failures are put in the list.
+    "__main__"`). threads: torch threads a worker; 1 keeps results equal to the bit on any machine. Raises the first
+    failure (WorkerFailed for a process that died) after ending the others, unless `return_errors`, which lets these go
+    on to their own end and puts failures in the list.
     """
     pool = LocalWorkers(worker, workers, args=args, threads=threads, deadlines=deadlines)
     if return_errors:
@@ -70,7 +70,7 @@ def raise_first(results: Sequence[Any], failures: Sequence[int]) -> None:
 
 
 class Workers:
-    """All workers of a run, through their handles, with the decisions on its failures and stop. See `LocalWorkers`.
+    """All workers of a run, through their handles; this is where a run is decided on. See `LocalWorkers`.
 
     deadlines: how long they may take to meet.
     """
@@ -87,14 +87,14 @@ class Workers:
         self._results: list[Any] = [None] * workers
         self._waiting = set(range(workers))
         self._joining = set(range(workers))
-        self._unheard = set(range(workers))  # ranks that have given no sign of life yet
+        self._unheard = set(range(workers))  # who has given no sign of life yet
         self._join = (deadlines or Deadlines()).join
         self._meet_by = time.monotonic() + self._join
-        self._moved = [0] * workers  # by rank, the bytes that each reports to have moved
+        self._moved = [0] * workers  # by rank, the bytes that each says to have moved
         self._sent_moved, self._sent_at = list(self._moved), time.monotonic()
         self._stop_wanted = False
-        self._bounds: dict[int, int] | None = None  # by held rank, the step that it may have reached
-        self._settled = False  # whether the last step has been sent
+        self._bounds: dict[int, int] | None = None  # by rank, how far those asked to hold may have come
+        self._settled = False  # whether the step to stop after has been named
 
     def stop(self) -> None:
         """Ask all workers to stop after a common inner step (`Mesh.stop_here`). May be called from a signal handler."""
@@ -105,9 +105,9 @@ class Workers:
     ) -> list[Any]:
         """Wait for all results; a failed worker's entry is its exception. Ends every process.
 
-        on_event: called here with everything that a worker passes to `world.report`. on_failure: called with each
-        worker that failed, as soon as it has; the others are notified too, and run to their own end. Without it they
-        are ended within seconds.
+        on_event: called here with everything that a worker passes to `world.report`, as it comes. on_failure: told of
+        each worker that failed, as soon as it has; the others are told too, and then go on to their own end. Without it
+        they are ended within seconds.
         """
         ends_at = math.inf
         try:
@@ -135,7 +135,7 @@ class Workers:
                 if on_failure is None:
                     self._pass_on_counts()
                     if self._waiting and self._waiting <= self._silent().keys():
-                        break  # no worker is left that could report another cause
+                        break  # nobody is left who could name another cause
                 if time.monotonic() > ends_at and all(kind == "beat" for _, kind, _ in news):
                     break  # the rest did not notice the failure in time: ended below
                 self._settle_on_a_step()
@@ -161,7 +161,7 @@ class Workers:
         if rank not in self._waiting:
             return None
         self._waiting.remove(rank)
-        if rank in self._joining and kind == "error":  # then the workers cannot meet any more
+        if rank in self._joining and kind == "error":  # then nobody meets any more
             self._meet_by = min(self._meet_by, time.monotonic() + _KNOWN)
         self._joining.discard(rank)
         self._results[rank] = value
@@ -171,7 +171,7 @@ class Workers:
         return value
 
     def _have_not_met(self) -> list[WorkerMessage]:
-        """Errors of workers that are alive but have not met the others in time."""
+        """Those who are alive but have not met the others in time."""
         if not self._joining or time.monotonic() < self._meet_by:
             return []
         silent = sorted(self._joining & self._unheard)
@@ -183,7 +183,7 @@ class Workers:
         return [(rank, "error", WorkerFailed(rank, why)) for rank, why in ends.items()]
 
     def _pass_on_counts(self) -> None:
-        """Send all byte counts, so that a worker whose peer waits for a third one sees that data still moves."""
+        """So that who waits for a worker that itself waits for another sees that the other's line moves."""
         now = time.monotonic()
         if now - self._sent_at > BEAT:
             self._sent_at = now
@@ -192,14 +192,14 @@ class Workers:
                 self._tell(("moved", self._sent_moved))
 
     def _settle_on_a_step(self) -> None:
-        """Send the step to stop after, once all have reported how far they are."""
+        """Name the step to stop after, once all have said how far they are."""
         bounds = self._bounds
         if bounds is not None and not self._settled and self._waiting and bounds.keys() >= self._waiting:
             self._settled = True
             self._tell(("stop", max(bounds.values())))
 
     def _name_the_ended(self) -> None:
-        """Record why workers are ended after another one's failure; silent ones first."""
+        """What to call it that workers are ended after another one's failure; silent ones first."""
         silent = self._silent()
         for rank in sorted(self._waiting, key=lambda rank: (rank not in silent, rank)):
             if rank in silent:
@@ -211,7 +211,7 @@ class Workers:
             self.failures.append(rank)
 
     def _silent(self) -> dict[int, Exception]:
-        """By rank, the error of the first worker that waited in vain for it."""
+        """By rank, the error of the first worker that waited for it in vain."""
         late = [self._results[rank] for rank in self.failures if isinstance(self._results[rank], DeadlinePassed)]
         return {error.peer: error for error in reversed(late)}
 
@@ -223,9 +223,9 @@ class Workers:
 class LocalWorkers(Workers):
     """Processes that run `worker(world, *args)`; `join` collects their results and leaves no process behind.
 
-    node_group: the machines of the run, of which this is node 0; by default a single one. `workers` counts those of all
-    machines. check: of messages of other machines. logs: folder for the output of this machine's workers; None: the
-    terminal.
+    node_group: the machines of the run, of which this is node 0; alone by default. `workers` counts those of all
+    machines. check: of what the other machines say. logs: a folder for what the workers of this machine print; None
+    leaves it on the terminal.
     """
 
     def __init__(
@@ -243,7 +243,7 @@ class LocalWorkers(Workers):
         if workers < 1:
             raise ValueError(f"workers = {workers}: choose 1 or more")
         node_group = node_group or NodeGroup()
-        # The store lives here, not in a worker, so that it survives the loss of any worker.
+        # The store lives here, not in a worker, so that the loss of any worker leaves it standing.
         self._store = open_store(node_group.host)
         node_group.go(store=self._store.port)
         own = worker_specs(node_group, workers, self._store.port, threads=threads, deadlines=deadlines, logs=logs)
@@ -258,7 +258,7 @@ class LocalWorkers(Workers):
 
 
 def node_handles(node_group: NodeGroup, workers: int, check: MessageCheck) -> list[NodeHandle]:
-    """Node 0's handles of the other machines. check: of their messages."""
+    """Node 0's handles to the workers of the other machines. check: of all that these say."""
     shares, kind = node_group.shares(workers), ProcessHandle if node_group.spec.shared_directory else NodeHandle
     return [kind(node, tuple(shares[node]), link, check) for node, link in node_group.links.items()]
 
@@ -266,7 +266,7 @@ def node_handles(node_group: NodeGroup, workers: int, check: MessageCheck) -> li
 def worker_specs(
     node_group: NodeGroup, workers: int, port: int, *, threads: int, deadlines: Deadlines | None, logs: Path | None
 ) -> list[WorkerSpec]:
-    """The specs of this machine's share of `workers`; the store listens on `port` of node 0."""
+    """Those of this machine's share of `workers`; the store listens on `port` of node 0."""
     own = node_group.shares(workers)[node_group.node]
     return [
         WorkerSpec(
@@ -283,32 +283,3 @@ def worker_specs(
         )
         for local_rank, rank in enumerate(own)
     ]
-
-
-_A_CORE = 8
-_A_PROCESS = 200e6  # unshared bytes of a worker before it has a model: torch and its libraries
-
-
-def refuse_too_many(
-    workers: int, option: str = "world.workers =", mend: str = 'world.backend = "virtual" trains them in one process'
-) -> None:
-    """ValueError for more workers on this machine than 8 per core, or than its free memory holds. option: how the user
-    asked for them.
-    """
-    cores = os.cpu_count() or 1
-    if workers > _A_CORE * cores:
-        raise ValueError(f"{option} {workers}: more than {_A_CORE} a core of this machine's {cores}; {mend}")
-    free = _free_memory()
-    if free is not None and workers * _A_PROCESS > free:
-        raise ValueError(
-            f"{option} {workers}: each takes 0.2 GB before it has a model, {free / 1e9:.1f} GB are free; {mend}"
-        )
-
-
-def _free_memory() -> float | None:
-    """Free bytes as the kernel reports them; None if it does not."""
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        return 1024.0 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, ValueError, StopIteration, IndexError):
-        return None

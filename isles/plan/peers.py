@@ -37,7 +37,7 @@ from isles.training.optimizer import inner_bytes
 from isles.training.stage_runner import planned_cut, run_scheme
 from isles.training.swarm.step import origin_room
 
-_LEDGER_NUMBERS, _VOTE_NUMBERS = 2, len(PeerStats._fields) + COMERS
+_LEDGER_NUMBERS, _VOTE_NUMBERS = 2, len(PeerStats._fields) + MAX_JOINERS
 """Numbers that a peer sends about itself in the two agreements of a step; the first carries its ledger, too."""
 _STEPS = 5
 """Steps to simulate after the first."""

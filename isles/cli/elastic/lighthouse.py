@@ -19,6 +19,7 @@ from isles.training.interrupts import first_interrupt
 
 if TYPE_CHECKING:
     from isles.training.config.sections import Config
+    from isles.training.lighthouse.server import LighthouseAddress
 
 _ALONE = "127.0.0.1"
 
@@ -26,9 +27,9 @@ _ALONE = "127.0.0.1"
 def lighthouse(
     config: Annotated[
         str | None,
-        typer.Argument(metavar="[CONFIG.toml|RUN]", help="Or the directory of a stopped run, to continue it."),
+        typer.Argument(metavar="[CONFIG.toml|RUN]", help="Or the directory of a run that was stopped: it goes on."),
     ] = None,
-    port: Annotated[int, typer.Option(help="Port at which workers join; 0: any free one.")] = 29400,
+    port: Annotated[int, typer.Option(help="Where workers join; 0: at any free one.")] = 29400,
     host: Annotated[
         str | None, typer.Option(help="This machine's address. Default: that of its default route.")
     ] = None,
@@ -42,8 +43,8 @@ def lighthouse(
     set_: Set = None,
     out: Annotated[Path | None, typer.Option(help="New run directory. Default: runs/METHOD-DATE-TIME.")] = None,
 ) -> None:
-    """Serve a run that workers join and leave (`isles join`, `isles swarm peer`), and show the command with which they
-    join.
+    """Keep a run that workers join and leave (`isles join`, `isles swarm peer`), and show the command that they join
+    with.
     """
     from isles.cli.train import new_directory, refuse_too_many
     from isles.comm.tcp import outward_address, refuse_unknown
@@ -55,7 +56,7 @@ def lighthouse(
     if workers < 0:
         raise ValueError(f"--workers {workers}: choose 0 or more")
     refuse_too_many(workers, "--workers", "start fewer")
-    with suppress(ValueError):  # no default route: only this machine can join, as a line says once it listens
+    with suppress(ValueError):  # no default route: this machine alone, which a line says once it listens
         host = host or outward_address()
     host = host or _ALONE
     refuse_unknown(host, "--host ")
@@ -65,15 +66,16 @@ def lighthouse(
 
 
 def restart_lighthouse(run: Path, workers: int | None) -> None:
-    """Continue the run of a lighthouse, with `workers` on this machine; None: as many as before."""
+    """Go on with the run of a lighthouse where it stood, with `workers` on this machine; None: as many as it had."""
+    from isles.training.lighthouse.server import read_address
 
     stand = read_address(run)
     config, _ = _drawn_up(str(run), {}, [], None)
     _keep(config, run, stand if workers is None else replace(stand, workers=workers))
 
 
-def _keep(config: Config, run: Path, stand: Stand) -> None:
-    """Run the lighthouse until the run ends or is stopped."""
+def _keep(config: Config, run: Path, stand: LighthouseAddress) -> None:
+    """Keep the run until it ends, or is stopped."""
     from isles.cli.train import print_summary
     from isles.comm.tcp import written
     from isles.training.kinds import kind_of
@@ -117,7 +119,7 @@ def _keep(config: Config, run: Path, stand: Stand) -> None:
 def _drawn_up(
     config: str | None, ours: dict[str, int | None], assignments: list[str], out: Path | None
 ) -> tuple[Config, Path | None]:
-    """The run's configuration, and the run directory if an earlier run is continued."""
+    """The run's configuration, and the run directory where it is that of a run that goes on."""
     from isles.training.config.reading import gather
     from isles.training.elastic.support import elastic
 
@@ -133,8 +135,8 @@ def _drawn_up(
 
 
 def _start(config: Config, joins_with: str, address: str, out: Path, number: int) -> subprocess.Popen[bytes]:
-    """Start a worker on this machine, with a log of its own, that the others here reach directly. It reads the token
-    from a file, because other users can see arguments.
+    """A worker on this machine, with a log of its own, that the others here reach directly. It reads the token from a
+    file: arguments can be seen.
     """
     from isles.comm.credentials import read, write_private
     from isles.training.config.reading import to_toml
@@ -152,7 +154,7 @@ def _start(config: Config, joins_with: str, address: str, out: Path, number: int
 
 
 def _end(started: list[subprocess.Popen[bytes]], *, at_once: bool) -> None:
-    """Wait for workers to end after the run; terminate them if it was stopped, and kill those that do not end."""
+    """They go by themselves once the run is over, and are asked to where it was stopped; who does not is ended."""
     for process in started if at_once else ():
         process.terminate()
     until = time.monotonic() + 20.0
