@@ -91,5 +91,7 @@ def test_a_swarm_goes_on_with_as_many_peers(tmp_path: Path) -> None:
         (out / name).unlink()
     assert prepare(out, 4).step == prepare(out, None).step == 2
     for workers in (3, 5):
-        with pytest.raises(ValueError, match="workers 0, 1, 2, 3 saved; clusters and swarms resume with all workers"):
+        with pytest.raises(
+            ValueError, match="only workers 0, 1, 2, 3 saved; clusters and swarms resume with the same workers"
+        ):
             prepare(out, workers)

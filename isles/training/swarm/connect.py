@@ -84,7 +84,7 @@ def take_part(address: str, token: Token, here: LocalSettings, wish: int, *, not
 
 
 class SwarmParticipant(OwnMember):
-    """One peer as one member, until `stack` ends. wish, notify, errors: as in `take_part`. leaving: set when this peer
+    """One peer as one member, until `stack` ends. wish, notify: as in `take_part`. leaving: set when this peer
     is asked to leave.
     """
 
