@@ -310,7 +310,7 @@ def ways_of(config: PipelineConfig, cut: Cut, replicas: int) -> Ways:
 
 
 def router_of(config: PipelineConfig, replicas: int, *, home: bool, seed: int) -> StepRoutes:
-    """The router of the microbatches. seed: of random routes. ValueError as `isles.base.part_maker.make`."""
+    """The router of the microbatches. seed: of random routes. ValueError as `isles.base.parts.make`."""
     if names_code("router", config.routing):
         grid = PipelineGrid(replicas, config.stages, config.microbatches, home, seed)
         return own_routes(make("router", config.routing, config.options_of("router")), grid, config.routing)

@@ -21,6 +21,7 @@ from isles.network.links import Topology, links
 from isles.network.routing.events import Task
 from isles.pipeline.compute import stage_shares
 from isles.pipeline.peers.agreement import agreed_bytes
+from isles.pipeline.peers.inbox import MAX_JOINERS
 from isles.pipeline.pipeline import Cut, form_of
 from isles.pipeline.ravnest.stage import HEADER, most_versions, room_of
 from isles.pipeline.swarm.forecast import SwarmForecast, SwarmLoad, forecast

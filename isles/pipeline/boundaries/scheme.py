@@ -274,7 +274,7 @@ def scheme_of(
     blocks: int = 0,
     turns: bool = False,
 ) -> Scheme:
-    """Create the scheme of `name`. form, blocks, turns: of a subspace. own: the user's boundary, if `name` names one.
+    """Create the scheme of `name`. form, blocks, turns: of a subspace.
     ValueError if the stream is too narrow for it.
     """
     name.check_width(crossings.width)
