@@ -45,7 +45,7 @@ def walked(
 def test_the_whole_way(light: tuple[int, Token]) -> None:
     found = walked(*light)
     assert list(found) == WAY and all(good for good, _ in found.values()), found
-    assert "to the lighthouse" in found["rate"][1] and "not asked for" in found["direct"][1]
+    assert "to the lighthouse" in found["rate"][1] and "not tested" in found["direct"][1]
     assert found["run"][1] == "0 workers, round 0 of 0"
     port = free_port()
     assert (

@@ -149,7 +149,7 @@ def test_all_are_broken() -> None:
     [
         ("eager", {}, "could not be taken back"),
         ("sparta", {}, "keeps what did not travel"),
-        ("custom", {"mixing": "nobody"}, "nobody to leave out"),
+        ("custom", {"mixing": "nobody"}, "no worker to leave out"),
     ],
 )
 def test_where_nobody_can_be_left_out(name: str, options: dict[str, Any], says: str) -> None:

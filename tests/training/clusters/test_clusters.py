@@ -179,7 +179,7 @@ def test_the_configuration_is_read_back(tmp_path: Path) -> None:
     ("more", "words"),
     [
         (["world.workers=5"], "pipeline.ravnest.clusters = [[1, 2], [3], []]: they are 6 workers, world.workers = 5"),
-        (["world.workers=4", "pipeline.ravnest.clusters=[[2]]"], "another cluster, and there is one; set it to 2"),
+        (["world.workers=4", "pipeline.ravnest.clusters=[[2]]"], "another cluster, but there is only one; set it to 2"),
         (
             ["replicas.method=diloco"],
             'replicas.method = "diloco" does not go with pipeline.routing = "ravnest": clusters average weights',

@@ -89,7 +89,7 @@ def test_shares_count_by_their_inner_steps() -> None:
 
 def test_where_nobody_comes_and_goes_it_is_refused(tmp_path: Path) -> None:
     config = late(tmp_path, 2, 8)
-    with pytest.raises(ValueError, match='on_late = "quorum": where nobody comes and goes all are waited for'):
+    with pytest.raises(ValueError, match='on_late = "quorum": in a world of fixed size all are waited for'):
         launch(config, tmp_path / "run", lambda line: None, lambda notice: None)
     for bad, named in (({"quorum": 0.0}, "quorum = 0.0"), ({"on_late": "never"}, "on_late")):
         with pytest.raises(ValueError, match=named):

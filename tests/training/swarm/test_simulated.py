@@ -74,7 +74,7 @@ def test_a_trace_with_a_lighthouse_is_refused(tmp_path: Path) -> None:
 def test_what_a_swarm_on_the_virtual_clock_would_ignore(tmp_path: Path) -> None:
     """Who stands still is waited for however long the lease is."""
     with pytest.raises(
-        ValueError, match=r"world.elastic.lease = 9.0 does not go with --churn .* one that stands still"
+        ValueError, match=r"world.elastic.lease = 9.0 does not go with --churn .* a paused one is waited for"
     ):
         run(tmp_path / "a", [], "world.elastic.lease=9")
 
