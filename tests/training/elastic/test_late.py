@@ -95,5 +95,5 @@ def test_where_nobody_comes_and_goes_it_is_refused(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=named):
             resolve({"replicas": {"method": "diloco", **bad}})
     lossy = {"method": "diloco", "sync_every": 4, "on_late": "quorum", "codec": "int4", "error_feedback": "local"}
-    with pytest.raises(ValueError, match="what a codec keeps from round to round"):
+    with pytest.raises(ValueError, match="a codec's state from round to round"):
         churned(going_on(replace(config, replicas=resolve({"replicas": lossy}).replicas)), [], tmp_path)

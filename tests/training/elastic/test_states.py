@@ -264,7 +264,9 @@ def test_nobody_begins_anew_where_a_state_is_kept() -> None:
     for _ in range(2):
         assert not late.take()
     assert late.acts == ["load"] * late.reloads and late.reloads == 2 and late.has == -1
-    assert late.notices[-1].startswith("could not fetch the state that the lighthouse saved (nothing arrived within 60 s)")
+    assert late.notices[-1].startswith(
+        "could not fetch the state that the lighthouse saved (nothing arrived within 60 s)"
+    )
     with pytest.raises(RendezvousFailed, match="RUN/states"):
         late.take()
     first = Told(StateNotFound("there is none"))
