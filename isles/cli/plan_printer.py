@@ -119,7 +119,7 @@ _COLUMNS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("sends a step", "step_bytes", format_bytes),
     ("sent per average", "average_bytes", format_bytes),
 )
-"""Of workers that hold stages: head, field of a `WorkerPlan`, its text."""
+"""Of workers that hold stages: head, field of a `WorkerPlan` (None for all workers or for none), its text."""
 
 
 def _workers(plan: RunPlan) -> dict[str, list[str]]:

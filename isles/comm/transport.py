@@ -1,4 +1,4 @@
-"""The interface of a backend: send and recv, a clock, and a way to run a multi-phase exchange behind the computation.
+"""The interface of a transport: send and recv, a clock, and a way to run a multi-phase exchange behind the computation.
 
 Data flow of one exchange:
 
@@ -125,7 +125,7 @@ class LinkEstimate(NamedTuple):
 
 
 class Transport(Protocol):
-    """One worker's end of a backend. Buffers are flat contiguous uint8 CPU tensors (views are welcome)."""
+    """One worker's end of a transport. Buffers are flat contiguous uint8 CPU tensors (views are welcome)."""
 
     @property
     def rank(self) -> int:

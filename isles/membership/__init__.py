@@ -2,7 +2,6 @@
 
 A `Lighthouse` process decides which members take part in which round; each worker follows through its
 `MembershipClient`. The decisions are made by state machines without clock or socket, which tests and the virtual clock
-`MembershipClient`. The decisions are made by state machines without clock or socket, which tests and the virtual clock
 drive as well. Reading order:
 
 `coordinator`        the lighthouse's: which members are in which round; calls in, `effects` out; `coordinator_state`:

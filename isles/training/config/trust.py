@@ -10,8 +10,8 @@ it names is imported only if its own record proves that the names were typed on 
 or if the user passes `--trust`, which writes that record. HOME/key is 32 random bytes that never leave this user's
 home.
 
-The files that a plan's run needs beside its config.toml are copied into the run directory, so that resume needs nothing
-else, also if the run was moved.
+The files that a configuration names beside itself (a plan of paths, its links) are copied into the run directory, so
+that resume needs nothing else, also if the run was moved.
 
     RUN/config.toml      pipeline.skippipe.plan = "plan.json", world.virtual.links = "links.toml"
     RUN/plan.json        RUN/links.toml
