@@ -53,9 +53,9 @@ def pack(tag: Tag) -> int:
     if tag.view or tag.attempt:
         raise ValueError(f"{tag}: the world of torch.distributed does not change: view and attempt are 0 there")
     if tag.channel == "pipeline":
-        return _microbatch(tag, _PIPELINE, fragment=0)
+        return _pack_microbatch(tag, _PIPELINE, fragment=0)
     if tag.channel == "eval" and tag.fragment == MAX_FRAGMENTS - 1:
-        return _microbatch(tag, _EVALUATION, fragment=MAX_FRAGMENTS - 1)
+        return _pack_microbatch(tag, _EVALUATION, fragment=MAX_FRAGMENTS - 1)
     number, (fragment, phase) = _form(tag.fragment, tag.phase)
     rounds = _SHARED - fragment - phase
     head = CHANNELS.index(tag.channel) << 3 | number
@@ -71,7 +71,10 @@ def _form(fragment: int, phase: int) -> tuple[int, tuple[int, int]]:
     return next((n, widths) for n, widths in enumerate(_FORMS) if not (fragment >> widths[0] or phase >> widths[1]))
 
 
-def _microbatch(tag: Tag, code: int, fragment: int) -> int:
+def _pack_microbatch(tag: Tag, code: int, fragment: int) -> int:
+    """The address of a microbatch, whose number is the tag's round. code: of the channel, above the microbatch's bits;
+    fragment: the one that all its tags have.
+    """
     if not (0 <= tag.round < MAX_MICROBATCHES and tag.fragment == fragment and tag.phase >> _TASK == 0):
         raise ValueError(
             f"{tag}: a run has addresses for {MAX_MICROBATCHES} microbatches of {1 << _TASK} phases: take larger ones"

@@ -309,8 +309,8 @@ _TRIED = 60  # counts that are simulated before refining; of few units, more
 _TRIED_FEW = 150
 _SCANNED = 20_000  # counts that are looked at
 _STARTS = 3
-_CLIMBS = 20
-_CLIMBED, _CLIMBS_OF_MANY = 20, 3  # plans a climb simulates, and how often it climbs, where there are many units
+_CLIMB_STEPS = 20  # of a hill climb, at most
+_CLIMB_STEPS_OF_MANY, _NEIGHBOURS = 3, 20  # with more units than _FEW: steps, and neighbours simulated in each, at most
 # Of (device, up, down, host, read, write) in the goal of the integer program: stalls follow from lanes that are full.
 _WEIGHTS = (
     None,
@@ -516,8 +516,8 @@ class Search:
 
     def _climb(self, plan: tuple[Placement, ...]) -> None:
         """To the best neighbour, as long as there is a faster one: another choice for a unit, or two units' swapped."""
-        most, climbs = (10**9, _CLIMBS) if self.units <= _FEW else (_CLIMBED, _CLIMBS_OF_MANY)
-        for _ in range(climbs):
+        most, steps = (10**9, _CLIMB_STEPS) if self.units <= _FEW else (_NEIGHBOURS, _CLIMB_STEPS_OF_MANY)
+        for _ in range(steps):
             before = self.time(plan)
             near = list(self._near(plan))
             self.first(near, most, below=before)

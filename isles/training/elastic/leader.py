@@ -203,7 +203,7 @@ class Participant:
         self.config, self.client, self.transport, self.transfers = config, client, transport, transfers
         self.folder, self.leaving, self.notice = folder, leaving or threading.Event(), notice
         self._asked_to_leave = False
-        self._spare = 0  # batches read outside of the data slices
+        self._unassigned_read = 0  # batches read outside of the data slices
         self._agrees = lands_together(config)
         self._tried = 0  # the newest round whose data slice was read
         self._put_off = 0  # successive postponed rounds
@@ -295,14 +295,14 @@ class Participant:
         client, view = self.client, self.client.start_round(round)
         index = None if view is None else view.index(client.member)
         steps = every if view is None or index is None or not view.steps else view.steps[index]
-        slice_view, spare = None if round == self._tried else view, self._spare
+        slice_view, spare = None if round == self._tried else view, self._unassigned_read
         self._tried = round
         read = () if slice_view is None else tuple(batches(client.state.views, slice_view, round, cast(int, index)))
         done, began = round * every - steps, self._computed()  # all end a round at the same step count
         yield Decision(kind="train", round=round, steps=done, slices=read, spare=spare)
         seconds = max(self._computed() - began, 0.0)
         if slice_view is None:
-            self._spare += every
+            self._unassigned_read += every
         if steps == 1:
             client.pace(seconds)
         is_put_off = self._is_put_off(round)

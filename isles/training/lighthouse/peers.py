@@ -76,10 +76,8 @@ class SwarmLighthouseServer(LighthouseServer):
             self.lighthouse.wait(self._is_asked, LOOK)
             self.refused.look()
             if self.coordinator.epoch > epoch:
-                epoch, step = (
-                    self.coordinator.epoch,
-                    self.coordinator.saved or "0, as no states were saved (run.checkpoint_every)",
-                )
+                epoch = self.coordinator.epoch
+                step = self.coordinator.saved or "0, as no states were saved (run.checkpoint_every)"
                 self.on_notice(f"all peers were lost: the run begins again at step {step}")
             if self.stopping.is_set():
                 return None
