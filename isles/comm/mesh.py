@@ -139,7 +139,7 @@ class _Entered:
 
     transport: Transport
     local_rank: int | None = None
-    is_found: bool = False  # found by `_current`, which may search again once it is closed
+    is_found: bool = False  # by `_current`, which searches again once it is closed
     ledger: Ledger = field(default_factory=Ledger)
 
 

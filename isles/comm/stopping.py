@@ -18,7 +18,7 @@ class StopControl:
     """Holds one worker process at a step, and tells it after which step to stop."""
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
+        self._changed = threading.Condition()  # the worker's main thread waits, its watcher thread notifies
         self._step = 0
         self._is_paused = False
         self._last: int | None = None
@@ -34,6 +34,7 @@ class StopControl:
     def pause(self) -> int:
         """Hold the worker at its next boundary. Returns the number of steps that it may have done by then."""
         with self._changed:
+            # One more: the worker may have passed the boundary of `_step`, and holds only at the next one.
             self._is_paused = True
             return self._step + 1
 
@@ -76,7 +77,7 @@ class SharedStopControl:
         self._asked = False
 
     def ask(self) -> None:
-        """Request a stop. May be called from a signal handler."""
+        """Request a stop. Safe in a signal handler: it takes no lock, which the interrupted thread may hold."""
         self._asked = True
 
     def boundary(self, worker: int, step: int) -> bool:

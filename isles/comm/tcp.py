@@ -6,8 +6,9 @@ back up to one outage's length after the link does. `TCP_RTO_MAX_MS` (Linux 6.15
 number of tries that Linux makes would be over in half a minute, so `TCP_USER_TIMEOUT` says how long to go on. Never the
 first without the second.
 
-Where nothing can be sent at all, because the own interface is down, Linux probes instead, and gives up after fifteen
-probes however long it was told to go on: `keep_trying` spreads them, and sends what is queued as soon as possible.
+If this machine's own interface is down, nothing can be sent at all. Linux then probes instead, and gives up after
+fifteen probes, whatever `TCP_USER_TIMEOUT` says. `keep_trying` spreads these probes, and sends what is queued as soon
+as possible.
 """
 
 from __future__ import annotations
@@ -25,17 +26,17 @@ from pathlib import Path
 from typing import NamedTuple
 
 _TCP_INFO, _USER_TIMEOUT, _RTO_MAX = 11, 18, 44  # of linux/tcp.h
-_AGAIN = 2000  # milliseconds until the next try, at most
-_SELDOM = 120_000  # the most that Linux takes
-_PATIENCE = 600.0  # seconds for which it is tried, at least
-_PROBES = 6.0  # of those that are left last for at least a silence
+_AGAIN = 2000  # most milliseconds until the kernel's next try
+_SELDOM = 120_000  # the most milliseconds that Linux takes for this
+_PATIENCE = 600.0  # least seconds for which the kernel goes on trying
+_PROBES = 6.0  # so many probes last a silence; Linux gives up after fifteen, some of them before the first look
 _LONGEST = (1 << 31) - 1  # milliseconds that a socket option takes
-_CUTS = 10.0  # times the silence after which somebody counts as lost
+_CUTS = 10.0  # silences for which the kernel goes on: Isles decides that a connection is lost, not the kernel
 # state, retransmits, probes, rto (us); unacked (segments); bytes_acked, bytes_received (Linux 4.1);
 # notsent_bytes (4.6); busy_time (us, 4.10)
 _INFO = struct.Struct("=B1xBB4xI12xI92xQQ8xI20xQ")
-_LEAST = 148  # bytes of what a kernel must tell
-_ENOUGH = 1 << 16  # bytes after which a rate is one
+_LEAST = 148  # bytes of tcp_info up to notsent_bytes; what a kernel before 4.6 reports is not used
+_ENOUGH = 1 << 16  # acknowledged bytes from which on a rate is more than chance
 _ESTABLISHED = 1
 
 
@@ -89,18 +90,18 @@ def looks() -> dict[int, ConnectionState]:
     """This process's established TCP connections, by descriptor. Empty where the kernel does not say."""
     if sys.platform != "linux":
         return {}
-    found = {
+    states = {
         int(fd): look
         for fd in os.listdir("/proc/self/fd")
         for end in opened(int(fd))
         if (look := connection_state(end))
     }
-    return {fd: look for fd, look in found.items() if look.is_established}
+    return {fd: look for fd, look in states.items() if look.is_established}
 
 
 def opened(fd: int) -> Iterator[socket.socket]:
     """The socket behind a descriptor, as a duplicate that lives for one look; nothing where it is none."""
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError):  # gloo may have closed it since it was listed
         if stat.S_ISSOCK(os.fstat(fd).st_mode):
             with socket.socket(fileno=os.dup(fd)) as end:
                 yield end
@@ -128,6 +129,7 @@ def try_soon(connection: socket.socket, silence: float) -> bool:
     """Have it try again within two seconds, for at least ten times `silence` seconds; False where Linux does not."""
     if sys.platform != "linux":
         return False
+    # First, because older kernels refuse it: there the other one must stay as it is (see above).
     try:
         connection.setsockopt(socket.IPPROTO_TCP, _RTO_MAX, _AGAIN)
     except OSError:
@@ -139,6 +141,7 @@ def try_soon(connection: socket.socket, silence: float) -> bool:
 
 def keep_trying(connection: socket.socket, look: ConnectionState, silence: float) -> None:
     """At every look at a connection for which `try_soon` was true: see above."""
+    # It was closed since the look: the next look reports that.
     with contextlib.suppress(OSError):
         longest = int(min(max(1000 * silence / _PROBES, _AGAIN), _SELDOM)) if look.probes else _AGAIN
         if connection.getsockopt(socket.IPPROTO_TCP, _RTO_MAX) != longest:
@@ -159,8 +162,8 @@ def gloo_interface(environment: Mapping[str, str]) -> str | None:
     if environment.get("LOCAL_WORLD_SIZE") == environment["WORLD_SIZE"] or first in ("localhost", "127.0.0.1"):
         return loopback()
     with contextlib.suppress(ValueError):
-        own = outward_address(first)
-        return interface_of(outward_address() if own.startswith("127.") else own)
+        outward = outward_address(first)
+        return interface_of(outward_address() if outward.startswith("127.") else outward)
     return None
 
 

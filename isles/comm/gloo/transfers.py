@@ -53,7 +53,7 @@ from isles.comm.transport import Deadlines, LinkEstimate, Steps, works_of
 
 GLANCE = 0.1  # seconds between looks
 _CLOSED = 1.0  # seconds for gloo to read what arrived before a connection was closed
-_UNSEEN = 0.5e6  # bits per second of the slowest supported link if its progress cannot be seen
+_UNSEEN = 0.5e6  # bits per second assumed of a link whose progress cannot be seen: of the slowest supported one
 T = TypeVar("T")
 
 
@@ -81,9 +81,10 @@ class Liveness:
         then on. store: where they can all write, for this group alone.
         """
         before = connections()
-        made = make()
+        result = make()
         mine = {name: fd for name, fd in connections().items() if name not in before}
         shared = store()
+        # Before any `get`, which waits: otherwise all would wait for each other.
         shared.set(str(rank), json.dumps(sorted(mine)))
         for fd in mine.values():
             for end in opened(fd):
@@ -91,11 +92,11 @@ class Liveness:
         for peer in ranks:
             if peer != rank:
                 theirs = {" ".join(reversed(name.split(" "))) for name in parse_json(shared.get(str(peer)))}
-                found = {name: fd for name, fd in mine.items() if name in theirs}
-                if found:
-                    self._known[peer] = {**self._known.get(peer, {}), **found}
+                common = {name: fd for name, fd in mine.items() if name in theirs}
+                if common:
+                    self._known[peer] = {**self._known.get(peer, {}), **common}
         self.look()
-        return made
+        return result
 
     def waits(self, deadlines: Deadlines, peers: Iterable[int]) -> Deadlines:
         """`deadlines`, or longer ones for long transfers if the connection to some peer cannot be observed."""
@@ -110,6 +111,7 @@ class Liveness:
             return
         try:
             self._looked = now
+            # A copy, as in `moved` and `last`: another thread may be adding a peer.
             for peer, known in list(self._known.items()):
                 silence = self._silence if self._tries_soon else None
                 looks = [look for name, fd in known.items() if (look := _look(fd, name, silence)) is not None]
@@ -124,7 +126,7 @@ class Liveness:
 
     def link_estimate(self) -> LinkEstimate | None:
         """The estimate of the slowest connection to another machine; None if none is known."""
-        known = [(name, fd) for own in self._known.values() for name, fd in own.items() if is_far(name)]
+        known = [(name, fd) for names in self._known.values() for name, fd in names.items() if is_far(name)]
         rates = [look.rate for name, fd in known if (look := _look(fd, name)) is not None and look.rate is not None]
         return LinkEstimate(min(rates, default=None), self._tries_soon) if known else None
 
@@ -191,7 +193,7 @@ def _look(fd: int, name: str, silence: float | None = None) -> ConnectionState |
 
 _LOOK = "look"  # wakes the driver's thread to begin looking
 
-_CHAIN = 20  # so many deadlines to wait for a peer that itself waits for another
+_CHAIN = 20  # most deadlines to wait for a peer that moves bytes only between itself and others
 
 
 class PostedWork:
@@ -218,6 +220,7 @@ class PostedWork:
             self.at, self.error, self._buffer = self._now(), error, None
             self._done = True  # last, because `done` reads it without the lock
             watcher = self._watcher
+        # Outside of the lock: the watch has one of its own, and the two are never held together.
         if watcher is not None:
             watcher.one_done()
 
@@ -263,6 +266,7 @@ class Watch:
         with self._lock:
             self._needed -= 1
             wakes = self._wakes()
+        # Woken only: the protocol's next step must not run in a waiter's thread.
         if wakes:
             self.transfer.driver.wake(self.transfer)
 
@@ -354,6 +358,7 @@ class BackgroundTransfer:
 
     def _end(self, result: Any, error: Exception | None) -> None:
         self._result, self._error = result, error
+        # Result and counters before the event: `wait` reads them as soon as it is set, without the lock.
         self.traffic.transfer(self.channel, self._began, self.driver.now())
         self._ended.set()
         self.driver.under_way.discard(self)
@@ -382,8 +387,10 @@ class Driver:
         transfer = BackgroundTransfer(self, steps, channel, deadline, traffic)
         sleeps = not self.under_way
         self.under_way.add(transfer)
+        # After `add`: a driver that wakes up before it would see nothing under way, and sleep again.
         if sleeps:
             self._ready.put(_LOOK)
+        # Here and not in the driver: messages leave in the order in which transfers are started.
         transfer.advance()
         return transfer
 
@@ -411,6 +418,7 @@ class Driver:
                     if torch.get_num_threads() != transfer.threads:
                         torch.set_num_threads(transfer.threads)
                     transfer.advance()
+            # A copy, because callers add transfers meanwhile.
             self.liveness.look()
             for transfer in list(self.under_way):
                 transfer.give_up_lost()

@@ -49,22 +49,22 @@ def world_variables(environment: Mapping[str, str]) -> dict[str, str] | None:
     of one. ValueError for an incomplete description of several processes.
     """
     if "RANK" in environment or _whole(environment, "WORLD_SIZE") > 1:
-        made = dict(environment)
-        missing = "WORLD_SIZE" if not made.get("WORLD_SIZE") else "RANK" if not made.get("RANK") else None
+        world = dict(environment)
+        missing = "WORLD_SIZE" if not world.get("WORLD_SIZE") else "RANK" if not world.get("RANK") else None
         if missing is not None:
             one = "RANK" if missing == "WORLD_SIZE" else "WORLD_SIZE"
             raise ValueError(
-                f"{one} = {made[one]}, but {missing} is not set: start the processes with torchrun, or set RANK, "
+                f"{one} = {world[one]}, but {missing} is not set: start the processes with torchrun, or set RANK, "
                 f"WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each; {_ALONE}"
             )
     elif (several := _slurm(environment) or _open_mpi(environment) or _pmi(environment)) is not None:
-        made = {**environment, **several}
+        world = {**environment, **several}
     else:
         return None
-    rank, size = _whole(made, "RANK"), _whole(made, "WORLD_SIZE")
+    rank, size = _whole(world, "RANK"), _whole(world, "WORLD_SIZE")
     if not 0 <= rank < size:
         raise ValueError(f"RANK = {rank} of WORLD_SIZE = {size}: ranks are 0 to {size - 1}")
-    absent = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not made.get(name)]
+    absent = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not world.get(name)]
     if absent and size > 1:
         raise ValueError(
             f"rank {rank} of {size} does not know where rank 0 listens: set {' and '.join(absent)} to the address of "
@@ -72,8 +72,8 @@ def world_variables(environment: Mapping[str, str]) -> dict[str, str] | None:
         )
     if absent:
         return None
-    _whole(made, "MASTER_PORT")
-    return made
+    _whole(world, "MASTER_PORT")
+    return world
 
 
 def _whole(variables: Mapping[str, str], name: str) -> int:
@@ -96,10 +96,10 @@ def _slurm(environment: Mapping[str, str]) -> dict[str, str] | None:
 
 
 def _open_mpi(environment: Mapping[str, str]) -> dict[str, str] | None:
-    own = {name: environment.get(f"OMPI_COMM_WORLD_{name}") for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")}
+    mpi = {name: environment.get(f"OMPI_COMM_WORLD_{name}") for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")}
     job = environment.get("PMIX_NAMESPACE") or environment.get("OMPI_MCA_ess_base_jobid")
-    first = "127.0.0.1" if job and own["LOCAL_SIZE"] == own["SIZE"] else None
-    return _several(environment, own["RANK"], own["SIZE"], own["LOCAL_RANK"], first, str(_port(job)) if job else None)
+    first = "127.0.0.1" if job and mpi["LOCAL_SIZE"] == mpi["SIZE"] else None
+    return _several(environment, mpi["RANK"], mpi["SIZE"], mpi["LOCAL_RANK"], first, str(_port(job)) if job else None)
 
 
 def _pmi(environment: Mapping[str, str]) -> dict[str, str] | None:
@@ -112,17 +112,17 @@ def _several(environment: Mapping[str, str], *values: str | None) -> dict[str, s
     """The variables of one of several processes from `values`, in the order of _WORLD; None for a single process. The
     user's own address and port take precedence.
     """
-    made = dict(zip(_WORLD, values, strict=True))
-    if made["RANK"] is None or int(made["WORLD_SIZE"] or 1) < 2:
+    world = dict(zip(_WORLD, values, strict=True))
+    if world["RANK"] is None or int(world["WORLD_SIZE"] or 1) < 2:
         return None
-    made |= {name: environment[name] for name in _WORLD[3:] if environment.get(name)}
-    return {name: value for name, value in made.items() if value is not None}
+    world |= {name: environment[name] for name in _WORLD[3:] if environment.get(name)}
+    return {name: value for name, value in world.items() if value is not None}
 
 
 def _first_host(nodes: str) -> str | None:
     """The first host of a Slurm list: gpu03 of `gpu[03-05,9],login`."""
-    found = re.match(r"([^\[,]+)(?:\[(\w+))?", nodes)
-    return None if found is None else found[1] + (found[2] or "")
+    first = re.match(r"([^\[,]+)(?:\[(\w+))?", nodes)
+    return None if first is None else first[1] + (first[2] or "")
 
 
 def _port(job: str) -> int:
@@ -147,6 +147,7 @@ def store_of(variables: Mapping[str, str], seconds: float) -> dist.Store:
 def meet(store: dist.Store, rank: int, ranks: Sequence[int], seconds: float) -> None:
     """Wait until all of `ranks` have called this with a store of the same keys. RendezvousFailed after `seconds`."""
     ends_at = time.monotonic() + seconds
+    # Before any wait: otherwise all would wait for each other.
     store.set(f"here/{rank}", "")
     for peer in ranks:
         try:
@@ -172,7 +173,7 @@ def failing_as(what: str) -> Iterator[None]:
         raise RendezvousFailed(f"{what} ({str(error).splitlines()[0]})") from None
 
 
-_SOON = 0.0005  # seconds between polls of an awaited collective
+_SOON = 0.0005  # seconds between polls of an awaited collective, whose end a step waits for; of others GLANCE
 
 
 class NativeGroup:
@@ -198,6 +199,7 @@ class NativeGroup:
             if work is not None:
                 work.peer = quiet  # the error names it
             if self.error is None and (late or self._liveness.loss_of(quiet) is not None):
+                # Before the abort: it ends the collective, and the report must already be that of the loss.
                 self.error = PeerLost(quiet, why)
                 self.processes.abort()
             if self.error is not None:
@@ -213,7 +215,7 @@ class NativeGroup:
 
 _LOG = logging.getLogger(__name__)
 _WORLDS = count()  # worlds of `from_environment` so far; all processes count them in the same order
-_NEVER = timedelta(days=30)  # gloo's own time-out would close every pair of the rank; transfers enforce deadlines
+_NEVER = timedelta(days=30)  # longer than a run: gloo's time-out would close every pair; transfers enforce deadlines
 
 
 class DistributedTransport(OnHostClock):
@@ -319,12 +321,12 @@ class DistributedTransport(OnHostClock):
         if key not in self._native_groups:
             # Only the members meet here. A group that is made anew has new keys.
             prefix = f"{key[1]} {ranks} {self._lost[key]}"
-            own = dist.PrefixStore(prefix, self._store or distributed_c10d._get_default_store())
-            meet(own, self.rank, ranks, self._join)
+            shared = dist.PrefixStore(prefix, self._store or distributed_c10d._get_default_store())
+            meet(shared, self.rank, ranks, self._join)
             make = partial(_new_group, self._join, ranks=list(ranks), backend=key[1], use_local_synchronization=True)
             with failing_as(f"workers {ranks} met, but {key[1]} did not connect them"):
-                made = self.liveness.meet(make, self.rank, ranks, lambda: own)
-            self._native_groups[key] = NativeGroup(made, self.rank, ranks, self.liveness, self._silence)
+                processes = self.liveness.meet(make, self.rank, ranks, lambda: shared)
+            self._native_groups[key] = NativeGroup(processes, self.rank, ranks, self.liveness, self._silence)
         return self._native_groups[key].processes
 
     def close(self) -> None:
@@ -332,7 +334,9 @@ class DistributedTransport(OnHostClock):
         if self.is_closed:
             return
         self.is_closed = True
+        # First, so that no protocol posts another message while the waiters end.
         self._driver.close()
+        # Idle waiters end within milliseconds; one that does not waits for a message that may never come.
         if not self._waiters.close(0.05):
             self._cut_off()
             self._waiters.close(2.0)
@@ -394,10 +398,10 @@ def _default(store: dist.Store, rank: int, size: int, join: float | None = None)
 
 def _new_group(join: float, **how: Any) -> dist.ProcessGroup:
     """Its time-out counts until its members have met."""
-    made = dist.new_group(timeout=timedelta(seconds=join), **how)
-    assert isinstance(made, dist.ProcessGroup)
-    distributed_c10d._set_pg_timeout(_NEVER, made)
-    return made
+    processes = dist.new_group(timeout=timedelta(seconds=join), **how)
+    assert isinstance(processes, dist.ProcessGroup)
+    distributed_c10d._set_pg_timeout(_NEVER, processes)
+    return processes
 
 
 def _local_rank(variables: Mapping[str, str]) -> int | None:

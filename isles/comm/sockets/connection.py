@@ -37,7 +37,7 @@ from isles.comm.errors import CommError
 from isles.comm.stopping import LeaveControl
 
 BEAT = 2.0  # seconds between signs of life
-_STOOD = 2.0  # the longest interval between two looks that counts: beyond it this process itself was suspended
+_STOOD = 2.0  # the longest interval between two looks that counts: if it is longer, this process itself was suspended
 
 
 class Silence:
@@ -95,10 +95,13 @@ def begin_pulse(
     """
 
     def beat() -> None:
+        # The launcher has ended: nobody is left to hear of this worker.
         with contextlib.suppress(OSError, EOFError):
             while not closing.is_set():
                 send(("beat", moved()))
+                # One wait for both: a request to end is passed on at once, not at the next beat.
                 if asked.wait(BEAT):
+                    # Cleared first: a request that arrives while `ask` runs is passed on at the next turn.
                     asked.clear()
                     leaving.ask()
 
@@ -112,7 +115,7 @@ LONGEST = 16 << 20  # the most bytes of an authenticated peer's message; usual o
 STRANGERS = 64 << 10  # the most bytes of an unauthenticated peer's message
 ALIVE = HEAD.pack(MARK, 0)
 _OTHER = "what answers there is not Isles"
-_DEEPEST = 32  # nesting of tables and lists; Isles' messages have 6
+_DEEPEST = 32  # most nested tables and lists: a parser recurses on them; Isles' messages have 6
 
 
 class BadFrame(ValueError):
@@ -194,6 +197,7 @@ async def close(writer: asyncio.StreamWriter) -> None:
         writer.close()
         async with asyncio.timeout(_FLUSH):
             await writer.wait_closed()
+    # It broke while it was closed (TimeoutError is an OSError): there is nothing left to send.
     except (OSError, RuntimeError):
         pass
     finally:
@@ -201,10 +205,10 @@ async def close(writer: asyncio.StreamWriter) -> None:
 
 
 PIECE = 1 << 14
-"""Bytes of a message in one frame."""
-_LOOKS = 4  # looks, and signs of life, within a silence
-_LOOK = 1.0  # the most seconds between them
-_UNSENT = 1 << 17  # unsent bytes that the kernel buffers
+"""Bytes of a message in one frame: those of a TLS record."""
+_LOOKS = 4  # looks, and signs of life, within a silence: some may be late or lost
+_LOOK = 1.0  # the most seconds between them; below _STOOD, or `Silence` would not count all of the time
+_UNSENT = 1 << 17  # most unsent bytes in the kernel: urgent messages wait behind them
 _NOTSENT_LOWAT = 25  # of linux/tcp.h
 _FLUSH = 2.0  # seconds to send the queue
 
@@ -235,12 +239,12 @@ class Connection:
         self._waiting, self._any, self._left = 0, asyncio.Event(), asyncio.Event()
         self._holds = False
         writer.transport.set_write_buffer_limits(high=_UNSENT)
-        own = writer.get_extra_info("socket")
-        self.socket: socket.socket | None = None if own is None else own._sock  # its descriptor is asyncio's
-        with contextlib.suppress(OSError):
-            own.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        wrapped = writer.get_extra_info("socket")
+        self.socket: socket.socket | None = None if wrapped is None else wrapped._sock  # its descriptor is asyncio's
+        with contextlib.suppress(OSError):  # it has broken already: the first read reports that
+            wrapped.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if sys.platform == "linux":
-                own.setsockopt(socket.IPPROTO_TCP, _NOTSENT_LOWAT, _UNSENT)
+                wrapped.setsockopt(socket.IPPROTO_TCP, _NOTSENT_LOWAT, _UNSENT)
 
     def send(self, message: bytes, *, urgent: bool = False) -> bool:
         """Queue a message; False if the queue is full."""
@@ -253,6 +257,7 @@ class Connection:
 
     async def left(self) -> None:
         """Wait until something was sent, or the connection breaks."""
+        # Only what is sent from now on counts: `_left` is still set by earlier frames.
         self._left.clear()
         await self._left.wait()
 
@@ -299,6 +304,7 @@ class Connection:
                 lane += piece
                 length -= len(piece)
             if not more:
+                # A new buffer before the call: the receiver may keep the old one.
                 lanes[urgent] = bytearray()
                 if (wait := heard(lane, urgent)) is not None:
                     self._holds = True
@@ -309,6 +315,7 @@ class Connection:
         while True:
             await self._any.wait()
             batch = list[bytes | memoryview]()
+            # At most about one piece a batch: an urgent message that arrives meanwhile then leaves with the next one.
             room = PIECE
             while room > 0 and (lane := next((one for one in (1, 0) if self._lanes[one]), None)) is not None:
                 message = self._lanes[lane].popleft()
@@ -322,6 +329,7 @@ class Connection:
             self._writer.write(b"".join(batch))
             await self._writer.drain()
             self._left.set()
+            # No await between the two, so that no `send` comes in between and is forgotten.
             if not any(self._lanes):
                 self._any.clear()
 
@@ -332,5 +340,6 @@ class Connection:
                 self.silence.heard()  # while reading is paused, silence means nothing
             if self.silence.over(self._longer()):
                 raise LinkLost(f"no sign of life for {self.silence.limit:g} s")
+            # Where something waits to be sent, its frames are the sign of life.
             if not self._waiting and not self._writer.transport.get_write_buffer_size():
                 self._writer.write(ALIVE)

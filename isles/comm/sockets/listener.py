@@ -40,7 +40,7 @@ from isles.comm.sockets.proof import dial, prove_as_host
 from isles.comm.tcp import listen
 
 MOST = 64
-_AGAIN = 0.05  # seconds until the next try after a failed accept
+_AGAIN = 0.05  # seconds until the next try after a failed accept, and until the next look at incomplete first bytes
 _BACKLOG = 128
 _LINES = 20  # the most lines about strangers in a minute
 _LITTER = 32  # ended connections until garbage is collected
@@ -89,6 +89,7 @@ class Listener:
         return self
 
     def __exit__(self, *_: object) -> None:
+        # `_end` waits 1 s at most. A loop that does not answer, or is closed, has no task that could still accept.
         with contextlib.suppress(TimeoutError, RuntimeError):
             loop.run(self._end(), 2.0)
         self._listening.close()
@@ -96,16 +97,16 @@ class Listener:
             gc.unfreeze()
 
     async def _accept(self) -> None:
-        own = asyncio.get_running_loop()
+        running = asyncio.get_running_loop()
         while True:
             try:
-                connection, address = await own.sock_accept(self._listening)
+                connection, address = await running.sock_accept(self._listening)
             except OSError:  # it has closed again, or this process has no descriptor left
                 await asyncio.sleep(_AGAIN)
                 continue
             if len(self._heard) >= MOST:
                 self._make_room()
-            task = own.create_task(self._attend(connection, plain(address[0])))
+            task = running.create_task(self._attend(connection, plain(address[0])))
             self._heard[task] = plain(address[0])
             task.add_done_callback(self._over)
 
@@ -118,6 +119,7 @@ class Listener:
     def _make_room(self) -> None:
         ((address, _),) = Counter(self._heard.values()).most_common(1)
         oldest = next(task for task, its in self._heard.items() if its == address)
+        # Removed before it has ended, so that it is not chosen again meanwhile.
         del self._heard[oldest]
         oldest.cancel()
 
@@ -148,14 +150,14 @@ class Listener:
 
 async def peeked(connection: socket.socket, first: bytes) -> bool:
     """Whether the connection begins with `first`, which is then consumed. EOFError if nothing arrives."""
-    own = asyncio.get_running_loop()
+    running = asyncio.get_running_loop()
     while True:
-        there: asyncio.Future[None] = own.create_future()
-        own.add_reader(connection, lambda there=there: there.done() or there.set_result(None))
+        there: asyncio.Future[None] = running.create_future()
+        running.add_reader(connection, lambda there=there: there.done() or there.set_result(None))
         try:
             await there
         finally:
-            own.remove_reader(connection)
+            running.remove_reader(connection)
         begins = connection.recv(len(first), socket.MSG_PEEK)
         if not begins:
             raise EOFError
@@ -164,6 +166,7 @@ async def peeked(connection: socket.socket, first: bytes) -> bool:
         if len(begins) == len(first):
             connection.recv(len(first))
             return True
+        # Peeked bytes stay in the kernel, so the connection stays readable: without a pause this would spin.
         await asyncio.sleep(_AGAIN)
 
 
@@ -171,12 +174,12 @@ async def opened(
     connection: socket.socket, tls: ssl.SSLContext | None
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     """The streams of an accepted connection, after TLS if required. They own the connection."""
-    own = asyncio.get_running_loop()
+    running = asyncio.get_running_loop()
     reader = asyncio.StreamReader(limit=STRANGERS)
-    transport, protocol = await own.connect_accepted_socket(
+    transport, protocol = await running.connect_accepted_socket(
         lambda: asyncio.StreamReaderProtocol(reader), connection, ssl=tls
     )
-    return reader, asyncio.StreamWriter(transport, protocol, reader, own)
+    return reader, asyncio.StreamWriter(transport, protocol, reader, running)
 
 
 class Throttle:
@@ -256,9 +259,9 @@ def port_range() -> str:
     return f"{first}-{last}"
 
 
-_PINGS = 20
-_SMALLEST = 1 << 16  # bytes
-_ENOUGH = 0.4  # the shortest exchange that counts as a measurement, seconds
+_PINGS = 20  # round trips, whose median counts: single ones are delayed by other traffic
+_SMALLEST = 1 << 16  # bytes of the first exchange; each next one is twice as large
+_ENOUGH = 0.4  # seconds of the shortest exchange that counts: in shorter ones the round trip is a large part
 
 
 class LinkRates(NamedTuple):

@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 _READ = 1 << 15  # buffer of each TLS connection; asyncio's default is 256 kB
 _FAREWELL = 1.0  # seconds for pending work at the end of the process
-_starting = threading.Lock()
+_starting = threading.Lock()  # the first connections may be made in several threads at once
 _loop: asyncio.AbstractEventLoop | None = None
 
 
@@ -57,7 +57,9 @@ def _started() -> asyncio.AbstractEventLoop:
 
 
 def _forked() -> None:
-    """After a fork the child has the loop's memory but not its thread: start anew when needed."""
+    """After a fork the child has the loop's memory but not its thread: start anew when needed. The lock is new too: a
+    thread of the parent may have held the old one, and it is not here to release it.
+    """
     global _loop, _starting
     _loop, _starting = None, threading.Lock()
 
@@ -68,7 +70,7 @@ if hasattr(os, "register_at_fork"):
 
 def _end(loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
     """Cancel all tasks, because asyncio would warn of pending ones."""
-    if loop is not _loop:
+    if loop is not _loop:  # of the parent of a fork: its thread is not here
         return
 
     async def cancel() -> None:
@@ -79,4 +81,5 @@ def _end(loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
         loop.stop()
 
     asyncio.run_coroutine_threadsafe(cancel(), loop)
+    # Twice: `cancel` waits for the tasks up to _FAREWELL itself.
     thread.join(2 * _FAREWELL)

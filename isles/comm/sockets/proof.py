@@ -101,14 +101,15 @@ async def dial(
     """A connection within `seconds`, in the loop's thread. With `token`: in TLS, to the machine that made it, after
     both have proved that they know it. TokenRefused, or an error for `connection.reason`.
     """
-    own = asyncio.get_running_loop()
+    running = asyncio.get_running_loop()
     async with asyncio.timeout(seconds):
-        places = await own.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        places = await running.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        # All addresses of the name in turn; the error of the last one counts.
         for left, (family, kind, _, _, address) in zip(range(len(places))[::-1], places, strict=True):
             connection = socket.socket(family, kind)
             connection.setblocking(False)
             try:
-                await own.sock_connect(connection, address)
+                await running.sock_connect(connection, address)
                 break
             except BaseException as error:
                 connection.close()
