@@ -141,12 +141,12 @@ class FollowerClient(LighthouseClient):
 
 
 _SOON = 0.2  # seconds to the next beat while it waits for its first round; also the wait for a reply before a round
-_REPEAT_AFTER = 0.3  # seconds until an answer is sent again
-_UNDECIDED = 3.0  # seconds to wait for a proposed view
-_LONGEST_REASON = 200
+_REPEAT_AFTER = 0.3  # seconds until an answer is sent again: the pushed decision, or the answer, may be lost
+_UNDECIDED = 3.0  # seconds to wait for a proposed view; then the round is postponed
+_LONGEST_REASON = 200  # characters
 _NEVER = 1 << 20  # an attempt number above all real ones
-_QUIET = 3.0  # seconds for which a suspected member is not waited for
-_AGAIN = 0.01  # seconds, at least, from a reply to the next beat
+_QUIET = 3.0  # seconds for which a suspected member is not waited for; then it may have recovered
+_AGAIN = 0.01  # seconds, at least, from a reply to the next beat, also if the reply took longer than a beat
 
 
 class MembershipClient(LighthouseClient):
@@ -392,6 +392,7 @@ class MembershipClient(LighthouseClient):
             elif isinstance(answer, Refusal):
                 self.ended = self.ended or Over(answer.reason)
             self.changed.notify_all()
+        # Outside of the condition: this takes the transport's locks, whose holders call `connection`, which takes it.
         self._apply_views()
         if ack is not None:
             self.say(ack)
@@ -412,6 +413,7 @@ class MembershipClient(LighthouseClient):
         """Apply what the state now says of others: record the fingerprints in new views, cancel waits for members that
         the next view excludes against their wish, and cancel all waits in a round that goes on without this worker.
         """
+        # Read under the condition, applied outside of it: see `_answered`.
         with self.changed:
             before, self._abandoned = self._abandoned, self.state.abandoned()
             new, views = self._abandoned - before, [*self.state.views.values()]

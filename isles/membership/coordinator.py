@@ -45,7 +45,7 @@ from isles.membership.round_commit import NOTHING
 
 _TIMES, _LEAST = 10, 60.0  # a stall is so many times a member's usual round, and so many seconds at least
 _MOST = 10  # a member's own pace counts up to so many times the usual one
-_LOOK = 1.0  # the longest interval between looks that counts, seconds
+_LOOK = 1.0  # the longest interval between looks that counts, seconds: in a longer one the lighthouse was suspended
 
 
 class Stalls:
@@ -72,18 +72,18 @@ class Stalls:
             member: was if was[0] == rounds[member] else (rounds[member], now) for member, was in since.items()
         }
         usual = median([one.seconds for one in members if one.seconds] or [math.inf])
-        found = {}
+        stalled = {}
         for one in (one for one in members if one.member in self._behind):
             still = now - self._behind[one.member][1]
-            own = rules.sync_every * min(one.seconds or usual, _MOST * usual)
+            round_seconds = rules.sync_every * min(one.seconds or usual, _MOST * usual)
             is_busy = one.member == first or rounds[one.member] == last or one.round <= one.entered
-            if still > max(_TIMES * own, _LEAST) + (rules.evaluates if is_busy else rules.waits):
-                found[one.member] = still
-        return found
+            if still > max(_TIMES * round_seconds, _LEAST) + (rules.evaluates if is_busy else rules.waits):
+                stalled[one.member] = still
+        return stalled
 
 
 _FAR, _LONGEST = 1 << 40, 1e6  # the last round of a run without an end; seconds of a step, or of a round
-_ALIKE = 0.8  # above this share of the usual pace a worker takes all inner steps
+_ALIKE = 0.8  # above this share of the usual pace a worker takes all inner steps: measured paces vary
 
 
 class RoundsCoordinator(CoordinatorState):
@@ -187,6 +187,7 @@ class RoundsCoordinator(CoordinatorState):
             self.ballots.done(member, done, self.voters(done.round))
             if done.digest == NOTHING and self.ballots.has_landed(done.round):
                 self._stray(member)  # the others took it for lost, and landed an answer that it lacks
+        # First the effects, which may decide this round; the reply comes after their journal entries.
         effects = self._effects(now)
         decision = self.ballots.decision(done.round, member)
         return effects if decision is None else [*effects, Reply(decision)]
@@ -295,6 +296,7 @@ class RoundsCoordinator(CoordinatorState):
         self._propose()
         if self.ballots.are_open and self.view is not None:
             for decision in self.ballots.due(now, {member: self._awaited_from(member) for member in self.members()}):
+                # Recorded before it is sent: a restarted lighthouse must not decide otherwise.
                 self._record("decision", decision=plain(decision))
                 for member in decision.members:
                     self._tell(member, decision)
@@ -318,6 +320,7 @@ class RoundsCoordinator(CoordinatorState):
         since = self._since()
         if self.proposal is None and since is not None and wanted and (newcomers or wanted != view.members):
             lost = tuple(s for s in view.members if s not in wanted and self.workers[s].state != "leaving")
+            # Recorded before it is sent: a restarted lighthouse must not use the number for another proposal.
             self._record("issue", number=self.issued + 1)
             self.proposal = Proposal(self.issued, view.number, since, wanted, lost)
             self._acks = set()
@@ -344,6 +347,7 @@ class RoundsCoordinator(CoordinatorState):
         identities = known_by if any(known_by) else ()
         view = View(proposal.number, proposal.since, proposal.members, steps, start, backlog, identities)
         self.proposal = None
+        # Before the record, which changes who the voters are; the record is before the view leaves.
         audience = {*self._voters_of_view(), *proposal.members}
         self._record("view", view=plain(view))
         for member in sorted(audience):

@@ -19,7 +19,7 @@ from isles.membership.effects import Coordinator, Worker, WorkerTable, of_anothe
 from isles.membership.messages import Beat, Delivered, Done, PeerReport, View, from_plain, identity_of
 from isles.membership.round_commit import Ballot, Graces, RoundDecision
 
-_ROUNDS, _OTHERS = 3, 2
+_ROUNDS, _OTHERS = 3, 2  # least disputed rounds, and least other members in dispute, until a member is banned
 Pair = frozenset[int]
 
 
@@ -168,7 +168,7 @@ class Ballots:
         return self._open.get(round) or Ballot(round, (members,))
 
 
-_BEHIND = 4  # a worker that is so many rounds behind half of the members loads another state
+_BEHIND = 4  # a worker that is more rounds behind half of the members loads another state
 
 
 class CoordinatorState(Coordinator):

@@ -16,8 +16,8 @@ from __future__ import annotations
 
 SILENT = 10.0  # seconds; the session detects broken connections sooner, and a worker on a busy machine beats late
 _SUSPECT_AFTER = 1.5  # seconds without a beat; beats are sent each second
-_MOST = 4096  # lost members to remember
-_LOOK = 0.5  # the longest interval between looks that counts, seconds
+_MOST = 4096  # lost members to remember, see `changed`
+_LOOK = 0.5  # the longest interval between looks that counts, seconds: in a longer one it was suspended
 
 
 class IslandLiveness:
@@ -78,9 +78,9 @@ class FailureDetector:
         """A member sent something. Returns whether it had counted as silent."""
         if member in self._spoke_at:
             self._spoke_at[member] = self._now
-        was_mute = member in self._silent
+        was_silent = member in self._silent
         self._silent.discard(member)
-        return was_mute
+        return was_silent
 
     def to_notify(self, member: int) -> list[int]:
         """A worker waits in vain for `member`. Returns whom to notify that it is silent; nobody if it has just sent
@@ -102,6 +102,6 @@ class FailureDetector:
     def newly_silent(self, at: float) -> list[int]:
         """Look now (seconds of any clock). Returns members that count as lost from now on because of their silence."""
         self._pass(at)
-        found = [s for s, spoke_at in self._spoke_at.items() if self._now - spoke_at > SILENT and s not in self._silent]
-        self._silent |= {*found}
-        return found
+        newly = [s for s, spoke_at in self._spoke_at.items() if self._now - spoke_at > SILENT and s not in self._silent]
+        self._silent |= {*newly}
+        return newly

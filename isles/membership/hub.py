@@ -86,11 +86,11 @@ def unpack(data: bytes | bytearray) -> Frame:
 
 
 _LOG = logging.getLogger(__name__)
-_WAITING = 16 << 20  # the longest send queue of one client, bytes
+_WAITING = 16 << 20  # the longest send queue of one client, bytes: some of the longest frames
 _CLIENTS = 4096
 _NAMES, _LENGTH = 64, 256  # addresses that one client serves, is seen at, or watches; characters of each
 _MAX_PENDING = 4096  # unanswered questions of one client
-_LONGEST = 600_000  # milliseconds for an answer
+_LONGEST = 600_000  # most milliseconds that a question may wait here, whatever its asker wants
 
 
 class Peer:
@@ -171,8 +171,8 @@ class Hub:
             self._refused.note(-1, "too many addresses")
         elif kind == FrameKind.WATCH:
             peer.watches[frame.number] = key
-            found = [one for one in self._present if matches(key, one)]
-            self._send_or_close(peer, Frame(FrameKind.SEEN, frame.number, payload="\n".join(found).encode("ascii")))
+            there_now = [one for one in self._present if matches(key, one)]
+            self._send_or_close(peer, Frame(FrameKind.SEEN, frame.number, payload="\n".join(there_now).encode("ascii")))
         elif kind == FrameKind.SERVE and self._is_allowed(peer, key, SERVED_BY_MEMBERS):
             peer.serves.add(key)
             self._serving.setdefault(key, {})[peer] = None

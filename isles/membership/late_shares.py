@@ -24,8 +24,8 @@ from isles.membership.round_commit import NOTHING, RoundDecision, RoundState
 if TYPE_CHECKING:
     from isles.membership.client import MembershipClient
 
-MEAN_HOLDERS = 2  # the first so many members that landed a mean save it for late members
-_SOON = 0.3  # seconds until a report is repeated
+MEAN_HOLDERS = 2  # the first so many members that landed a mean save it for late members: one may be lost
+_SOON = 0.3  # seconds until a report is repeated: it, or its reply, may be lost
 Phase = Literal["told", "exchanging", "done", "landed", "late", "over"]
 
 
@@ -143,10 +143,10 @@ class Deliveries:
         while not self.client.is_over and self.client.has_answers:
             decision = self.client.decisions.of(delivery.round)
             if decision is not None and decision.outcome == "land":
-                found = self.fetch(decision)
-                if found is None:
+                mean = self.fetch(decision)
+                if mean is None:
                     self.client.reload()
-                return found
+                return mean
             delivery.wait()
             delivery.look(self._alone.transport.now())
             delivery.say()

@@ -71,8 +71,8 @@ from isles.membership.p2p.relay import RelayCount, new_ticket
 from isles.membership.run_log import JOURNAL
 from isles.membership.session import ControlSession, Query
 
-_AT_ONCE = 8  # addresses to dial at the same time
-_ISLAND_SIZE = 1024  # the most workers of an island
+_AT_ONCE = 8  # addresses to dial at the same time: anybody with the token can announce some
+_ISLAND_SIZE = 1024  # the most workers of an island, as in `Fingerprints`
 
 WorkerId = tuple[int, int]
 """A member, and a worker's rank in its island."""
@@ -103,15 +103,16 @@ class AddressBook:
         there = self._known.get((find.member, find.island_rank))
         key = peer_key(self._keys.of(find.member), asker).hex()
         certificates = self._certificates.get(find.member, ()) if there else ()
-        found = PeerAddress(find.member, *(there or ("", 0)), certificates, key)
+        address = PeerAddress(find.member, *(there or ("", 0)), certificates, key)
         both = {asker, find.member}
+        # Of a copy, because the loop's thread adds relays.
         relays = sorted(
             member for member, island_rank in [*self._relays] if island_rank == find.island_rank and member not in both
         )
         if not relays:
-            return found
+            return address
         relay = relays[sum(both) % len(relays)]
-        return replace(found, relay=relay, ticket=new_ticket(self._keys.of(relay).encode("ascii")).hex())
+        return replace(address, relay=relay, ticket=new_ticket(self._keys.of(relay).encode("ascii")).hex())
 
     def forget(self, member: int, island_rank: int) -> None:
         """Forget the address of a worker that has disconnected."""
@@ -166,6 +167,7 @@ class Journal:
         self.path = folder / JOURNAL
         self.entries, whole = _read(self.path)
         self._file = open(self.path, "ab")  # noqa: SIM115  closed by `close`
+        # Before anything is appended, which would make the incomplete line a damaged one in the middle.
         if self._file.tell() != whole:
             self._file.truncate(whole)
         self._committed = True
@@ -242,8 +244,8 @@ class Admissions:
 _LOG = logging.getLogger(__name__)
 GRACE = 8.0  # seconds for workers to reconnect to a restarted lighthouse
 JOINS = 30  # members that may join from one address at once, and as many again each minute
-_TICK = 0.25
-_NOTIFY = 5.0  # seconds until a notification is given up
+_TICK = 0.25  # seconds; the failure detector needs several looks a second
+_NOTIFY = 5.0  # seconds until a notification is given up: replies to beats repeat it by then
 _LONGEST_REPORT = 1 << 20
 _NUMBERS_PER_RUN = 1 << 40  # more numbers than a lighthouse uses between two restarts
 T = TypeVar("T")
@@ -293,6 +295,7 @@ class Lighthouse:
         for entry in journal.entries:
             self._joined(entry)
         self._admissions, self._failure_detector = Admissions(JOINS, 60.0), failure_detector or FailureDetector()
+        # Guards coordinator and sequence: callbacks use them, and `look` and `wait` in the server's own thread.
         self._lock = session.condition()
         session.serve(CONFIG, lambda query: query.reply(self._config))
         session.serve(HELLO, self._hello)
@@ -514,6 +517,7 @@ class Lighthouse:
     def _carry(self, effects: Sequence[Effect], query: Query | None) -> None:
         answer, encoded = b"", (None, b"")
         for effect in effects:
+            # Not synced here: one sync before the next effect that leaves serves all entries.
             if isinstance(effect, Append):
                 self._journal.append({**effect.entry, "at": round(self._session.wall(), 3)})
                 self._joined(effect.entry)

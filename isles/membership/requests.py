@@ -43,9 +43,9 @@ from isles.membership.round_commit import RoundDecision
 from isles.membership.session import ControlSession
 from isles.membership.tls_session import Session, open_session
 
-_RETAINED = 4096  # the most buffered lines
-_REPORT_AGAIN = 0.2  # seconds
-_ENDING = 5.0
+_RETAINED = 4096  # the most buffered lines; then the oldest are dropped, for a lighthouse that is away for long
+_REPORT_AGAIN = 0.2  # seconds until a line that was not accepted is sent again
+_ENDING = 5.0  # most seconds that `close` waits for the line that is under way
 
 
 class ReportQueue:
@@ -97,7 +97,7 @@ PATIENCE = 3.0
 """Seconds to wait for a reply of the lighthouse."""
 LONGEST = 4 << 20
 """The most bytes of a message from the lighthouse."""
-_LATE = 1.0  # seconds that a reply's timeout may be late
+_LATE = 1.0  # seconds that a reply's time-out may be late: it is a callback behind others
 
 
 class DecisionLog:
@@ -230,7 +230,7 @@ def _read(reply: bytes | None) -> Any:
         return None
 
 
-_AGAIN = 0.1  # seconds between polls
+_AGAIN = 0.1  # seconds between looks at whether states are saved
 SwarmPart = StartSwarm | JoinSwarm | Wait | Over | Rejoin | Refusal
 
 

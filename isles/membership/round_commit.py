@@ -38,8 +38,8 @@ from isles.base.parsing import Exact, Int, Ints
 
 NOTHING = -1
 """The digest of a member whose exchange failed: the round is to be tried again."""
-_TRIES = 3  # attempts among the same members with differing answers
-_WORDS = 2  # reports of a member on one attempt: an answer, and a failure
+_TRIES = 3  # attempts among the same members with differing answers: after them somebody computes or reports wrongly
+_WORDS = 2  # most reports of a member on one attempt: an answer, and a failure
 
 
 @dataclass(frozen=True)

@@ -104,8 +104,8 @@ def from_bytes(text: bytes) -> Decision:
 
 _LONGEST = 1 << 20  # bytes of a decision, or of a text
 _NONE = _NOBODY = -1
-_MIX = 0x9E3779B97F4A7C1
-_POSITIVE = (1 << 61) - 1
+_MIX = 0x9E3779B97F4A7C1  # odd, like its factors below: one changed digest always changes the sum
+_POSITIVE = (1 << 61) - 1  # so that no digest is one of the negative numbers above
 
 
 class IslandGroup:
@@ -182,7 +182,7 @@ class IslandGroup:
         if self._group is None:
             return digest, error
         if digest is None:
-            self.failed(round, attempt)
+            self.failed(round, attempt)  # before the gather, which waits for all: they may wait for a lost member
         return _together(self.gather(*_answer_of(digest, error)), seconds)
 
 
@@ -211,7 +211,7 @@ RETAINED = 8
 """Rounds whose answers are cached."""
 _SAMPLES, _ENOUGH = 20, 5  # recent exchanges to time; the fewest for an estimate
 _LEAST, _FIRST = 3.0, 10.0  # seconds to wait for a partner: at least, and before there is an estimate
-_SPREADS = 5.0
+_SPREADS = 5.0  # median deviations beyond the median: a slow but usual exchange is waited for
 
 
 class RoundLeader:
@@ -405,8 +405,8 @@ class ElasticRoster:
         return self._island.settle(lambda: self._lead.may_apply(round, members, digest, failure))
 
     def start_round(self, round: int) -> tuple[Group, int] | None:
-        made = self._island.next_decision(lambda: self._lead.start_round(round))
-        return (self._group_of(made), made.attempt) if made.kind == "exchange" else None
+        decision = self._island.next_decision(lambda: self._lead.start_round(round))
+        return (self._group_of(decision), decision.attempt) if decision.kind == "exchange" else None
 
     def finish_round(
         self, round: int, attempt: int, digest: int | None, error: CommError | None = None
@@ -439,9 +439,9 @@ class ElasticRoster:
         assert self._leader is not None, "a follower is never asked"
         return self._leader
 
-    def _group_of(self, made: Decision) -> Group:
+    def _group_of(self, decision: Decision) -> Group:
         """The group of an exchange, with its deadline. Raises Malformed."""
-        if made.kind != "exchange" or not made.members:
-            raise Malformed(-1, f"the leader of this island decides on {made.kind!r} instead of an exchange")
-        waits = replace(self.founders.deadlines, outer=made.seconds)
-        return replace(self.founders, ranks=made.members, view=made.view, deadlines=waits)
+        if decision.kind != "exchange" or not decision.members:
+            raise Malformed(-1, f"the leader of this island decides on {decision.kind!r} instead of an exchange")
+        waits = replace(self.founders.deadlines, outer=decision.seconds)
+        return replace(self.founders, ranks=decision.members, view=decision.view, deadlines=waits)

@@ -21,7 +21,7 @@ from pydantic import Field
 
 from isles.base.parsing import Str, read
 
-_MOST = 256  # distinct reasons: strangers must not fill the memory
+_MOST = 256  # distinct (member, reason): strangers must not fill the memory
 _LONGEST = 100  # characters
 OTHERS = "other reasons"
 RejectionRow = tuple[int, str, int]
@@ -42,7 +42,7 @@ class Rejections(Counter[tuple[int, str]]):
 
     def __init__(self) -> None:
         super().__init__()
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # `note` is called in any thread, also while `rows` goes through the counts
 
     def note(self, member: int, why: str) -> None:
         """Count one rejection."""

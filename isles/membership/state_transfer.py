@@ -52,14 +52,14 @@ def state_of(stage: int, step: int) -> str:
 
 
 PIECE = 1 << 20
-WINDOW = 4
+WINDOW = 4  # pieces asked for ahead, so that the link is busy during a round trip
 MOST_FACTS = 1 << 16
 """The most bytes of a file's facts, and of a request."""
 REQUEST = b"isles state "
 """The prefix of a request in its MAC."""
 _NUMBERS = {"size": (0, 1 << 62), "number": (0, 1 << 53), "crc32": (0, (1 << 32) - 1), "step": (0, 1 << 53)}
 _NUMBERS |= {"parts": (1, 1 << 16), "participants": (1, 1 << 30), "digest": (-1 << 63, (1 << 63) - 1)}
-_AGAIN = 0.2  # seconds
+_AGAIN = 0.2  # seconds between looks at whether the source is lost, and between requests that got no answer
 _Answer = tuple[bytes | None, bytes | None]  # a reply, or a refusal
 
 
@@ -248,6 +248,7 @@ class _Fetch:
         return None
 
     def _wait(self, offset: int, seconds: float) -> _Answer:
+        # A second more than the question's own time-out, which comes as a callback behind others.
         until = self.session.now() + seconds + 1.0
         with self.changed:
             while offset not in self._answers and (left := until - self.session.now()) > 0:
@@ -273,7 +274,7 @@ def _facts(answer: bytes, rounds: range) -> dict[str, Any]:
         raise StateUnavailable(f"its facts are invalid: {error}") from None
 
 
-_MOST_WAITING = 64
+_MOST_WAITING = 64  # the newest requests that wait: a receiver asks again, and a stranger must not fill the memory
 _CLOSING = 10.0  # seconds to finish writing when a server closes
 _RETAINED = 3  # files under one name, so that transfers under way can go on
 
@@ -368,8 +369,8 @@ class StateServer:
         self._open.pop(what, None)
 
     def fetch(self, asked: FetchRequest, path: Path) -> dict[str, Any]:
-        own, lost = member_in(self.name), partial(self.lost, asked.source)
-        return fetch_state(self.session, asked, path, own, self.peer_keys.peer_key, lost=lost, changed=self.changed)
+        here, lost = member_in(self.name), partial(self.lost, asked.source)
+        return fetch_state(self.session, asked, path, here, self.peer_keys.peer_key, lost=lost, changed=self.changed)
 
     def close(self) -> None:
         """Wait until files that are being written are complete."""
@@ -378,32 +379,32 @@ class StateServer:
 
     def _make(self, number: int, what: str, path: Path, facts: dict[str, Any], write: Callable[[Path], None]) -> None:
         """Write the file, and compute its length and checksum; in a thread of its own."""
-        made: _Published | OSError
+        outcome: _Published | OSError
         try:
             write(path)
             checksum, size = 0, 0
             with path.open("rb") as file:
                 while piece := file.read(PIECE):
                     checksum, size = zlib.crc32(piece, checksum), size + len(piece)
-            made = _Published(what, path, size, {**facts, "crc32": checksum}, write is not is_written)
+            outcome = _Published(what, path, size, {**facts, "crc32": checksum}, write is not is_written)
         except OSError as error:
-            made = error
-        self.session.later(lambda: self._add(number, what, made))
+            outcome = error
+        self.session.later(lambda: self._add(number, what, outcome))
 
-    def _add(self, number: int, what: str, made: _Published | OSError) -> None:
+    def _add(self, number: int, what: str, written: _Published | OSError) -> None:
         """Publish a file that was written, or refuse requests if that failed. In a callback."""
         is_needed = self._coming.pop(number, None) is not None
         self._ends.pop(number, None)
-        if isinstance(made, OSError):
+        if isinstance(written, OSError):
             self.notice(
-                f"a file that another worker asked for could not be written: {made}; it will ask a third worker"
+                f"a file that another worker asked for could not be written: {written}; it will ask a third worker"
             )
             self._refuse(what)
             return
         if not is_needed or number < self._open.get(what, -1):  # a newer one was written before it
-            self._drop(made)
+            self._drop(written)
             return
-        self._published[number] = made
+        self._published[number] = written
         self._open[what] = number
         for older in [one for one, file in self._published.items() if file.what == what][:-_RETAINED]:
             self._drop(self._published.pop(older))

@@ -123,6 +123,7 @@ class Uplink:
                 return
             self.name, self.is_local = frame.key, link.here == link.there
             link.silence.seconds = frame.milliseconds / 1000
+            # Before `_link` is set: no question may leave ahead of the declarations that its answer needs.
             for one in self._declared:
                 link.send(pack(one), urgent=True)
             self._link = link
@@ -141,7 +142,7 @@ _LOG = logging.getLogger(__name__)
 _QUEUED = 8 << 20  # the most bytes of questions that wait for the session's thread
 _OF_ITSELF = 1024  # bytes that a question counts beside its content
 _LATE = 1.0  # seconds that a reply's timeout may be late
-_ENDS = 5.0  # seconds to close a session
+_ENDS = 5.0  # seconds to close a session; longer than a connection takes to send its queue
 
 
 class Session:
@@ -272,11 +273,12 @@ class Session:
         """Close the session. Safe to call twice."""
         if self._closed:
             return
-        self._closed = True
+        self._closed = True  # first: nothing new is asked while the queue is sent
         if self._hub is not None:
             self._hub.close()
         with suppress(TimeoutError):
             loop.run(self._end(), _ENDS)
+        # Last: the callbacks of the questions that `_end` has settled still run.
         self._todo.put(None)
         if threading.current_thread() is not self._thread:
             self._thread.join(_ENDS)

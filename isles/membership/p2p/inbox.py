@@ -25,8 +25,8 @@ UNEXPECTED = 16 << 20
 UNEXPECTED_OF_ALL = 32 << 20
 _LONGEST = 1 << 36  # the most bytes of a message
 _STALE = 8  # posting a receive of round r cancels receives of rounds before r - 8
-_LEAST = 4096  # an unclaimed message counts for so many bytes at least
-_GLANCE = 0.1  # seconds
+_LEAST = 4096  # bytes that an unclaimed message counts for at least: many empty ones take memory too
+_GLANCE = 0.1  # most seconds to wait for room: the sender must go on getting signs of life
 ANOTHER = "another attempt of that round has begun"
 
 Ended = Callable[[str | PeerLost | None], None]
@@ -92,6 +92,7 @@ class Inbox:
         self._senders: dict[int, _Sender] = {}
         self._over: dict[Channel, int] = {}  # by channel: the newest closed round
         self._again: dict[Channel, tuple[int, int]] = {}  # by channel: the newest retried round, and its newest attempt
+        # Guards all of the above. `ended` is called outside of it, because it takes locks of works and transfers.
         self._changed = threading.Condition()
 
     def post(self, sender: int, tag: Tag, out: np.ndarray, ended: Ended) -> None:
@@ -232,6 +233,7 @@ class Inbox:
             return self._refuse(sender, head, "pieces that do not fit together")
         if head.total > _LONGEST:
             return self._refuse(sender, head, "a message beyond the size limit")
+        # Before the look at closed rounds: it was taken, and must be acknowledged as taken again.
         if head.number <= known.newest:
             return _ArrivingMessage(head)  # a repetition: read and discard it
         if self._is_over(head.tag):
@@ -274,13 +276,13 @@ class Inbox:
 
     def _take_unclaimed(self, known: _Sender, tag: Tag, size: int) -> bytearray | None:
         waiting = known.unclaimed.get(tag, [])
-        found = next((one for one in waiting if len(one) == size), None)
-        if found is not None:
-            known.unclaimed[tag] = [one for one in waiting if one is not found]
+        message = next((one for one in waiting if len(one) == size), None)
+        if message is not None:
+            known.unclaimed[tag] = [one for one in waiting if one is not message]
             known.bytes -= max(size, _LEAST)
             if not known.unclaimed[tag]:
                 del known.unclaimed[tag]
-        return found
+        return message
 
     def _drop_unclaimed(self, known: _Sender, tag: Tag) -> None:
         known.bytes -= sum(max(len(one), _LEAST) for one in known.unclaimed.pop(tag, []))
@@ -289,14 +291,14 @@ class Inbox:
         self, which: Callable[[Tag], bool], why: str | PeerLost | None, sender: int | None = None
     ) -> list[tuple[Receive, str | PeerLost]]:
         """Remove matching receives; returns those that nothing fills now. why: None: another attempt has begun."""
-        found = list[tuple[Receive, str | PeerLost]]()
+        idle = list[tuple[Receive, str | PeerLost]]()
         for one, known in self._senders.items():
             for tag in [tag for tag in known.posted if which(tag)] if sender in (None, one) else []:
                 receive, because = known.posted.pop(tag), why or RoundClosed(one, ANOTHER)
                 if receive.end(because):
-                    found.append((receive, because))
+                    idle.append((receive, because))
         self._changed.notify_all()
-        return found
+        return idle
 
     def _call(self, ended: list[tuple[Receive, str | PeerLost]]) -> None:
         for receive, why in ended:
@@ -320,5 +322,5 @@ class Inbox:
 
         for other in [other for other in known.unclaimed if old(other)]:
             self._drop_unclaimed(known, other)
-        found = [known.posted.pop(other) for other in [other for other in known.posted if old(other)]]
-        return [receive for receive in found if receive.end("it is no longer waited for")]
+        stale = [known.posted.pop(other) for other in [other for other in known.posted if old(other)]]
+        return [receive for receive in stale if receive.end("it is no longer waited for")]

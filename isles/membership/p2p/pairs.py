@@ -57,6 +57,7 @@ class KnownMembers:
     """
 
     def __init__(self, member: int, identity: str, refused: Rejections, notice: Callable[[str], None]) -> None:
+        # The lock: views come in the session's thread, connections in threads of their own. Notices are outside of it.
         self._refused, self._notice, self._lock = refused, notice, threading.Lock()
         self._in_views: dict[int, str] = {}  # fingerprints in views
         self._shown_by = {member: identity}  # fingerprints on connections, and this worker's own
@@ -144,11 +145,11 @@ _DIAL = 3.0  # seconds to dial a worker
 _CALL = 5.0  # seconds until a worker that was asked to dial has done so
 _TICKET = 8.0  # seconds until both ends have met at the lighthouse; at a worker that relays: _DIAL
 _LOOK = 30.0  # seconds until an unreachable worker is dialled again
-_AT_ONCE = 16  # the most dials at others' request in progress
+_AT_ONCE = 16  # the most dials at others' request in progress: each has a thread
 _REQUEST = struct.Struct(f"<qHBq{TICKET_SIZE}s")
 _LIGHTHOUSE = -1
 _ASKS = b"isles dials\0"
-_MEMBERS = 1 << 20
+_MEMBERS = 1 << 20  # member ids below it are possible
 
 
 class PeerConnections:
@@ -188,7 +189,7 @@ class PeerConnections:
         self._dialling = threading.Semaphore(_AT_ONCE)
         self._incoming: dict[tuple[int, int], list[ssl.SSLSocket]] = {}  # (member, lane): dialled by it, to send on
         self._awaits: set[tuple[int, int]] = set()
-        self._changed = threading.Condition()
+        self._changed = threading.Condition()  # guards the two above, and wakes a sender that waits to be dialled
         self._up_changes: list[bool] = []  # the lighthouse's up and down events since the last announcement
         self._closed = False
 
@@ -207,6 +208,7 @@ class PeerConnections:
     def start(self, transport: ElasticTransport) -> None:
         """Hand connections to `transport` from now on."""
         self._transport = transport
+        # Serve first, appear last: whoever sees this worker may ask it to dial at once.
         self._session.serve(self._key(self._entry.member), self._on_dial_request)
         if self._listener is None:
             self._announce()
@@ -246,17 +248,17 @@ class PeerConnections:
         """
         if self._closed:
             raise LinkLost("this worker has ended")
-        found = self._find(peer)
-        if found is None:
+        address = self._find(peer)
+        if address is None:
             raise LinkLost("the lighthouse does not say where it is")
-        self._known.check(peer, identity_of(found.certificates))
-        link = self._connect_directly(peer, lane, found)
+        self._known.check(peer, identity_of(address.certificates))
+        link = self._connect_directly(peer, lane, address)
         if link is not None:
             return self._stream(peer, lane, link, "direct")
         if not soon:
             return None
         try:
-            return self._stream(peer, lane, *self._connect_relayed(peer, lane, found))
+            return self._stream(peer, lane, *self._connect_relayed(peer, lane, address))
         except OSError as error:
             raise LinkLost(str(error)) from None
 
@@ -288,6 +290,7 @@ class PeerConnections:
     def _ask_to_dial(self, peer: int, lane: int, found: PeerAddress) -> ssl.SSLSocket:
         """Ask `peer` to dial this worker, and wait for it."""
         with self._changed:
+            # Before the request: `peer` may have dialled before its reply arrives.
             self._awaits.add((peer, lane))
         try:
             self._request_dial(peer, lane, found, _LIGHTHOUSE, bytes(TICKET_SIZE))
@@ -375,6 +378,7 @@ class PeerConnections:
         elif not hmac.compare_digest(query.attachment, authenticate(self.expected(member), _ASKS, query.payload)):
             note(-1, "a message in another's name")
             query.refuse(b"never")
+        # Never waits: this is the thread of all of the session's callbacks.
         elif not self._dialling.acquire(blocking=False):
             query.refuse(b"later")
         else:

@@ -66,7 +66,7 @@ class _End(asyncio.Protocol):
 
 
 _NUMBER = 8
-_KNOWN = 4096  # remembered used tickets
+_KNOWN = 4096  # remembered used tickets; anybody with the token can ask for many
 
 
 def new_ticket(key: bytes) -> bytes:
@@ -99,9 +99,9 @@ class TicketExchange:
         """
         if not await peeked(connection, TICKET):
             return False
-        ticket, own = b"", asyncio.get_running_loop()
+        ticket, running = b"", asyncio.get_running_loop()
         while len(ticket) < TICKET_SIZE:
-            piece = await own.sock_recv(connection, TICKET_SIZE - len(ticket))
+            piece = await running.sock_recv(connection, TICKET_SIZE - len(ticket))
             if not piece:
                 raise EOFError
             ticket += piece
@@ -115,7 +115,7 @@ class TicketExchange:
         else:
             self._used.append(ticket)
             self._first[ticket] = connection
-            own.call_later(SILENCE, self._expire, ticket)
+            running.call_later(SILENCE, self._expire, ticket)
         return True
 
     def close(self) -> None:
@@ -140,10 +140,10 @@ class TicketExchange:
         ends = [_End(self) for _ in links]
         ends[0].far, ends[1].far = ends[1], ends[0]
         # Both at once: then neither reads before the other can write.
-        made = (
+        joins = (
             self._loop.connect_accepted_socket(lambda end=end: end, link) for end, link in zip(ends, links, strict=True)
         )
-        await asyncio.gather(*made)
+        await asyncio.gather(*joins)
 
     async def _end(self) -> None:
         beginning = asyncio.all_tasks() - {asyncio.current_task()}
@@ -155,7 +155,7 @@ class TicketExchange:
         self._loop.call_soon(self._loop.stop)  # after their close callbacks
 
 
-_SPARE = 1 << 20  # bytes
+_SPARE = 1 << 20  # bytes by which the count must grow, or the journal would grow with every tick
 
 
 class RelayCount:

@@ -51,7 +51,7 @@ _HEAD = struct.Struct(f"<B{len(Tag._fields) + 3}q")
 _BACK = struct.Struct("<Bq")
 _HELLO = struct.Struct("<qHBB")
 _HANDSHAKE = 10.0  # seconds
-_SHORT = 1 << 14  # up to so many bytes are sent in one write with their head
+_SHORT = 1 << 14  # up to so many bytes are copied behind their head, so that both leave in one packet
 
 
 Handle = Callable[[int, int], None]
@@ -92,6 +92,7 @@ class Stream:
     def __init__(self, link: ssl.SSLSocket, way: str, lease: float, lane: int = 0) -> None:
         self.lane = lane
         self.way, self.sends, self.lease, self.round_trip = way, False, lease, 0.0
+        # A quarter: several signs of life in a lease, of which some may be late.
         self._link, self._moment = link, lease / 4
         self._last_received = self._last_sent = time.monotonic()
         link.settimeout(self._moment)  # wake up often enough to notice silence
@@ -117,6 +118,7 @@ class Stream:
 
     def finish(self) -> None:
         """Send no more after the present acknowledgement, from any thread; the other end then closes."""
+        # Under `busy`: a message that was delivered must be acknowledged, or it is sent again.
         with self.busy, contextlib.suppress(OSError):
             socket.socket.shutdown(self._link, socket.SHUT_WR)
 
@@ -300,7 +302,7 @@ def _reader(talk: ssl.SSLSocket) -> Read:
 
 _SIZES = struct.Struct("<HHH")
 _DIALS = b"isles dials\0"
-_DIGITS = 32  # of a fingerprint
+_DIGITS = 32  # hex digits of a fingerprint
 _BY = ec.ECDSA(hashes.SHA256())
 
 

@@ -44,7 +44,7 @@ from isles.membership.session import Rejections
 from isles.membership.tls_session import Session
 
 _MEMBER = "member"
-_ENDS = 5.0  # seconds for a cut connection's thread to end
+_ENDS = 5.0  # seconds for a cut connection's thread to end; its reads fail at once
 _LARGE = 1 << 20  # bytes from which a message is spread over the connections of a pair
 _FAREWELL = 0.5  # seconds for peers to receive the last acknowledgements
 _LOOK = 30.0  # seconds until an idle peer is tried directly again
@@ -108,7 +108,7 @@ class Outgoing:
         self._waiting: list[int] = []  # numbers of messages to send on this connection
         self._stream: Stream | None = None
         self._over: str | PeerLost | None = None
-        self._changed = threading.Condition()
+        self._changed = threading.Condition()  # callers add and drop messages while the thread sends them
         self._sending = -1
         self._thread = threading.Thread(target=self._serve, name=f"isles-to-{peer}", daemon=True)
         self._thread.start()
@@ -118,6 +118,7 @@ class Outgoing:
         with self._changed:
             over = self._over
             if over is None:
+                # Numbered under the lock: the receiver takes a number below its newest one for a repetition.
                 number = self._transport.next_number()
                 self._messages[number] = message
                 self._waiting.append(number)
@@ -144,6 +145,7 @@ class Outgoing:
             if self._stream is not None:
                 self._stream.cut()
             self._notify()
+        # Outside of the lock: this wakes transfers, which may send.
         for message in messages:
             message.work.finished(lost_peer(self._peer, why))
 
@@ -178,6 +180,7 @@ class Outgoing:
         """Send on `stream` until it breaks. Raises LinkLost."""
         with self._changed:
             self._stream = stream
+            # All that is not acknowledged, in the order of its numbers: the peer discards what it has.
             self._waiting = [*self._messages]
             is_over = self._over is not None
         try:
@@ -297,13 +300,14 @@ class ElasticTransport(OnHostClock):
         self._sent, self._taken = Counter[int](), Counter[int]()  # bytes by peer
         self._session, self._on_lost, self._on_back = session, on_lost, on_back
         self._peers = peers
+        # Guards who is connected, and the order of on_lost and on_back. `give_up` takes `_lock` inside it.
         self._peers_lock = threading.Lock()
         self._known: set[int] = set()
         self._seen: set[int] = set()  # members that the lighthouse sees
         self._alive: dict[int, list[Stream]] = {}  # by member: connections with it
         self._takes: dict[MemberLane, tuple[Stream, threading.Thread]] = {}
         self._inboxes = [Inbox(session.refused) for _ in range(connections)]
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # `_outgoing`, `_closed` and the counters
         self._lost: frozenset[int] = frozenset()
         self._outgoing: dict[MemberLane, Outgoing] = {}
         self._numbers = count()
@@ -430,6 +434,7 @@ class ElasticTransport(OnHostClock):
     def close(self) -> None:
         """End the threads. The session stays open: its opener closes it. Safe to call twice."""
         with self._lock:
+            # Together under the lock: `send` makes no queue after this.
             self._closed = True
             outboxes, self._outgoing = list(self._outgoing.values()), {}
         for outbox in outboxes:
@@ -442,6 +447,7 @@ class ElasticTransport(OnHostClock):
         for stream, thread in takes:
             thread.join(max(until - time.monotonic(), 0.0))
             stream.cut()
+        # Last: until here works end, and their transfers with them.
         self._driver.close()
 
     # Called by sending threads
@@ -484,6 +490,7 @@ class ElasticTransport(OnHostClock):
 
     def take(self, member: int, stream: Stream) -> None:
         """Receive what `member` sends on `stream`, from now on."""
+        # The thread starts under the lock: `close` joins only threads that have started.
         with self._peers_lock:
             before_it = self._takes.get((member, stream.lane))
             thread = threading.Thread(
@@ -501,6 +508,7 @@ class ElasticTransport(OnHostClock):
                 stream.cut()
 
     def _serve(self, member: int, stream: Stream, before_it: tuple[Stream, threading.Thread] | None) -> None:
+        # One reader at a time: two would mix the pieces of a sender's message.
         if before_it is not None:
             before_it[0].cut()
             before_it[1].join(_ENDS)

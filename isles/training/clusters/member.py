@@ -183,6 +183,7 @@ class ElasticClusterNode(PeerWork):
         copy = StateCopy({"step": step, "read": worker.reading.after(step), "parameters": held})
         part, name = coordinates[1], state_of(coordinates[1], step)
         facts = {"step": step, "parts": len(assignment.clusters[coordinates[0]])}
+        # Published before it is offered: the lighthouse fetches what is offered.
         self._member.publish(name, facts, copy.write)
         self.world.report({"offered": {"stage": part, **facts}})
 
@@ -222,7 +223,7 @@ def _restore(worker: ClusterWorker, saved: State) -> None:
                 value.fill_(step)
 
 
-_AGAIN = 0.2  # seconds between two aborts of waits
+_AGAIN = 0.2  # seconds between two aborts of waits: this worker may begin new ones until it ends
 
 
 class ClusterParticipant(SwarmParticipant):

@@ -76,12 +76,12 @@ def shared_segments(config: Config, cuts: list[Cut]) -> list[SharedSegment]:
     """The segments of parameters to average, each with the stage that has it in every cluster."""
     model = sketch(config.model)
     named: dict[tuple[int, ...], list[list[str]]] = {}
-    held = []
+    names = []
     for cut in cuts:
         if cut.begins not in named:
             named[cut.begins] = [[name for name, _ in Stage(model, piece).named_parameters()] for piece in cut.pieces]
-        held.append(dict(enumerate(named[cut.begins])))
-    return refinement(held)
+        names.append(dict(enumerate(named[cut.begins])))
+    return refinement(names)
 
 
 def inbox_of(config: Config, world: Mesh, met: Sequence[int] | None = None) -> PeerInbox:
@@ -105,7 +105,7 @@ def opening_notices(config: Config, cuts: Sequence[Cut]) -> list[str]:
 
 
 _FOR = 0.5  # seconds to measure
-_SEQUENCES = 8
+_SEQUENCES = 8  # of a pass
 
 
 def memory(device: torch.device) -> float:
@@ -132,6 +132,7 @@ def forward_speed(device: torch.device) -> float:
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
             times.append(time.perf_counter() - began)
+    # A third: `flops_per_token` counts the backward pass too. The first pass is left out, which allocates.
     return flops_per_token(shape) / 3 * tokens.numel() / statistics.median(times[1:])
 
 

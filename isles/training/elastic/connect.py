@@ -243,6 +243,7 @@ def connect(
     """
     session, entry, here, island_rank = connection.session, client.entry, connection.here, island.island_rank
     torch.set_num_threads(connection.config.world.start_threads)
+    # Closed in the reverse order: files, messages between workers, their connections, and the client last.
     stack.callback(client.close)
     pairs = PeerConnections(
         session,
@@ -272,6 +273,7 @@ def connect(
         connections=connection.config.world.elastic.connections,
     )
     stack.callback(transport.close)
+    # Before `start`: from then on others see this worker, and notifications cancel its waits.
     client.transfers, client.meets = transport, pairs.meet
     island.failed = failure_notifier(client, island_rank, island.size)
     pairs.start(transport)
@@ -345,7 +347,7 @@ def member_of(session: Session, corpus: str, certificates: tuple[str, ...], noti
     until = time.monotonic() + _CROWDED
     answer = decode(_asked(session, HELLO, hello))
     while isinstance(answer, Later) and time.monotonic() < until:
-        pause = min(max(answer.seconds, 0.1), 60.0)
+        pause = min(max(answer.seconds, 0.1), 60.0)  # the lighthouse's wish, within bounds: it is another machine's number
         notify(f"the lighthouse: {printable(answer.reason, 200)}; asking again in {pause:.0f} s")
         time.sleep(pause)
         answer = decode(_asked(session, HELLO, hello))

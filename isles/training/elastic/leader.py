@@ -49,7 +49,7 @@ from isles.training.worker import deadlines
 SLOW = 60.0
 """Seconds without a part of a state, beyond two rounds of its donor, until another donor is requested."""
 _TRIES = 3  # to fetch the lighthouse's state
-_MOMENT = 0.25  # seconds for a state to arrive once it is copied
+_MOMENT = 0.25  # seconds for a state to be written once it is copied
 _AHEAD = 2  # rounds before its first one in which a worker of pairs or groups requests a newer state
 
 
@@ -425,6 +425,7 @@ class Participant:
     def _conclude(self) -> Decisions[None]:
         """Publish this worker's model, and evaluate the run's model on request, until the run is over."""
         result = yield Decision(kind="conclude")
+        # Published before `Finished` is sent: the lighthouse fetches the model of whoever has finished.
         self.transfers.publish(MODEL, self.folder / "model.safetensors", {})
         yield from self._report_counts()
         self.client.report({"result": result})

@@ -84,6 +84,7 @@ class States:
         member, the view that it is left out of, as known by then.
         """
         done = False
+        # First close the old copy, then offer the new one: whoever asks in between waits for the new one.
         for what, is_wanted in zip((STATE, ANCHORS), wanted, strict=True):
             if round - self._copied[what] >= FRESH:
                 self._transfers.freeze(what)
@@ -180,7 +181,7 @@ class States:
         self.taken, self.of, self.lacks_moments, self.are_drawn = 0, 0, False, True
 
 
-RETAINED = 16
+RETAINED = 16  # rounds whose means a donor saves for a joiner, which loads and catches up meanwhile
 _MEAN = "mean"
 _SPARE = 1 << 16  # bytes of a file's header
 

@@ -37,7 +37,7 @@ from isles.training.step import draws_seed, validation_loss
 from isles.training.worker import trainer_of
 
 T = TypeVar("T")
-_TRIES = 5
+_TRIES = 5  # for the workers of an island to get states of one round: a donor's newest changes meanwhile
 _MEANS = ("bytes_sent", "bytes_received", "compute_seconds", "blocked_seconds")  # counters averaged over an island
 Decisions = Generator[Decision, Any, T]
 """A sequence of decisions; each `yield` returns the decision's result, or raises `StateUnavailable`."""
@@ -177,6 +177,7 @@ class ElasticWorker:
     def enter(self, decision: Decision) -> None:
         """Start with `round`, after `steps` inner steps."""
         self._began_at = decision.began_at
+        # Before `enter`, which may send anchors: answers of rounds with the former state must be gone.
         self._roster.begin_anew()
         self.catch_up_log.begins(decision.round)
         enter(self.optimizer, decision.round, decision.steps)

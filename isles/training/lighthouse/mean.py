@@ -17,7 +17,7 @@ from isles.base.parsing import parse_json
 
 _FLOATS = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}  # NumPy has no bfloat16: read its bits as integers
 T = TypeVar("T", str, bytes)
-_AT_ONCE = 1 << 24  # bytes of all files together
+_AT_ONCE = 1 << 24  # bytes of all files together that are in memory
 
 
 def consolidate(models: Mapping[int, Path], out: Path, *, alike: bool, ratio: float) -> dict[int, str]:
@@ -78,7 +78,9 @@ def _distances(models: Sequence[Path], center: Callable[[np.ndarray], np.ndarray
     squares, floats = np.zeros(len(models)), 0
     for _, kind, rows in _runs([_Model(path) for path in models]):
         if kind in _FLOATS:
+            # In float64: squares of float32 entries overflow, and sums of many lose the small ones.
             every = np.stack(rows).astype(np.float64)
+            # A distance that overflows is infinite, and its model is left out as too far.
             with np.errstate(over="ignore"):
                 squares += ((every - center(every)) ** 2).sum(axis=1)
             floats += every.shape[1]
@@ -105,10 +107,10 @@ class _Model:
 
     def mark(self, *, whole: bool) -> str:
         """A hash of the file's form; whole: and of its bits. ValueError if a number is not finite."""
-        found = hashlib.sha256(json.dumps(self.form, sort_keys=True).encode())
+        digest = hashlib.sha256(json.dumps(self.form, sort_keys=True).encode())
         for _, _, (run,) in _runs([self]):
-            found.update(run.tobytes() if whole else b"")
-        return found.hexdigest()
+            digest.update(run.tobytes() if whole else b"")
+        return digest.hexdigest()
 
     def run(self, name: str, begin: int, end: int) -> np.ndarray:
         """Bytes `begin` to `end` of a tensor; floats in float32 or wider. ValueError if one is not finite."""
@@ -116,10 +118,10 @@ class _Model:
         if kind not in _FLOATS:
             return run
         raw = run.view(_FLOATS[kind])
-        found = (raw.astype("<u4") << 16).view("<f4") if kind == "BF16" else raw
-        if not np.isfinite(found).all():
+        floats = (raw.astype("<u4") << 16).view("<f4") if kind == "BF16" else raw
+        if not np.isfinite(floats).all():
             raise ValueError(f"{self.path}: {name} is not finite")
-        return found.astype(np.result_type(found, np.float32), copy=False)
+        return floats.astype(np.result_type(floats, np.float32), copy=False)
 
 
 def _runs(files: Sequence[_Model]) -> Iterator[tuple[int, str, list[np.ndarray]]]:
@@ -139,6 +141,7 @@ def _most(values: Sequence[T]) -> T:
 
 def _mean(rows: Sequence[np.ndarray], kind: str) -> bytes:
     """The mean as bytes of type `kind`; bfloat16 is rounded to nearest, ties to even."""
+    # One after the other, in the order of the members: a pairwise sum would have other bits than a fixed world's.
     total = rows[0]
     for row in rows[1:]:
         total = total + row

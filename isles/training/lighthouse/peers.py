@@ -183,6 +183,7 @@ class SwarmLighthouseServer(LighthouseServer):
         except StateUnavailable:
             self.on_notice(f"could not fetch the states of step {step}: the previous ones are kept")
             return
+        # Served before the journal names the step: from then on a new swarm starts from it.
         self._offer_states(step)
         self.lighthouse.act(lambda now: self.coordinator.keep(step))
         for old in self._states.steps()[:-_RETAINED]:

@@ -113,7 +113,7 @@ class RoundsLighthouseServer(LighthouseServer):
                     self._states.thin(_RETAINED)
                     return True
             except StateUnavailable:
-                continue
+                continue  # lost, or at another round: ask the next member
             except OSError as error:
                 if not no_room(error):
                     raise

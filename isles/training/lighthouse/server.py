@@ -50,7 +50,7 @@ _DESCRIPTORS, _SPARE = 3, 512  # open files of a lighthouse: per member, and in 
 LOOK = 1.0
 """Seconds between two checks of what is due."""
 _PAIR = ("by", "to", "way", "round_trip", "sent", "taken")  # of a path in the summary
-_SHOWN = 1000  # most paths in an answer to `isles status`
+_SHOWN = 1000  # most paths in an answer to `isles status`: with them it fits a message
 _MOST = 1 << 40  # most bytes of a fetched file if the model's size is unknown
 _ADDRESS = "lighthouse.json"
 
@@ -163,7 +163,7 @@ class LighthouseServer(ABC):
                 self.on_notice("its credentials were missing: all workers must join again, with the new token")
             self.on_ready(str(credentials.token))
             summary = None
-            with contextlib.suppress(InterruptedError):
+            with contextlib.suppress(InterruptedError):  # `fetch` raises it when `stopping` is set
                 summary = self.serve()
         if summary is not None:
             forget(self.out)
@@ -251,7 +251,7 @@ class LighthouseServer(ABC):
 
 
 _BY_LIGHTHOUSE = -1
-_NAMED = 100  # most notices
+_NAMED = 100  # most notices: a member may refuse others for ever new reasons
 
 
 class RejectionLog:

@@ -32,7 +32,7 @@ from isles.network.routing.events import Task
 from isles.training.config.sections import Config
 from isles.training.memory.plans import prepared, sharded_over
 
-STEPS = 4
+STEPS = 4  # of the test: the first one creates the optimizer's states, the others move them
 _SHAPE = Shape(d_model=128, layers=4, heads=4, ffn=384, vocab=256, context=64, tie_embeddings=False)
 _PLACEMENTS = (
     Placement("host", "swap"),

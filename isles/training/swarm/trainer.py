@@ -88,10 +88,10 @@ class SwarmParts(PartsMaker):
 
     @override
     def _staged(self, cut: Cut, scheme: Scheme) -> StepRunner:
-        made = Swarmed(self, cut, scheme, present=self._present, met=self._met)
+        runner = Swarmed(self, cut, scheme, present=self._present, met=self._met)
         if isinstance(self._peers, SwarmRoster):
-            self._peers.serve(made.swarm)
-        return made
+            self._peers.serve(runner.swarm)
+        return runner
 
 
 class SwarmTrainer(Trainer):
@@ -165,10 +165,10 @@ class SwarmTrainer(Trainer):
     def _state(self) -> StateCopy:
         """This peer's state between two steps, the input of another peer's `become`."""
         optimizer = self.optimizer
-        held = {"model": optimizer.weights(), "inner": optimizer.inner_state(), "steps": optimizer.steps}
-        held |= {"outer": optimizer.outer_state(), "norm": self.model_step.block_norm}
-        held["late"] = self.model_step.swarm.late
-        return StateCopy({**held, "schedule": self.schedule.state_dict()})
+        state = {"model": optimizer.weights(), "inner": optimizer.inner_state(), "steps": optimizer.steps}
+        state |= {"outer": optimizer.outer_state(), "norm": self.model_step.block_norm}
+        state["late"] = self.model_step.swarm.late
+        return StateCopy({**state, "schedule": self.schedule.state_dict()})
 
     def become(self, stage: int, received: Tensor) -> NewStage:
         """Serve `stage` with the state `received` from one of its peers, (n,) uint8."""
@@ -191,13 +191,13 @@ class SwarmTrainer(Trainer):
         served, cut = self._rebuilt(stage), self.model_step.cut
         whole = sketch(self.config.model)
         run_scheme(self.config, cut).fit(whole)
-        found = [
+        neighbours = [
             [state["model"][name] for name in block_parameters(Stage(whole, cut.pieces[source]))]
             for state, source in zip(states, sources("checkfree", stage, len(cut.pieces)), strict=True)
         ]
         norms = [state["norm"] for state in states]
         with torch.no_grad():
-            for own, before, after in zip(block_parameters(served[0]).values(), *found, strict=True):
+            for own, before, after in zip(block_parameters(served[0]).values(), *neighbours, strict=True):
                 own.copy_(merged(before, norms[0], after, norms[1]))
         self.optimizer.take_in()
         self.optimizer.steps = states[0]["steps"]
@@ -213,11 +213,11 @@ class SwarmTrainer(Trainer):
         scheme = run_scheme(self.config, cut)
         if stage == 0 and self.text is None:
             self.text = self._maker.read()
-        made = build_stage(self.config, cut, scheme, stage, self.world.local_rank)
-        self.optimizer, _ = self._maker.wrapped(made)
+        model = build_stage(self.config, cut, scheme, stage, self.world.local_rank)
+        self.optimizer, _ = self._maker.wrapped(model)
         self.model = self.optimizer.model
         self.schedule = rate_schedule(self.optimizer, self.config)
-        return made, scheme, self.text if stage == 0 else None
+        return model, scheme, self.text if stage == 0 else None
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -482,5 +482,6 @@ class ElasticSwarmTrainer(SwarmTrainer, PeerWork):
         if me not in swarm.peers(stage)[:HOLDERS]:
             return
         self._refuse_broken(step, {"model": self.optimizer.weights()})
+        # Published before it is offered: the lighthouse fetches what is offered.
         self._member.publish(state_of(stage, step), {"step": step}, self._state().write)
         self.world.report({"offered": {"step": step, "stage": stage, "parts": len(self.model_step.cut.pieces)}})
