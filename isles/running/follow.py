@@ -81,9 +81,10 @@ def _work(config: Config, out: Path, on_metrics: Callable[[dict[str, Any]], None
     start_server()
     with checks_host_messages():
         store, step = value_of(node_group.facts, "store", Port), begun(node_group.facts, config)
+    # Before the workers start, which write the checkpoints after `step` again.
     if step is not None:
         Checkpoints(out).go_back(step)
-    own = worker_specs(
+    specs = worker_specs(
         node_group,
         world.workers,
         store,
@@ -91,7 +92,7 @@ def _work(config: Config, out: Path, on_metrics: Callable[[dict[str, Any]], None
         deadlines=deadlines(config),
         logs=out / LOGS,
     )
-    pool = RemoteWorkers(train_process, own, args=(config, out, step), node_group=node_group)
+    pool = RemoteWorkers(train_process, specs, args=(config, out, step), node_group=node_group)
     with first_interrupt(pool.stop, config.run.grace):
         results = pool.join(take, obey)
-    return [result for spec, result in zip(own, results, strict=False) if spec.rank not in left_ranks]
+    return [result for spec, result in zip(specs, results, strict=False) if spec.rank not in left_ranks]

@@ -133,6 +133,7 @@ def launch(
             if len(finished) < len(results):
                 raise Interrupted(out, node_spec)
             summary = summarise(config, finished, time.perf_counter() - started) | price
+            # Last of the files: its presence means that the run is complete.
             write_text(out / SUMMARY, as_json(summary, indent=2) + "\n")
             loggers.summary(summary)
             forget(out)

@@ -75,9 +75,9 @@ def _node_spec(rank: int, size: int, store: dist.Store, folder: Path) -> NodeSpe
     if size == 1:
         return NodeSpec(shared_directory=True)
     if rank == 0:
-        own = "127.0.0.1" if _one_machine() else own_address(os.environ["MASTER_ADDR"], "MASTER_ADDR")
-        with listen(0, own) as free:
-            store.set("isles/rendezvous", written(own, free.getsockname()[1]))
+        host = "127.0.0.1" if _one_machine() else own_address(os.environ["MASTER_ADDR"], "MASTER_ADDR")
+        with listen(0, host) as free:
+            store.set("isles/rendezvous", written(host, free.getsockname()[1]))
         store.set("isles/token", str(credentials.found(folder).token))
     return NodeSpec(
         nodes=size,
@@ -104,6 +104,7 @@ def _lead(
 
     def start_workers(config: Config, out: Path, resume: int | None, node_group: NodeGroup) -> Workers:
         workers = config.world.workers
+        # Before `go`, on which the others look for it.
         store.set("isles/out", str(out))
         node_group.go()
         others = node_handles(node_group, workers, Schema(config))
@@ -116,7 +117,7 @@ def _lead(
             ended.append(launch(config, out, on_metrics, on_notice, resume, node_spec, start_workers))
         except BaseException as error:  # raised again in the main thread
             ended.append(error)
-        begun.put(None)
+        begun.put(None)  # also if the launcher failed before it started workers: the main thread waits for one of both
 
     thread = threading.Thread(target=work, name="isles-launcher", daemon=True)
     thread.start()
@@ -212,7 +213,7 @@ class _ToLauncher:
 
     def incoming(self, command: Any) -> Any:
         if command == "close" and not self._finished:
-            self.closed = True
+            self.closed = True  # before the signal, whose handler looks at it
             signal.pthread_kill(cast(int, threading.main_thread().ident), signal.SIGINT)
         return command
 
@@ -261,6 +262,7 @@ class _LinkToLauncher(_ToLauncher):
     def _next(self) -> Any:
         while (message := self.link.next()) is None:
             if self._stop_wanted:
+                # Cleared before it is sent: a second signal asks once more.
                 self._stop_wanted = False
                 self.link.send([-1, "interrupt", None])
             self.link.wait(_GLANCE)

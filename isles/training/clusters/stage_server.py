@@ -132,7 +132,7 @@ def forward_speed(device: torch.device) -> float:
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
             times.append(time.perf_counter() - began)
-    # A third: `flops_per_token` counts the backward pass too. The first pass is left out, which allocates.
+    # A third: `flops_per_token` counts the backward pass too. The first pass, which warms up, is left out.
     return flops_per_token(shape) / 3 * tokens.numel() / statistics.median(times[1:])
 
 

@@ -347,7 +347,7 @@ def member_of(session: Session, corpus: str, certificates: tuple[str, ...], noti
     until = time.monotonic() + _CROWDED
     answer = decode(_asked(session, HELLO, hello))
     while isinstance(answer, Later) and time.monotonic() < until:
-        pause = min(max(answer.seconds, 0.1), 60.0)  # the lighthouse's wish, within bounds: it is another machine's number
+        pause = min(max(answer.seconds, 0.1), 60.0)  # bounded: the number is another machine's
         notify(f"the lighthouse: {printable(answer.reason, 200)}; asking again in {pause:.0f} s")
         time.sleep(pause)
         answer = decode(_asked(session, HELLO, hello))

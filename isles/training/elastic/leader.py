@@ -49,7 +49,7 @@ from isles.training.worker import deadlines
 SLOW = 60.0
 """Seconds without a part of a state, beyond two rounds of its donor, until another donor is requested."""
 _TRIES = 3  # to fetch the lighthouse's state
-_MOMENT = 0.25  # seconds for a state to be written once it is copied
+_MOMENT = 0.25  # seconds for a state to arrive once it is copied
 _AHEAD = 2  # rounds before its first one in which a worker of pairs or groups requests a newer state
 
 

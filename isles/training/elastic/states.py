@@ -84,7 +84,6 @@ class States:
         member, the view that it is left out of, as known by then.
         """
         done = False
-        # First close the old copy, then offer the new one: whoever asks in between waits for the new one.
         for what, is_wanted in zip((STATE, ANCHORS), wanted, strict=True):
             if round - self._copied[what] >= FRESH:
                 self._transfers.freeze(what)

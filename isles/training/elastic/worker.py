@@ -177,7 +177,7 @@ class ElasticWorker:
     def enter(self, decision: Decision) -> None:
         """Start with `round`, after `steps` inner steps."""
         self._began_at = decision.began_at
-        # Before `enter`, which may send anchors: answers of rounds with the former state must be gone.
+        # Before `enter`, which may send anchors: the groups cached so far are those of the former state.
         self._roster.begin_anew()
         self.catch_up_log.begins(decision.round)
         enter(self.optimizer, decision.round, decision.steps)

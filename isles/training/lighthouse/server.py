@@ -50,7 +50,7 @@ _DESCRIPTORS, _SPARE = 3, 512  # open files of a lighthouse: per member, and in 
 LOOK = 1.0
 """Seconds between two checks of what is due."""
 _PAIR = ("by", "to", "way", "round_trip", "sent", "taken")  # of a path in the summary
-_SHOWN = 1000  # most paths in an answer to `isles status`: with them it fits a message
+_SHOWN = 1000  # most paths in an answer to `isles status`
 _MOST = 1 << 40  # most bytes of a fetched file if the model's size is unknown
 _ADDRESS = "lighthouse.json"
 

@@ -368,10 +368,10 @@ def prepared(config: Config, stage: int = 0) -> tuple[Profile, Machine, MemoryPl
     _refuse_here(config)
     key = to_toml(config), stage
     if key not in _PREPARED:
-        # A plan initializes no weights, but a user's model may draw numbers while it is built.
+        # Building a user's model may draw random numbers: the run's draws must not depend on it.
         random = torch.get_rng_state()
         here, made = machine_of(config), profile_of(config, stage)
-        # Only this configuration's are retained: a search of plans prepares many.
+        # Bounds the cache to one configuration.
         for other in [other for other in _PREPARED if other[0] != key[0]]:
             del _PREPARED[other]
         _PREPARED[key] = made, here, planned(config, made, here, free=_free_bytes(config))

@@ -41,7 +41,7 @@ from isles.training.swarm.trainer import ANYWHERE, ElasticSwarmTrainer, OwnMembe
 _ASK = 0.2  # seconds between two requests while there is nothing to do
 _SOON = 1.0  # seconds until a peer joins again
 _SLOW = 60.0  # seconds without a part of a state, after which its transfer fails
-_LAST = 3.0  # seconds for the last reports; the run has ended, so nothing waits for them
+_LAST = 3.0  # seconds for the last reports
 _MOST = 1 << 40  # most bytes of a state
 _LONGEST_OUTAGE = 600.0  # seconds that a peer without work waits for a lighthouse that does not answer
 MemberEndReason = Literal["finished", "left", "again"]

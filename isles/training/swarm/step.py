@@ -50,7 +50,7 @@ from isles.training.step import Left, Text
 from isles.training.worker import PartsMaker
 
 _AHEAD = 3
-"""`in_flight = "auto"`: microbatches in flight per peer; the origins share them. One is computed, others travel."""
+"""`in_flight = "auto"`: microbatches in flight per peer; the origins share them."""
 
 
 NewStage = tuple[Stage, Scheme, Text | None]
