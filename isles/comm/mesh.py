@@ -104,10 +104,10 @@ class Mesh:
         return self.world.among(self.layout.sharing(self.rank, *axes), channel)
 
 
-def _patient(own: Group) -> Group:
+def _patient(group: Group) -> Group:
     """Waiting for another replica delays this worker's own replica as much, so `inner` waits as long as `outer`."""
-    waits = own.deadlines
-    return replace(own, deadlines=replace(waits, inner=waits.outer)) if waits.outer > waits.inner else own
+    waits = group.deadlines
+    return replace(group, deadlines=replace(waits, inner=waits.outer)) if waits.outer > waits.inner else group
 
 
 def arrange(

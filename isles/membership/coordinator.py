@@ -281,9 +281,9 @@ class RoundsCoordinator(CoordinatorState):
 
     def _stray(self, member: int, **why: int) -> None:
         """A member's state differs from the others': it loads another one, or is lost if it was leaving."""
-        what = {"in": "call", "leaving": "lost"}.get(self.workers[member].state)
-        if what is not None:
-            self._record(what, member=member, **why)
+        event = {"in": "call", "leaving": "lost"}.get(self.workers[member].state)
+        if event is not None:
+            self._record(event, member=member, **why)
 
     def _effects(self, now: float) -> list[Effect]:
         self._step(now)

@@ -57,15 +57,15 @@ def batches(views: Mapping[int, View], view: View, round: int, index: int) -> li
 
 def range_batches(view: View, sample_range: SampleRange) -> list[Batch]:
     """The batches of a range of `view`, whose numbers are always those of fresh steps, never of another backlog."""
-    found = []
+    result = []
     for number in range(sample_range.first, sample_range.first + sample_range.steps):
         rounds, step = divmod(number, view.steps[sample_range.index])
         round = view.since + rounds
         taken = _taken(view, round, sample_range.index)
-        found.append(
+        result.append(
             Batch(view.start + fresh_before(view, round), fresh(view, round), sample_range.index, step - taken)
         )
-    return found
+    return result
 
 
 def fresh(view: View, round: int) -> tuple[int, ...]:
@@ -98,17 +98,17 @@ def last_round(view: View, batches: int) -> int:
 
 def ranges_of(view: View, index: int, first: int, until: int) -> list[SampleRange]:
     """The data of the slices of `index` in rounds `first` .. `until` - 1, to be read again."""
-    found: list[SampleRange] = []
+    ranges: list[SampleRange] = []
     own, total = view.steps[index], count_steps(view.backlog)
     for round in range(first, until):
         taken = _taken(view, round, index)
-        found += part(view.backlog, _before(view, round, index), taken)
+        ranges += part(view.backlog, _before(view, round, index), taken)
         if _before(view, round, 0) >= total:  # no backlog from here on: the rest is one range
-            found.append(SampleRange(view.number, index, (round - view.since) * own, (until - round) * own))
+            ranges.append(SampleRange(view.number, index, (round - view.since) * own, (until - round) * own))
             break
         if taken < own:
-            found.append(SampleRange(view.number, index, (round - view.since) * own + taken, own - taken))
-    return merged(found)
+            ranges.append(SampleRange(view.number, index, (round - view.since) * own + taken, own - taken))
+    return merged(ranges)
 
 
 def left_over(view: View, until: int) -> list[SampleRange]:
@@ -119,28 +119,28 @@ def left_over(view: View, until: int) -> list[SampleRange]:
 
 def part(queue: Sequence[SampleRange], first: int, steps: int) -> list[SampleRange]:
     """Steps `first` .. `first` + `steps` - 1 of a queue of ranges; fewer where the queue ends."""
-    found = []
+    ranges = []
     for sample_range in queue:
         if steps <= 0:
             break
         if first < sample_range.steps:
             count = min(sample_range.steps - first, steps)
-            found.append(sample_range._replace(first=sample_range.first + first, steps=count))
+            ranges.append(sample_range._replace(first=sample_range.first + first, steps=count))
             steps -= count
         first = max(first - sample_range.steps, 0)
-    return found
+    return ranges
 
 
 def merged(queue: Iterable[SampleRange]) -> list[SampleRange]:
     """The same steps in the same order, in as few ranges as possible."""
-    found: list[SampleRange] = []
+    ranges: list[SampleRange] = []
     for sample_range in queue:
-        last = found[-1] if found else None
+        last = ranges[-1] if ranges else None
         if last is not None and last[:2] == sample_range[:2] and last.first + last.steps == sample_range.first:
-            found[-1] = last._replace(steps=last.steps + sample_range.steps)
+            ranges[-1] = last._replace(steps=last.steps + sample_range.steps)
         else:
-            found.append(sample_range)
-    return found
+            ranges.append(sample_range)
+    return ranges
 
 
 def count_steps(queue: Iterable[SampleRange]) -> int:
@@ -330,8 +330,8 @@ class DataLedger:
         everyone += [(self._incarnations[member], member in self._forgone) for member in sorted(self._incarnations)]
         for incarnation, is_lost in everyone:
             assignments = tuple(replace(t, until=min(t.until or until, until)) for t in incarnation.assignments)
-            held = incarnation.held(living) if is_lost else until
-            missed, assignments = self._unread(replace(incarnation, assignments=assignments), held)
+            newest_held = incarnation.held(living) if is_lost else until
+            missed, assignments = self._unread(replace(incarnation, assignments=assignments), newest_held)
             backlog += missed
             # Forgone members that go on have only a donor's state, so they are no witnesses.
             incarnation = incarnation.without(self._forgone)
@@ -346,18 +346,20 @@ class DataLedger:
                 lost.append(incarnation)
         return merged(backlog), incarnations, lost
 
-    def _unread(self, incarnation: _Incarnation, held: int) -> tuple[list[SampleRange], tuple[SliceAssignment, ...]]:
+    def _unread(
+        self, incarnation: _Incarnation, newest_held: int
+    ) -> tuple[list[SampleRange], tuple[SliceAssignment, ...]]:
         """(slices whose work nobody has: unassigned, or in rounds after `held`; the other assignments)."""
         backlog: list[SampleRange] = []
         remaining: list[SliceAssignment] = []
         for assignment in incarnation.assignments:
             view, first, until = self.views[assignment.view], assignment.first, assignment.until or assignment.first
-            for round in sorted(r for r in incarnation.skipped if first <= r < min(until, held + 1)):
+            for round in sorted(r for r in incarnation.skipped if first <= r < min(until, newest_held + 1)):
                 backlog += ranges_of(view, assignment.index, round, round + 1)
                 if first < round:
                     remaining.append(replace(assignment, first=first, until=round))
                 first = round + 1
-            if first < min(until, held + 1):
-                remaining.append(replace(assignment, first=first, until=min(until, held + 1)))
-            backlog += ranges_of(view, assignment.index, max(first, held + 1), until)
+            if first < min(until, newest_held + 1):
+                remaining.append(replace(assignment, first=first, until=min(until, newest_held + 1)))
+            backlog += ranges_of(view, assignment.index, max(first, newest_held + 1), until)
         return backlog, tuple(remaining)

@@ -116,8 +116,8 @@ class MemberState:
 
     def until(self) -> int | None:
         """The first round of a view, newer than this worker's own, that excludes it."""
-        own = max((view.number for view in self.views.values() if self.member in view.members), default=-1)
-        return min((view.since for view in self.views.values() if view.number > own), default=None)
+        newest = max((view.number for view in self.views.values() if self.member in view.members), default=-1)
+        return min((view.since for view in self.views.values() if view.number > newest), default=None)
 
     def earliest(self) -> int:
         """The earliest first round of a view that is not proposed yet."""
@@ -223,8 +223,8 @@ class MemberState:
 
     def _since(self) -> int | None:
         """The first round of the first view that includes this worker with its present state."""
-        own = (view for view in self.views.values() if view.number > self._entered and self.member in view.members)
-        return min((view.since for view in own if self._own(view.since) is not None), default=None)
+        views = (view for view in self.views.values() if view.number > self._entered and self.member in view.members)
+        return min((view.since for view in views if self._own(view.since) is not None), default=None)
 
     def _may_read(self, round: int) -> bool:
         """Whether no later view can begin with `round`, and the lighthouse misses at most this one report."""

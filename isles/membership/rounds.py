@@ -132,11 +132,11 @@ class IslandGroup:
         """This worker's rank in the island; the leader's is 0."""
         return 0 if self._group is None else self._group.rank
 
-    def next_decision(self, made: Callable[[], Decision]) -> Decision:
-        """The leader's decision, at all workers; collective. made: called at the leader only. Raises Malformed."""
+    def next_decision(self, decide: Callable[[], Decision]) -> Decision:
+        """The leader's decision, at all workers; collective. decide: called at the leader only. Raises Malformed."""
         if self._group is None:
-            return made()
-        text = to_bytes(made()) if self.island_rank == 0 else b""
+            return decide()
+        text = to_bytes(decide()) if self.island_rank == 0 else b""
         length = torch.tensor([len(text)], dtype=torch.int64, device="cpu")
         self._group.broadcast(length)
         if not 0 < int(length) <= _LONGEST:
@@ -412,10 +412,12 @@ class ElasticRoster:
         self, round: int, attempt: int, digest: int | None, error: CommError | None = None
     ) -> RoundOutcome:
         together, failure = self._island.combine(round, attempt, digest, error, self.founders.deadlines.outer)
-        made = self._island.next_decision(lambda: self._lead.finish_round(round, attempt, together, error or failure))
-        if made.kind not in ("land", "retry", "postpone"):
-            raise Malformed(-1, f"the leader of this island answers an attempt with {made.kind!r}")
-        return made.kind
+        decision = self._island.next_decision(
+            lambda: self._lead.finish_round(round, attempt, together, error or failure)
+        )
+        if decision.kind not in ("land", "retry", "postpone"):
+            raise Malformed(-1, f"the leader of this island answers an attempt with {decision.kind!r}")
+        return decision.kind
 
     def begin_anew(self) -> None:
         """Forget earlier rounds: this worker has loaded another state."""

@@ -72,8 +72,8 @@ class SimulatedNetwork:
 
     def served(self, key: str) -> tuple[SimulatedSession, Callable[[Query], None]] | None:
         """The session that serves `key` now, and its callback."""
-        found = self.serving.get(key)
-        return found if found is not None and found[0].is_open else None
+        entry = self.serving.get(key)
+        return entry if entry is not None and entry[0].is_open else None
 
     def carry(self, source: int, target: int, data: bytes, come: Callable[[bool], None]) -> None:
         """Send `data` over the links of both workers; `come` is called with whether it has arrived."""
@@ -201,11 +201,11 @@ class SimulatedSession:
                 once.pop()(reply, refusal)
 
         def arrive() -> None:
-            found = None if self._rank in network.cut else network.served(key)
-            if found is None:
+            server = None if self._rank in network.cut else network.served(key)
+            if server is None:
                 self._at(timeline.now + BACK, self._rank, partial(settle, None, None))
                 return
-            other, answer = found
+            other, answer = server
 
             def answer_with(reply: bytes | None, refusal: bytes | None) -> None:
                 if reply is not None and len(reply) > _LONG and min(self._rank, other._rank) >= 0:
@@ -221,8 +221,8 @@ class SimulatedSession:
             network.asked()
 
         with self.condition():
-            found = network.served(key)
-            to = self if found is None else found[0]
+            server = network.served(key)
+            to = self if server is None else server[0]
             timeline.at(to.back(timeline.now + WAY), ARRIVED, max(self._rank, to._rank), arrive)
 
     def present(self, key: str) -> None:

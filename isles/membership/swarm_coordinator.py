@@ -263,25 +263,25 @@ class SwarmCoordinator(Coordinator):
         """Begin a new swarm if there is none and enough peers wait."""
         if self.alive() or self._awaited or self.ended is not None:
             return
-        found = self._assigned()
-        counts = Counter(found.values())
+        assigned = self._assigned()
+        counts = Counter(assigned.values())
         whole = all(counts[stage] >= wanted for stage, wanted in enumerate(self.rules.peers))
         some = self.epoch > 0 and all(counts[stage] >= self.rules.least for stage in range(len(self.rules.peers)))
         if whole or (some and now - self._last_joined >= AGAIN):
-            members = sorted(found)
+            members = sorted(assigned)
             self._record(
-                "begin", epoch=self.epoch + 1, step=self.saved, members=members, stages=[found[s] for s in members]
+                "begin", epoch=self.epoch + 1, step=self.saved, members=members, stages=[assigned[s] for s in members]
             )
 
     def _assigned(self) -> dict[int, int]:
         """By waiting member, a stage: its wish, or the stage that lacks most peers."""
         waiting = {member: peer.wish for member, peer in self.peers.items() if peer.wish is not None and peer.is_here}
-        found = {member: wish for member, wish in waiting.items() if wish != ANY}
-        counts = Counter(found.values())
-        for member in sorted(waiting.keys() - found.keys()):
-            found[member] = min(range(len(self.rules.peers)), key=lambda at: (counts[at] / self.rules.peers[at], at))
-            counts[found[member]] += 1
-        return found
+        stages = {member: wish for member, wish in waiting.items() if wish != ANY}
+        counts = Counter(stages.values())
+        for member in sorted(waiting.keys() - stages.keys()):
+            stages[member] = min(range(len(self.rules.peers)), key=lambda at: (counts[at] / self.rules.peers[at], at))
+            counts[stages[member]] += 1
+        return stages
 
     def _wanted(self) -> str:
         counts, peers = Counter(self._assigned().values()), self.rules.peers

@@ -105,12 +105,12 @@ class FlatParameters:
         return [FlatBlock([view for piece in run for view in lines[piece.index][piece.number]]) for run in self._runs]
 
     def _hosted(self) -> list[Tensor]:
-        own = [parameter.detach() for parameter in self.parameters]
-        if not is_away(own):
+        weights = [parameter.detach() for parameter in self.parameters]
+        if not is_away(weights):
             self._staging = None
-            return own
-        if self._staging is None or not self._staging.fits(own):
-            self._staging, self.is_read = HostCopies(arena(own, pinned=None if self._pinned else False)), False
+            return weights
+        if self._staging is None or not self._staging.fits(weights):
+            self._staging, self.is_read = HostCopies(arena(weights, pinned=None if self._pinned else False)), False
         self._staging.settle()
         return self._staging.hosts
 
@@ -223,8 +223,8 @@ def views(tensor: Tensor, start: int, stop: int) -> list[Tensor]:
 
 def all_finite(tensors: Sequence[Tensor]) -> bool:
     """Whether the sums of all of them are finite: a GPU's host waits for that once."""
-    found = [tensor.detach().sum().isfinite() for tensor in tensors]
-    return not found or bool(torch.stack([one.to(found[0].device) for one in found]).all())
+    checks = [tensor.detach().sum().isfinite() for tensor in tensors]
+    return not checks or bool(torch.stack([one.to(checks[0].device) for one in checks]).all())
 
 
 def copied(state: Any) -> Any:
@@ -244,6 +244,7 @@ def digest(sums: Sequence[Tensor]) -> int:
     """
     if not sums:
         return 0
+    # Odd factors have inverses modulo 2**64: one changed sum always changes the hash.
     weights = torch.arange(1, 2 * len(sums), 2, dtype=torch.int64, device="cpu") * 0x9E3779B97F4A7C1
     return int((torch.stack(list(sums)) * weights).sum())
 
@@ -269,8 +270,8 @@ def all_names(model: nn.Module) -> list[str]:
 
 def warn_if_not_held(model: nn.Module, parameters: Sequence[Tensor], inner: Optimizer, method: str) -> None:
     """A warning that names trainable parameters which the inner optimizer does not step."""
-    held = {id(parameter) for group in inner.param_groups for parameter in group["params"]}
-    names = clean_names(model, [parameter for parameter in parameters if id(parameter) not in held])
+    stepped = {id(parameter) for group in inner.param_groups for parameter in group["params"]}
+    names = clean_names(model, [parameter for parameter in parameters if id(parameter) not in stepped])
     if names:
         shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
         warnings.warn(

@@ -12,8 +12,8 @@ Order inside `step`: `reduce_gradients` (methods at gradient level), clipping on
 
 A run ends with `finish`: exchanges in flight land, workers that did other numbers of inner steps end together where
 they did as many rounds, and all prove that they hold the same weights. `state_dict` has a form in which torch's tools
-find an optimizer's state too. A plan asks `schedule`, `outline` and `memory` before a run: exact, unless an outline is
-`about` right; tests compare it with what runs then send.
+find an optimizer's state too. A plan asks `schedule`, `outline` and `memory` before a run. Their numbers are exact,
+unless an outline says `about`; tests compare them with what runs send.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ from isles.replicas.replica import PeerQuestion, Replica, as_replica, largest
 from isles.replicas.start import T
 from isles.replicas.watch import Guarded, ModelWatch, Scaled, TakesScalers, asked_by_torch, copies_of, refuse_unfit
 
-_ROUNDED = 1e-12  # of the sum of squares: more than what rounding a mean of equal numbers makes
-_OWN = "isles"  # in a group, as bytes, which torch leaves as they are: what its tools would leave behind
+_ROUNDED = 1e-12  # share of the sum of squares: the mean of equal numbers is rounded by less
+_OWN = "isles"  # key in a param group: what torch's tools would drop of the state, as bytes, which they pass on
 
 
 class ReplicaSync(OwnModes, TakesScalers, Guarded):
@@ -241,11 +241,13 @@ class ReplicaSync(OwnModes, TakesScalers, Guarded):
         self.catch_up()
         flat, sums = FlatParameters(self.shares), torch.zeros(2, dtype=torch.float64, device="cpu")
         if flat.numel:
-            own = flat.read(flat.new())
-            digest = torch.tensor(flat.digest(own), dtype=torch.int64, device="cpu").view(torch.float64)
-            own_square = float(own.square().sum(dtype=torch.float64))
-            average = self.together(lambda group: start.mean_over(group, own.clone(), "eval"))
-            apart = [mine.sub_(mean) for mine, mean in zip(flat.parts(own), flat.parts(average), strict=True)]
+            live = flat.read(flat.new())
+            # The hash travels as the bits of a float64, in one message with the square. Squares are summed in float64:
+            # float32 sums of millions of entries lose the small ones.
+            digest = torch.tensor(flat.digest(live), dtype=torch.int64, device="cpu").view(torch.float64)
+            own_square = float(live.square().sum(dtype=torch.float64))
+            average = self.together(lambda group: start.mean_over(group, live.clone(), "eval"))
+            apart = [mine.sub_(mean) for mine, mean in zip(flat.parts(live), flat.parts(average), strict=True)]
             square = torch.stack([part.square_().sum(dtype=torch.float64) for part in apart]).sum()
             report = torch.stack((square, digest))
             gathered = torch.stack(self.together(lambda group: group.all_gather(report, channel="eval")))
@@ -292,6 +294,7 @@ class ReplicaSync(OwnModes, TakesScalers, Guarded):
                 "optimizer.train() before finish() and consolidate()"
             )
         self.watch.refuse_forgotten()
+        # Before anything lands: what lands depends on the step at which all end.
         rounds = self.rounds_done()
         if rounds and self._is_watched:
             with start.among_even():
@@ -305,7 +308,7 @@ class ReplicaSync(OwnModes, TakesScalers, Guarded):
             self._prove(self._named_shares())
 
     def land_all(self) -> None:
-        """`finish` without a look at the others: where all have done as many inner steps."""
+        """`finish` without asking the others, for workers that have all done the same number of inner steps."""
         self.catch_up()
 
     @contextmanager
@@ -323,7 +326,7 @@ class ReplicaSync(OwnModes, TakesScalers, Guarded):
         return {}
 
     def rounds_done(self) -> str:
-        """What must be the same on all workers where they end, "" where they need not have done anything alike."""
+        """What must be equal on all workers at the end of the run; "" if nothing must."""
         return ""
 
     def _named_shares(self) -> dict[str, Tensor]:
@@ -362,6 +365,7 @@ class ReplicaSync(OwnModes, TakesScalers, Guarded):
                 self.replica.spread(self.everything)
         for copies in self.copies if self.level == "parameter" else ():
             self._give_mean(copies.averages())
+        # The run is over: the user may step the inner optimizer alone from here on.
         self.guards_inner = False
         return self.replica.whole()
 
@@ -438,6 +442,7 @@ class ReplicaSync(OwnModes, TakesScalers, Guarded):
                 f"the state is of worker {whose[0]} in a group of {whose[1]}, this is worker {here[0]} in one of "
                 f"{here[1]}: save and load a file for each worker, with as many workers"
             )
+        # First: transfers under way still write to the buffers that are loaded now.
         self.settle()
         self.steps = state["steps"]
         self.watch.load_state_dict(state["frozen"])
@@ -517,11 +522,11 @@ class ReplicaSync(OwnModes, TakesScalers, Guarded):
         """`schedule(steps)` in short, with the bytes sent before the first step: what the counters will show. In an
         island bytes are those of this worker and of those of its island rank in other islands, inside and across.
         """
-        own = self.own_outline(steps)
+        short = self.own_outline(steps)
         inside, about = self.replica.sent(steps, self.questions)
         inside += self.spread_bytes(steps)
-        sent = tuple(nbytes + inside for nbytes in own.sent)
-        return replace(own, sent=sent, inside=inside, about=own.about or about)
+        sent = tuple(nbytes + inside for nbytes in short.sent)
+        return replace(short, sent=sent, inside=inside, about=short.about or about)
 
     @property
     def questions(self) -> list[PeerQuestion]:
@@ -585,12 +590,12 @@ def unwrap(optimizer: Any) -> ReplicaSync:
     """The method below what others wrap around an optimizer and give as its `.optimizer` (accelerate's `prepare` does):
     for `consolidate`, `finish`, `evaluation_weights` and what else they do not pass on. ValueError where there is none.
     """
-    found = optimizer
-    while not isinstance(found, ReplicaSync):
-        found = getattr(found, "optimizer", None)
-        if found is None:
+    method = optimizer
+    while not isinstance(method, ReplicaSync):
+        method = getattr(method, "optimizer", None)
+        if method is None:
             raise ValueError(f"there is no method of Isles below this {type(optimizer).__name__}")
-    return found
+    return method
 
 
 class StepsAlike(ReplicaSync):
@@ -612,15 +617,15 @@ def _from_torch(state: dict[str, Any], method: str) -> dict[str, Any]:
     if "method" in state:
         return state
     groups = [dict(group) for group in state.get("param_groups", [{}])]
-    own = groups[0].pop(_OWN, None)
-    if own is None and (asking := asked_by_torch("_load_optim_state_dict")) is not None:
+    saved = groups[0].pop(_OWN, None)
+    if saved is None and (asking := asked_by_torch("_load_optim_state_dict")) is not None:
         flat, first = asking.f_locals["state_dict"], next(iter(groups[0].get("params", ())), None)
-        own = flat.get(f"param_groups.{first}.{_OWN}")
-    if own is None:
+        saved = flat.get(f"param_groups.{first}.{_OWN}")
+    if saved is None:
         raise ValueError(
             f"the state is a plain optimizer's, without what {method} keeps: load one that its state_dict() gave"
         )
-    return _with_inner(torch.load(BytesIO(own), weights_only=True), {**state, "param_groups": groups})
+    return _with_inner(torch.load(BytesIO(saved), weights_only=True), {**state, "param_groups": groups})
 
 
 def _with_inner(state: dict[str, Any], innermost: Any) -> dict[str, Any]:

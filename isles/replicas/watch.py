@@ -280,6 +280,7 @@ class ModelWatch:
     def profile(self, step: Callable[[], object], optimizer: Optimizer) -> None:
         """Take the first inner step, with a warning where the optimizer talks to other workers of the group in it."""
         calls, self.is_profiled = list[str](), True
+        # A thread has one profile function: a user's own stays.
         listens = _should_warn(self._group) and sys.getprofile() is None
 
         def called(frame: FrameType, event: str, _: object) -> None:
@@ -438,12 +439,12 @@ def _wrapped_by_torch() -> list[DistributedDataParallel]:
     """
     objects = gc.get_objects()
     kinds = {kind for kind in set(map(type, objects)) if DistributedDataParallel in type.mro(kind)}
-    return [found for found in objects if type(found) in kinds] if kinds else []
+    return [one for one in objects if type(one) in kinds] if kinds else []
 
 
-_NEAR = 0.25  # of the weights' square: how far a copy of them may be
-_FEWEST = 3  # inner steps of a round after which one step cannot lead as far back as a landing has led
-_LOOKED_AT = 512  # entries of each parameter by which that is seen
+_NEAR = 0.25  # share of the weights' squared norm: a copy is at most half of their norm away
+_FEWEST = 3  # inner steps of a round: after fewer, an honest step may lead as far back as the landing has led
+_LOOKED_AT = 512  # entries of each parameter that are compared: all of them would cost a copy of the weights
 
 
 def copies_of(inner: Optimizer, parameters: Sequence[nn.Parameter]) -> list[WeightCopies]:
@@ -466,7 +467,7 @@ class WeightCopies:
         self._steps, self._last = 0, dict[int, int]()  # inner steps; at the last landing, by number of the parameter
         self._round = 0  # inner steps of the round that has just landed
         self._undone = 0  # landings in succession that the next inner step took back
-        self._probes = 2
+        self._probes = 2  # landings whose next step is still looked at: two, because the second one undone is refused
 
     def stepped(self) -> None:
         """After an inner step. ValueError where it has taken back a landing, for the second time in succession."""
@@ -542,7 +543,7 @@ class WeightCopies:
 
     def _is_copy(self, key: str) -> bool:
         """Near all parameters that have it, and no zeros throughout."""
-        apart, size, found = 0.0, 0.0, False
+        apart, size, has_state = 0.0, 0.0, False
         for parameter in self._parameters.values():
             own: Any = self._inner.state.get(parameter, {}).get(key)
             if own is None:
@@ -552,11 +553,11 @@ class WeightCopies:
             weights = own_rows(parameter.detach()).double()
             apart += float((own_rows(own.detach()).to(weights) - weights).square().sum())
             size += float(weights.square().sum())
-            found = True
-        return found and size > 0 and apart <= _NEAR * size
+            has_state = True
+        return has_state and size > 0 and apart <= _NEAR * size
 
     def _some(self) -> list[Tensor]:
-        """Of each parameter the first entries, copied."""
+        """Copies of the first entries of each parameter, in float64: their differences are small against them."""
         own = (own_rows(parameter.detach()) for parameter in self._parameters.values())
         some = ([view.reshape(-1) for view in views(one, 0, min(one.numel(), _LOOKED_AT))] for one in own)
         return [torch.cat(parts).to(torch.float64) for parts in some]

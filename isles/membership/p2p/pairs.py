@@ -233,8 +233,8 @@ class PeerConnections:
 
     def peer_key(self, peer: int) -> bytes | None:
         """The key for messages to `peer`; None if the lighthouse does not give it. Waits for its reply."""
-        found = self._found.get(peer) or self._find(peer)
-        return None if found is None else bytes.fromhex(found.peer_key)
+        address = self._found.get(peer) or self._find(peer)
+        return None if address is None else bytes.fromhex(address.peer_key)
 
     def expected(self, sender: int) -> bytes:
         """The key with which messages of `sender` must be authenticated."""
@@ -268,32 +268,32 @@ class PeerConnections:
             self._notice(f"worker {peer}: {way}, fingerprint {self._known.spoken(peer)}")
         return Stream(link, way, self._lease, lane)
 
-    def _connect_directly(self, peer: int, lane: int, found: PeerAddress) -> ssl.SSLSocket | None:
+    def _connect_directly(self, peer: int, lane: int, address: PeerAddress) -> ssl.SSLSocket | None:
         if time.monotonic() - self._unreached.get(peer, -_LOOK) < _LOOK:
             return None
         try:
-            if found.host and self._is_near(found.host):
-                return self._dial(lane, found, sends=True)
+            if address.host and self._is_near(address.host):
+                return self._dial(lane, address, sends=True)
         except (OSError, LinkLost):
             self._unreached[peer] = time.monotonic()
         try:
-            return self._ask_to_dial(peer, lane, found) if self._listens else None
+            return self._ask_to_dial(peer, lane, address) if self._listens else None
         except LinkLost:
             self._unreached[peer] = time.monotonic()
         return None
 
-    def _dial(self, lane: int, found: PeerAddress, *, sends: bool) -> ssl.SSLSocket:
-        link = tuned(socket.create_connection((found.host, found.port), _DIAL))
+    def _dial(self, lane: int, address: PeerAddress, *, sends: bool) -> ssl.SSLSocket:
+        link = tuned(socket.create_connection((address.host, address.port), _DIAL))
         link.sendall(PAIR)
-        return self._shown(link, lane, found, sends=sends)
+        return self._shown(link, lane, address, sends=sends)
 
-    def _ask_to_dial(self, peer: int, lane: int, found: PeerAddress) -> ssl.SSLSocket:
+    def _ask_to_dial(self, peer: int, lane: int, address: PeerAddress) -> ssl.SSLSocket:
         """Ask `peer` to dial this worker, and wait for it."""
         with self._changed:
             # Before the request: `peer` may have dialled before its reply arrives.
             self._awaits.add((peer, lane))
         try:
-            self._request_dial(peer, lane, found, _LIGHTHOUSE, bytes(TICKET_SIZE))
+            self._request_dial(peer, lane, address, _LIGHTHOUSE, bytes(TICKET_SIZE))
             with self._changed:
                 self._changed.wait_for(lambda: self._incoming.get((peer, lane)) or self._closed, _CALL)
                 if came := self._incoming.pop((peer, lane), []):
@@ -303,20 +303,22 @@ class PeerConnections:
             with self._changed:
                 self._awaits.discard((peer, lane))
 
-    def _connect_relayed(self, peer: int, lane: int, found: PeerAddress) -> tuple[ssl.SSLSocket, str]:
+    def _connect_relayed(self, peer: int, lane: int, address: PeerAddress) -> tuple[ssl.SSLSocket, str]:
         """A relayed connection, and a text that names the relay."""
-        if found.relay >= 0:
+        if address.relay >= 0:
             with suppress(OSError, LinkLost, ValueError):
-                link = self._connect_by_ticket(peer, lane, found, found.relay, bytes.fromhex(found.ticket))
-                return link, f"relayed by worker {found.relay}"
+                link = self._connect_by_ticket(peer, lane, address, address.relay, bytes.fromhex(address.ticket))
+                return link, f"relayed by worker {address.relay}"
         ticket, _ = self._session.answer(RELAY_TICKETS, b"", seconds=_CALL, urgent=True)
         if not ticket or len(ticket) != TICKET_SIZE:
             raise LinkLost("the lighthouse does not answer")
-        return self._connect_by_ticket(peer, lane, found, _LIGHTHOUSE, ticket), "relayed"
+        return self._connect_by_ticket(peer, lane, address, _LIGHTHOUSE, ticket), "relayed"
 
-    def _connect_by_ticket(self, peer: int, lane: int, found: PeerAddress, relay: int, ticket: bytes) -> ssl.SSLSocket:
-        self._request_dial(peer, lane, found, relay, ticket)
-        return self._shown(self._meet(relay, ticket), lane, found, sends=True)
+    def _connect_by_ticket(
+        self, peer: int, lane: int, address: PeerAddress, relay: int, ticket: bytes
+    ) -> ssl.SSLSocket:
+        self._request_dial(peer, lane, address, relay, ticket)
+        return self._shown(self._meet(relay, ticket), lane, address, sends=True)
 
     def _meet(self, relay: int, ticket: bytes) -> socket.socket:
         """Show a ticket to the relaying member, or to the lighthouse (-1); returns the joined connection."""
@@ -327,18 +329,18 @@ class PeerConnections:
             raise LinkLost("the relaying worker is not reached")
         return tuned(self._session.connect_by_ticket(ticket, _DIAL, (there.host, there.port)))
 
-    def _shown(self, link: socket.socket, lane: int, found: PeerAddress, *, sends: bool) -> ssl.SSLSocket:
-        host = found.certificates[self._island_rank]
+    def _shown(self, link: socket.socket, lane: int, address: PeerAddress, *, sends: bool) -> ssl.SSLSocket:
+        host = address.certificates[self._island_rank]
         tls = as_dialler(
-            link, Token(host, found.peer_key), PairHello(self._entry.member, self._island_rank, sends, lane)
+            link, Token(host, address.peer_key), PairHello(self._entry.member, self._island_rank, sends, lane)
         )
         show(tls, self._mine, self._shows, host)
         return tls
 
-    def _request_dial(self, peer: int, lane: int, found: PeerAddress, relay: int, ticket: bytes) -> None:
+    def _request_dial(self, peer: int, lane: int, address: PeerAddress, relay: int, ticket: bytes) -> None:
         """Ask `peer` to dial this worker, or with a ticket the relay. LinkLost if it does not answer."""
         payload = _REQUEST.pack(self._entry.member, self._island_rank, lane, relay, ticket)
-        proof = authenticate(bytes.fromhex(found.peer_key), _ASKS, payload)
+        proof = authenticate(bytes.fromhex(address.peer_key), _ASKS, payload)
         try:
             reply, _ = self._session.answer(self._key(peer), payload, attachment=proof, seconds=_CALL, urgent=True)
         except OSError as error:
@@ -393,9 +395,9 @@ class PeerConnections:
                 if ticket != bytes(TICKET_SIZE):
                     tls, hello = self._authenticate(self._meet(relay, ticket), member)
                     self._take(hello, tls, "relayed")
-                elif (found := self._find(member)) is not None and found.host:
+                elif (address := self._find(member)) is not None and address.host:
                     hello = PairHello(member, self._island_rank, True, lane)
-                    self._take(hello, self._dial(lane, found, sends=False), "direct")
+                    self._take(hello, self._dial(lane, address, sends=False), "direct")
         finally:
             self._dialling.release()
 

@@ -47,8 +47,8 @@ from isles.replicas.sync import ReplicaSync
 from isles.replicas.watch import Scaled
 
 _NOBODYS = -0.0
-"""First entry of what has no gradient here. -0.0 is the sum of nothing but such ones, and a gradient's own is made 0.0:
-so the mean tells what nobody has a gradient of, without a byte more.
+"""First entry of a gradient that this worker does not have. A sum is -0.0 only if all its terms are, and a first entry
+that exists is made 0.0 where it is -0.0. So the mean shows what no worker has a gradient of, without an extra byte.
 """
 
 
@@ -168,8 +168,8 @@ class Bucket:
         """(view, gradient or its host copy) of each parameter with a gradient; none where views are the host copies."""
         if self._away and self.layout.exact:
             return []
-        own = self._staging.hosts if self._away else [p.grad for p in self.parameters]
-        pairs = zip(self.views, own, self.parameters, strict=True)
+        gradients = self._staging.hosts if self._away else [p.grad for p in self.parameters]
+        pairs = zip(self.views, gradients, self.parameters, strict=True)
         return [(view, one) for view, one, p in pairs if one is not None and p.grad is not None]
 
     def commit(self) -> None:
@@ -325,6 +325,7 @@ class BucketedSync(ReplicaSync):
         self._launch(len(self.buckets))
         for bucket in self.buckets:
             if bucket.stale:
+                # First the wait: the transfer under way still reads and writes the buffer.
                 self._wait(bucket)
                 bucket.load()
                 self._start(bucket, again=True)
@@ -377,6 +378,7 @@ class BucketedSync(ReplicaSync):
             bucket.commit()
             self._landed += 1
             inner.ready(bucket.parameters)
+            # After `ready`: the inner optimizer may have taken the gradients away by now.
             bucket.hand_over()
         return None
 
@@ -538,6 +540,7 @@ class BucketedSync(ReplicaSync):
             bucket.frozen_digest, self._settings_now.of(self.param_groups, self._unit), self._proof
         )
         bucket.reduction.begin(bucket.flat, step)
+        # Two rounds a step, so that gradients that travel again have addresses of their own.
         call = group.call(round=2 * step + (again or self._passes > 0), fragment=bucket.index, leeway=JUMPS)
         nbytes = bucket.reduction.begun_bytes(step, group.size, group.rank)
         bucket.transfer = group.start(bucket.reduction.exchange(call, bucket.flat, step), nbytes=nbytes)

@@ -149,6 +149,7 @@ class Averaged(Reduction):
             return
         if self.feedback.form == "global":
             self._left.sub_(flat)
+        # Swapped, not copied: `begin` overwrites the other vector in the next step.
         self.residual, self._left = self._left.mul_(self.feedback.decay), self.residual
 
     @override

@@ -211,9 +211,9 @@ class Fragment:
         """Around a landing: the parameters at `indices`, their anchor and the rule's vectors stay as they are."""
         spans = self.flat.spans(indices)
         vectors = [self.anchor, *self.vectors.values()]
-        landed_mean = [(vector[span], vector[span].clone()) for span in spans for vector in vectors]
+        resting = [(vector[span], vector[span].clone()) for span in spans for vector in vectors]
         yield
-        for part, before in landed_mean:
+        for part, before in resting:
             part.copy_(before)
         self.flat.is_read = self.flat.is_read and not indices
         for index, span in zip(indices, spans, strict=True):
@@ -342,14 +342,14 @@ def cut(model: nn.Module, fragments: Fragments, layers_per_fragment: int | None 
     if fragments == "whole":
         return [list(named.values())]
     if isinstance(fragments, str):
-        own = _by_blocks(model, fragments, layers_per_fragment)
+        prefixes_of = _by_blocks(model, fragments, layers_per_fragment)
     else:
-        own = [[clean_name(prefix) for prefix in prefixes] for prefixes in fragments]
-    owners = {name: _owner(name, own) for name in named}
+        prefixes_of = [[clean_name(prefix) for prefix in prefixes] for prefixes in fragments]
+    owners = {name: _owner(name, prefixes_of) for name in named}
     lost = [name for name, owner in owners.items() if owner is None]
     if lost and not isinstance(fragments, str):
         raise ValueError(f"fragments: {lost[0]!r} is in none of them; name every parameter, or its beginning, once")
-    cut = [[named[name] for name in named if owners[name] == index] for index in range(len(own))]
+    cut = [[named[name] for name in named if owners[name] == index] for index in range(len(prefixes_of))]
     if lost:
         cut.append([named[name] for name in lost])
     if isinstance(fragments, str):
@@ -381,16 +381,16 @@ def _by_blocks(model: nn.Module, pattern: str, layers: int | None) -> list[list[
     return [[clean_name(f"{name}.{number}") if name else str(number) for number in group] for group in groups]
 
 
-def _owner(name: str, own: Sequence[Sequence[str]]) -> int | None:
+def _owner(name: str, prefixes_of: Sequence[Sequence[str]]) -> int | None:
     """The fragment whose prefix of `name` is there; ValueError where there are two."""
-    found = [
+    owners = [
         index
-        for index, prefixes in enumerate(own)
+        for index, prefixes in enumerate(prefixes_of)
         if any(name == prefix or name.startswith(prefix.rstrip(".") + ".") for prefix in prefixes)
     ]
-    if len(found) > 1:
-        raise ValueError(f"fragments: {name!r} is in number {found[0]} and in number {found[1]}; name it once")
-    return found[0] if found else None
+    if len(owners) > 1:
+        raise ValueError(f"fragments: {name!r} is in number {owners[0]} and in number {owners[1]}; name it once")
+    return owners[0] if owners else None
 
 
 class FiniteCheck:

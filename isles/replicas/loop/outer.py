@@ -236,7 +236,7 @@ class OuterSync(ReplicaSync):
     # One step of the loop.
 
     def _moved(self) -> None:
-        """Somebody else has written to the weights."""
+        """Note that the weights have changed since they were read: the inner optimizer, or the user, wrote to them."""
         for fragment in self.fragments:
             fragment.flat.is_read = False
 
@@ -249,6 +249,7 @@ class OuterSync(ReplicaSync):
             return
         refuse_unweighed(self._weighed)
         self.catch_up()
+        # Snapshots before anything lands: what is sent is the progress of the inner steps alone.
         leaving = self._snapshots(sending)
         if not all(usable for *_, usable in leaving):
             self._heal()
@@ -339,7 +340,7 @@ class OuterSync(ReplicaSync):
             self.land(flight, None)
 
     def _snapshot(self, fragment: Fragment, out: Tensor) -> Tensor:
-        """What this worker has to say of a fragment now."""
+        """Write this worker's present payload of a fragment to `out`."""
         sweep = Sweep(fragment, self.parts, self.agrees)
         if not sweep.snapshot(out, FiniteCheck()).is_usable:
             self._heal()

@@ -56,7 +56,7 @@ ROUND_FAILURES = (PeerLost, DeadlinePassed, Elsewhere, Diverged, Malformed, Refu
 """In which an exchange ends that others may have got."""
 _POSITIVE = (1 << 61) - 1
 MISSES = 8  # deadlines in succession after which a partner counts as lost
-_SLOWER = 2.0  # how many times as long as here a step may take elsewhere, beyond the deadline
+_SLOWER = 2.0  # a step elsewhere may take so many times as long as here; the deadline is added
 
 
 class RoundExchange:
@@ -201,6 +201,7 @@ class RoundExchange:
         without them: no worker has a result that another could not have.
         """
         while True:
+            # Asked anew at each try. It ends: a member counts as lost after MISSES deadlines at the latest.
             group = self.survivors()
             try:
                 result, well = collective(group), True
@@ -215,6 +216,7 @@ class RoundExchange:
     def _all_well(self, group: Group, well: bool) -> bool:
         """Whether all of `group` are there and say so of themselves."""
         mine = torch.full((1,), well, dtype=torch.uint8, device="cpu")
+        # All begin before the first is awaited: one that is late must not delay the others.
         answers = [group.start(exchange(group.call("eval"), other, mine), "eval") for other in group.others]
         for answer in answers:
             try:
@@ -392,6 +394,7 @@ class AgreedExchange(AttemptExchange):
             if outcome == "land":
                 self._land(flight, answer)
                 return
+            # Restored at once: another attempt, and a postponed round, begin from the state before this one.
             then = _RoundState.of(fragment)
             before.restore(fragment)
             started = None
@@ -479,6 +482,7 @@ class QuorumExchange(AttemptExchange):
             delivery = self._deliveries.new(fragment.rounds, self._work, self._pace * self._since)
             if delivery.look(self.transport.now()) != "late":
                 break
+            # `_catch_up` counts the missed round itself, and only if its mean was fetched.
             self._deliveries.late += 1
             fragment.rounds -= 1
             if not self._catch_up(fragment, delivery):
@@ -535,6 +539,7 @@ class QuorumExchange(AttemptExchange):
         """It is everybody's: the anchor moves, and what was learned since the delivery is added again."""
         fragment, answer, decision = flight.fragment, self._answer, delivery.decision
         assert answer is not None and decision is not None
+        # Read before the landing, which writes to the weights.
         answer.learned_meanwhile = fragment.flat.read(fragment.flat.new()).sub_(live)
         fragment.release(flight)
         flight.payload = fragment.latest = answer

@@ -176,11 +176,11 @@ class ElasticClusterNode(PeerWork):
         coordinates = assignment.coordinates_of(self.world.rank)
         if server is None or coordinates is None or not worker.trains or coordinates[0] != assignment.whole[0]:
             return
-        held: dict[str, list[Tensor]] = {}
+        tensors: dict[str, list[Tensor]] = {}
         for name, parameter in server.model.named_parameters():
             moments = [v for v in server.optimizer.state.get(parameter, {}).values() if v.shape == parameter.shape]
-            held[name] = [parameter, *moments]
-        copy = StateCopy({"step": step, "read": worker.reading.after(step), "parameters": held})
+            tensors[name] = [parameter, *moments]
+        copy = StateCopy({"step": step, "read": worker.reading.after(step), "parameters": tensors})
         part, name = coordinates[1], state_of(coordinates[1], step)
         facts = {"step": step, "parts": len(assignment.clusters[coordinates[0]])}
         # Published before it is offered: the lighthouse fetches what is offered.
@@ -198,23 +198,23 @@ def _seconds(worker: ClusterWorker) -> float:
 
 def _held(state: State) -> dict[str, list[Tensor]]:
     """By name, a parameter and its moments. ValueError if it is no state of a run in clusters."""
-    held = state.get("parameters")
-    if not isinstance(held, dict) or not all(isinstance(one, list) for one in held.values()):
+    tensors = state.get("parameters")
+    if not isinstance(tensors, dict) or not all(isinstance(one, list) for one in tensors.values()):
         raise ValueError("the lighthouse's state is not of a run in clusters: it is damaged")
-    return held
+    return tensors
 
 
 @torch.no_grad()
 def _restore(worker: ClusterWorker, saved: State) -> None:
     """Copy this worker's stage out of `saved`. ValueError for a state of another model."""
-    step, held = integer(saved, "step", 0, worker.config.run.steps), _held(saved)
+    step, tensors = integer(saved, "step", 0, worker.config.run.steps), _held(saved)
     worker.begin_after(step, integer(saved, "read", 0, 1 << 53))
     if worker.server is None:
         return
     for name, parameter in worker.server.model.named_parameters():
         state = worker.server.optimizer.state.get(parameter, {})
         moments = [value for value in state.values() if value.shape == parameter.shape]
-        for own, loaded in zip_longest([parameter, *moments], held.get(name, [])[: 1 + len(moments)]):
+        for own, loaded in zip_longest([parameter, *moments], tensors.get(name, [])[: 1 + len(moments)]):
             if not isinstance(loaded, Tensor) or loaded.shape != own.shape:
                 raise ValueError(f"the lighthouse's state does not fit this model: {name}")
             own.copy_(loaded)

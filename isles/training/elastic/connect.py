@@ -86,12 +86,12 @@ def _names(tables: Tables, prefix: str = "") -> Iterator[str]:
 
 def as_arguments(tables: Tables) -> list[str]:
     """The machine's own settings of `tables`, as arguments of a command."""
-    found = []
+    arguments = []
     for name in _OWN:
         table, key = table_of(tables, name)
         if value := table.get(key):
-            found += ["--set", f"{name}={tomlkit.item([[], value]).as_string()[5:-1]}"]  # a table in one line, too
-    return found
+            arguments += ["--set", f"{name}={tomlkit.item([[], value]).as_string()[5:-1]}"]  # a table in one line, too
+    return arguments
 
 
 _PATIENCE = 60.0  # seconds to connect: unauthenticated clients may occupy all connections for a while

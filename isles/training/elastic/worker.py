@@ -230,13 +230,13 @@ class ElasticWorker:
         """See `Trainer.conclude`; in an island the tokens of all its workers, and the means of their counters."""
         for fragment in self.optimizer.fragments:
             fragment.ahead = None  # sent ahead for a round after the last one
-        own = self.trainer.conclude(self.folder)
+        result = self.trainer.conclude(self.folder)
         if self._island.size == 1:
-            return own
-        counted = json.dumps({key: own[key] for key in ("tokens", "channels", *_MEANS)}).encode("ascii")
+            return result
+        counted = json.dumps({key: result[key] for key in ("tokens", "channels", *_MEANS)}).encode("ascii")
         gathered = [parse_json(one) for one in self._island.gather_text(counted)]
-        own |= {key: sum(one[key] for one in gathered) / len(gathered) for key in _MEANS}
-        return own | {"tokens": sum(one["tokens"] for one in gathered), "channels": by_channel(gathered)}
+        result |= {key: sum(one[key] for one in gathered) / len(gathered) for key in _MEANS}
+        return result | {"tokens": sum(one["tokens"] for one in gathered), "channels": by_channel(gathered)}
 
     def counted(self, decision: Decision) -> dict[str, Any]:
         """The counters of all workers of the island. carried: bytes sent to other members, by kind of path. refused:

@@ -52,8 +52,8 @@ def try_out(
     other = plain or (lambda: Inline(CudaMoves(device)))
     before = torch.get_rng_state()
     try:
-        made = profile(Decoder(_SHAPE, device="meta"), _batch(0).to("meta"), autocast="bf16")
-        one, two = _trained(made, device, first()), _trained(made, device, other())
+        profiled = profile(Decoder(_SHAPE, device="meta"), _batch(0).to("meta"), autocast="bf16")
+        one, two = _trained(profiled, device, first()), _trained(profiled, device, other())
     finally:
         torch.set_rng_state(before)
     if not all(map(torch.equal, one, two)):
@@ -68,13 +68,13 @@ def _batch(step: int) -> Tensor:
     return torch.randint(0, _SHAPE.vocab, shape, generator=draw, dtype=torch.int64, device="cpu")
 
 
-def _trained(made: Profile, device: torch.device, engine: Engine) -> list[Tensor]:
+def _trained(profiled: Profile, device: torch.device, engine: Engine) -> list[Tensor]:
     """The losses and final weights of `STEPS` steps."""
     model = Decoder(_SHAPE, seed=0)
     inner = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     losses = list[Tensor]()
     with Managed(
-        _plan(made), model, inner, profile=made, machine=MACHINES["H100"], device=device, engine=engine
+        _plan(profiled), model, inner, profile=profiled, machine=MACHINES["H100"], device=device, engine=engine
     ) as managed:
         for step in range(STEPS):
             with torch.autocast(device.type, dtype=torch.bfloat16):
@@ -87,12 +87,12 @@ def _trained(made: Profile, device: torch.device, engine: Engine) -> list[Tensor
     return [one.detach().cpu() for one in [*losses, *model.parameters()]]
 
 
-def _plan(made: Profile) -> MemoryPlan:
+def _plan(profiled: Profile) -> MemoryPlan:
     """A plan with placements of every kind, in the least memory that it runs in."""
-    peak = least_peak(made, _PLACEMENTS)
+    peak = least_peak(profiled, _PLACEMENTS)
     return MemoryPlan(
         placements=_PLACEMENTS,
-        names=tuple(unit.name for unit in made.units),
+        names=tuple(unit.name for unit in profiled.units),
         method="auto",
         update="exact",
         accumulation=1,
@@ -103,7 +103,7 @@ def _plan(made: Profile) -> MemoryPlan:
         busy={},
         host_bytes=0,
         disk_bytes=0,
-        made_for=digests(made, None),
+        made_for=digests(profiled, None),
     )
 
 
@@ -139,7 +139,7 @@ class PlannedMemory:
         """Start the plan, if there is one; returns the optimizer to use in place of `inner`."""
         if self.config.memory.method == "none":
             return inner
-        made, here, plan = prepared(self.config, self.stage)
+        profiled, here, plan = prepared(self.config, self.stage)
         if self.config.memory.method == "checkpoint" and not self.config.memory.emulate:
             self.managed = Remade(plan, model)
             if self._is_seen:
@@ -150,7 +150,7 @@ class PlannedMemory:
             plan,
             model,
             inner,
-            profile=made,
+            profile=profiled,
             machine=here,
             device=self.computes,
             engine=self._engine(),

@@ -110,14 +110,14 @@ def stage_passes(config: Config, stage: int) -> tuple[int, int]:
 
 def stage_profile(config: Config, stage: int, state_bytes: StateBytes, name: str) -> Profile:
     """The profile of a stage for one microbatch, from a sketch without values."""
-    own = config.model.own is None  # no cache for a user's code: it may build another model next time
+    is_isles = config.model.own is None  # no cache for a user's code: it may build another model next time
     sequences = config.data.batch_size_per_worker(layout_of(config).reader(0)[1]) // config.pipeline.microbatches
     piece = planned_cut(config).pieces[stage]
-    found, size = (_stage_profiled if own else _stage_profiled.__wrapped__)(
+    profiled, size = (_stage_profiled if is_isles else _stage_profiled.__wrapped__)(
         config.model, piece, sequences, state_bytes, f"{name}, stage {stage}"
     )
     in_flight, _ = stage_passes(config, stage)
-    return replace(found, in_flight=in_flight, held=_PENDING * size, stream=found.stream + _CROSSING * size)
+    return replace(profiled, in_flight=in_flight, held=_PENDING * size, stream=profiled.stream + _CROSSING * size)
 
 
 @lru_cache(maxsize=8)  # the methods of a plan have one model and one cut
@@ -125,11 +125,11 @@ def _stage_profiled(
     model: ModelConfig, piece: Piece, sequences: int, state_bytes: StateBytes, name: str
 ) -> tuple[Profile, int]:
     """The profile of a stage, and the bytes of the stream between stages."""
-    made = Stage(sketch(model), piece)
+    module = Stage(sketch(model), piece)
     context, _ = limits(model)
     tokens = torch.empty(sequences, context, dtype=torch.int64, device="meta")
-    weights = next(made.parameters())
-    stream = torch.empty(sequences, context, made.width, dtype=weights.dtype, device="meta")
+    weights = next(module.parameters())
+    stream = torch.empty(sequences, context, module.width, dtype=weights.dtype, device="meta")
 
     def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         x, targets = batch
@@ -140,15 +140,15 @@ def _stage_profiled(
         out = model(x, enter=piece.enters)
         return (out * out).sum()  # its gradient has the stream's size, as that from the next stage
 
-    found = profile(
-        made,
+    profiled = profile(
+        module,
         (tokens if piece.enters else stream, tokens),
         loss=loss,
         autocast="bf16" if model.autocast == "bf16" else "none",
         state_bytes=state_bytes,
         name=name,
     )
-    return found, stream.nbytes
+    return profiled, stream.nbytes
 
 
 _USABLE = 0.9
@@ -187,18 +187,20 @@ def profile_of(config: Config, stage: int = 0) -> Profile:
     name = config.model.factory or config.model.hf or config.model.name
     if config.pipeline.stages > 1:
         return stage_profile(config, stage, _states(adamw), name)
-    own = config.model.factory is None and config.model.hf is None  # no cache for a user's code, as above
+    is_isles = config.model.factory is None and config.model.hf is None  # no cache for a user's code, as above
     sequences = config.data.batch_size_per_worker(config.world.workers)
     moves = config.memory.method not in ("none", "checkpoint")
-    made = (_profiled if own else _profiled.__wrapped__)(config.model, sequences, adamw, name, moves)
+    profiled = (_profiled if is_isles else _profiled.__wrapped__)(config.model, sequences, adamw, name, moves)
     if (sharded := sharded_over(config)) is not None:
         size, keeps = sharded
         batches, model = config.inner.accumulation, sketch(config.model)
-        made = fully_sharded(made, model, size, keeps_gathered=keeps, batches=batches, state_bytes=_states(adamw))
+        profiled = fully_sharded(
+            profiled, model, size, keeps_gathered=keeps, batches=batches, state_bytes=_states(adamw)
+        )
     sharing = sharers(config)
     rate = _peer_rate(config) if sharing > 1 else math.inf
-    units = tuple(replace(unit, shared=sharing, peer_rate=rate) for unit in made.units)
-    return replace(made, units=units)
+    units = tuple(replace(unit, shared=sharing, peer_rate=rate) for unit in profiled.units)
+    return replace(profiled, units=units)
 
 
 @lru_cache(maxsize=8)  # the runs of a comparison have one model and one batch
@@ -370,11 +372,11 @@ def prepared(config: Config, stage: int = 0) -> tuple[Profile, Machine, MemoryPl
     if key not in _PREPARED:
         # Building a user's model may draw random numbers: the run's draws must not depend on it.
         random = torch.get_rng_state()
-        here, made = machine_of(config), profile_of(config, stage)
+        here, profiled = machine_of(config), profile_of(config, stage)
         # Bounds the cache to one configuration.
         for other in [other for other in _PREPARED if other[0] != key[0]]:
             del _PREPARED[other]
-        _PREPARED[key] = made, here, planned(config, made, here, free=_free_bytes(config))
+        _PREPARED[key] = profiled, here, planned(config, profiled, here, free=_free_bytes(config))
         torch.set_rng_state(random)
     return _PREPARED[key]
 

@@ -127,11 +127,11 @@ class Swarmed:
         stages = [stage if rank in present else NOWHERE for rank, stage in enumerate(placed)]
         agreement = Agreement(inbox, group.deadlines.pipeline, present if world.rank in present else ())
         seed, room = config.run.seed * world.size + world.rank, origin_room(pipeline, stages)
-        peer, own = SwarmPeer(work, agreement, pipeline, room, seed), pipeline.swarm
+        peer, settings = SwarmPeer(work, agreement, pipeline, room, seed), pipeline.swarm
         balance = Rebalancer(
-            own.rebalance, stage_costs(self.cut), period=own.rebalance_every, hysteresis=own.hysteresis
+            settings.rebalance, stage_costs(self.cut), period=settings.rebalance_every, hysteresis=settings.hysteresis
         )
-        late = DelayedSwarm if own.delay_updates else Swarm
+        late = DelayedSwarm if settings.delay_updates else Swarm
         kind = late if config.method == "none" else OwnSwarm
         return kind(peer, self._trained(), StagePlacement(stages, balance))
 
