@@ -276,7 +276,7 @@ class Session:
         self._closed = True  # first: nothing new is asked while the queue is sent
         if self._hub is not None:
             self._hub.close()
-        with suppress(TimeoutError):
+        with suppress(TimeoutError):  # the rest of the queue is lost
             loop.run(self._end(), _ENDS)
         # Last: the callbacks of the questions that `_end` has settled still run.
         self._todo.put(None)

@@ -212,8 +212,8 @@ class ModelWatch:
         self.is_inside = False  # of an island whose workers step as one: a norm over them is as it should be
         self._is_restored = False  # the optimizer's state was loaded since the last step
         self._before: int | None = None
-        """Hash of the weights that the next step must find: some were loaded that nobody told of yet. Restored: of
-        those that it must not find, for the state is of others.
+        """Hash of the weights that the next step must find, because others may be loaded without the optimizer's state.
+        If `_is_restored`: of those that it must not find, because the loaded state belongs to other weights.
         """
         self._model = model
         self._note_modules()
@@ -362,7 +362,7 @@ def refuse_unfit(model: nn.Module, parameters: Sequence[nn.Parameter], inner: Op
     refuse_sharded(model)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if is_lazy(tensor):
-            continue  # told of below, or never trained
+            continue  # reported below, or never trained
         if tensor.layout != torch.strided:
             raise ValueError(f"{name} is sparse, and is exchanged entry by entry: make it with .to_dense()")
         if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):

@@ -151,7 +151,8 @@ def meet(store: dist.Store, rank: int, ranks: Sequence[int], seconds: float) -> 
     store.set(f"here/{rank}", "")
     for peer in ranks:
         try:
-            store.wait([f"here/{peer}"], timedelta(seconds=max(ends_at - time.monotonic(), 0.01)))
+            left = max(ends_at - time.monotonic(), 0.01)  # above 0, which means without end to torch
+            store.wait([f"here/{peer}"], timedelta(seconds=left))
         except RuntimeError as error:  # each kind of store raises its own kind
             try:
                 missing = [str(one) for one in ranks if not store.check([f"here/{one}"])]

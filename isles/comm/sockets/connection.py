@@ -283,7 +283,7 @@ class Connection:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_FLUSH):
                 while self._waiting and not self._writer.transport.is_closing():
-                    await asyncio.sleep(0.005)
+                    await asyncio.sleep(0.005)  # until `_write` has taken the rest
         await close(self._writer)
 
     async def _read(self, heard: Heard) -> None:

@@ -306,7 +306,7 @@ class PeerConnections:
     def _connect_relayed(self, peer: int, lane: int, address: PeerAddress) -> tuple[ssl.SSLSocket, str]:
         """A relayed connection, and a text that names the relay."""
         if address.relay >= 0:
-            with suppress(OSError, LinkLost, ValueError):
+            with suppress(OSError, LinkLost, ValueError):  # then the lighthouse relays
                 link = self._connect_by_ticket(peer, lane, address, address.relay, bytes.fromhex(address.ticket))
                 return link, f"relayed by worker {address.relay}"
         ticket, _ = self._session.answer(RELAY_TICKETS, b"", seconds=_CALL, urgent=True)
@@ -356,7 +356,7 @@ class PeerConnections:
 
     def _is_near(self, host: str) -> bool:
         """Whether `host` means the same machine here as at the lighthouse: a loopback address does not elsewhere."""
-        with suppress(ValueError):
+        with suppress(ValueError):  # a host name
             return not ipaddress.ip_address(host).is_loopback or self._session.is_local()
         return True
 
@@ -391,7 +391,7 @@ class PeerConnections:
 
     def _dial_back(self, member: int, lane: int, relay: int, ticket: bytes) -> None:
         try:
-            with suppress(OSError, LinkLost):
+            with suppress(OSError, LinkLost):  # the asker gives up after _CALL seconds, and tries another way
                 if ticket != bytes(TICKET_SIZE):
                     tls, hello = self._authenticate(self._meet(relay, ticket), member)
                     self._take(hello, tls, "relayed")

@@ -107,12 +107,12 @@ class Stream:
 
     def wake(self) -> None:
         """Make `wait` return; from any thread."""
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # closed; or full of earlier bytes, which wake it as well
             self._wakes.send(b"x")
 
     def cut(self) -> None:
         """Break the connection, from any thread: reads and writes fail."""
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # it has ended already
             socket.socket.shutdown(self._link, socket.SHUT_RDWR)
         self.wake()
 

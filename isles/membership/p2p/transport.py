@@ -514,7 +514,7 @@ class ElasticTransport(OnHostClock):
             before_it[1].join(_ENDS)
         self._register(member, stream)
         try:
-            with suppress(LinkLost):
+            with suppress(LinkLost):  # this connection is over; the sender makes another one
                 while True:
                     self._receive_one(member, stream)
         finally:

@@ -131,9 +131,9 @@ class Bucket:
         self._loaded, self._is_passed_on = self._gradients(), True
 
     def is_changed(self, *, in_pass: bool) -> bool:
-        """Whether somebody else wrote to a gradient since `load`: what travels does not know of it. What the inner
-        optimizer was given it takes away, and has on the parameter for a moment while it updates, in another thread.
-        in_pass: at the end of a backward pass, which writes to all that are views of one buffer by turns.
+        """Whether a gradient was changed since `load`, which copied what travels. The inner optimizer may remove the
+        gradients that it was given, and put them back for a moment while it updates, in another thread. in_pass: at
+        the end of a backward pass, which writes to views of one buffer one after the other.
         """
         return any(
             (old is not new or (before != now and not (in_pass and new is not None and new._is_view())))
@@ -145,8 +145,8 @@ class Bucket:
         return [(p.grad, -1 if p.grad is None else p.grad._version) for p in self.parameters]
 
     def unload(self) -> None:
-        """Copy the means back into the gradients. What is frozen, and where zeros keep their signs what nobody has a
-        gradient of, has none, so that the inner optimizer leaves it alone.
+        """Copy the means back into the gradients. A frozen parameter gets none, nor does one of which no worker has a
+        gradient (if the reduction preserves signs), so that the inner optimizer leaves it alone.
         """
         missing = [index for index, parameter in enumerate(self.parameters) if parameter.grad is None]
         left = {index for index in missing if not self.parameters[index].requires_grad}
@@ -392,8 +392,8 @@ class BucketedSync(ReplicaSync):
 
     def _skip(self, broken: Sequence[int]) -> None:
         """Have all workers skip the inner step: optimizers leave parameters without a gradient alone, and scalers look
-        for gradients that are not finite. WorkerFailed, naming the worker, where nothing is kept that a step could do
-        harm to, and no scaler expects such steps.
+        for gradients that are not finite. WorkerFailed, naming the worker, if there is no saved state to protect, and
+        no scaler that expects such steps.
         """
         if broken and not self._careful and not self._is_scaled:
             raise WorkerFailed(

@@ -8,7 +8,7 @@ After inner step t, for the fragments that the cadence names:
     land       reading, outer rule on the anchor, landing on the live weights
 
 A worker that is alone in a round does all of it in one sweep over memory (`Sweep`). `reference` is what the live
-weights were when they last landed, in the live dtype: the anchor, rounded where weights are coarser than float32:
+weights were after their last landing: the anchor, rounded to their dtype where that is coarser than float32. So
 rounding never looks like progress. A hash of the anchor rides in the next transfer's header.
 
 A worker that joins a run starts from the state of another one (`donor_state`, `adopt`, `enter`).
@@ -143,7 +143,7 @@ class OuterSync(ReplicaSync):
 
     @override
     def land_all(self) -> None:
-        """A last, shorter round of what is not sent yet, and all in flight lands; live weights are then the anchors."""
+        """Send the rest in a last, shorter round, and land all in flight; live weights are then the anchors."""
         self.catch_up()
         self._moved()
         late = self.parts.cadence.rounds_late
@@ -271,7 +271,7 @@ class OuterSync(ReplicaSync):
             self.land(flight, fresh.get(flight.fragment.index))
 
     def _snapshots(self, sending: Sequence[int]) -> list[tuple[Fragment, Tensor, bool]]:
-        """What leaves now, by fragment, and whether it is of use; rounds without anybody else are done here."""
+        """The payloads to send now, by fragment, and whether each is usable; a single member's rounds are done here."""
         leaving = []
         for fragment in (self.fragments[index] for index in sending):
             if self.round_exchange.is_alone(fragment):
@@ -284,7 +284,7 @@ class OuterSync(ReplicaSync):
         return leaving
 
     def _alone(self, fragment: Fragment) -> None:
-        """A round without anybody else, in one sweep."""
+        """Do a round of a single member, in one sweep."""
         resting = self._resting(fragment)
         fragment.rounds, fragment.sent = fragment.rounds + 1, self.steps
         if self.group.transport.rank in self._dropped(fragment):
@@ -302,7 +302,7 @@ class OuterSync(ReplicaSync):
             fragment.digest = fragment.flat.digest(fragment.anchor)
 
     def _heal(self) -> None:
-        """What came of numbers that are not finite goes: the next steps start from the anchors, with fresh moments."""
+        """Discard what numbers that are not finite have led to: go on from the anchors, with empty moments."""
         with self.landing(self.everything):
             for fragment in self.fragments:
                 fragment.skip()
@@ -319,7 +319,7 @@ class OuterSync(ReplicaSync):
         }
 
     def _resting(self, fragment: Fragment) -> tuple[int, ...]:
-        """Indices in the fragment of what is frozen since before its last round."""
+        """Indices in the fragment of the parameters that have been frozen since before its last round."""
         still = set(self.watch.frozen(fragment.indices, fragment.sent))
         return tuple(index for index, number in enumerate(fragment.indices) if number in still)
 
@@ -358,7 +358,7 @@ class OuterSync(ReplicaSync):
         return InFlight(fragment, lands, sent, anchors, resting)
 
     def land(self, flight: InFlight, fresh: Tensor | None) -> None:
-        """What came back of a flight. fresh: see `Reading.read`."""
+        """Land the answer of a flight. fresh: see `Reading.read`."""
         with self.landing(flight.fragment.indices):
             self._land(flight, fresh)
 
@@ -587,8 +587,8 @@ def refuse_rows(parts: Composition, are_whole: Sequence[bool]) -> None:
 
 
 def counts_alike(config: MethodConfig, parts: Composition, roster: Roster) -> bool:
-    """Whether workers have equal weights, and need not tell of any. ValueError where they have not, and a scaled
-    payload would not make the weighted mean.
+    """Whether workers have equal weights, so that none is exchanged. ValueError if they have not, and a scaled payload
+    would not give the weighted mean.
     """
     if weights_of(config) == "equal":
         return True
@@ -612,8 +612,8 @@ def refuse_unweighed(weighed: bool) -> None:
 
 
 def agreed_factor(group: Group, samples: float) -> tuple[float, float]:
-    """N w of this worker among those of `group`, who all ask at once, and how many times the smallest (but 0) the
-    largest is. Bytes sent: 8 to each of the others. ValueError for what is no number of samples.
+    """N w of this worker, and the largest number of samples divided by the smallest above 0. All workers of `group`
+    call it together. Bytes sent: 8 to each of the others. ValueError for what is no number of samples.
     """
     if not 0 <= samples < math.inf:
         raise ValueError(f"weigh({samples}): give this worker's number of samples, 0 or more")

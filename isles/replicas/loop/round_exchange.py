@@ -53,7 +53,7 @@ from isles.replicas.start import T, among_even
 
 _PAYLOAD, _ANCHORS = 0, 1  # the two buffers that a round may exchange
 ROUND_FAILURES = (PeerLost, DeadlinePassed, Elsewhere, Diverged, Malformed, Refused)
-"""In which an exchange ends that others may have got."""
+"""Errors that may end an exchange here although other members have its answer."""
 _POSITIVE = (1 << 61) - 1
 MISSES = 8  # deadlines in succession after which a partner counts as lost
 _SLOWER = 2.0  # a step elsewhere may take so many times as long as here; the deadline is added
@@ -166,8 +166,8 @@ class RoundExchange:
         return self._all_survive([exchange])
 
     def _all_survive(self, exchanges: Sequence[Exchange]) -> bool:
-        """The same of all messages of one round. That its answer is used is said once, when all of it is there: from
-        then on others count on this worker to have the work of its partners.
+        """`survives` for all messages of one round. The roster is asked once, when all of them have arrived: from then
+        on others rely on this worker to have its partners' work.
         """
         came = [self._came(one) for one in exchanges]  # wait for each
         most = max(exchanges, key=lambda one: len(one.members))
@@ -196,9 +196,9 @@ class RoundExchange:
         return not exchange.failed
 
     def together(self, collective: Callable[[Group], T]) -> T:
-        """What `collective` returns over the workers that are left; it is one collective, or none. All of them call it
-        together. Where the method goes on without lost ones and somebody is lost on the way, it is done again
-        without them: no worker has a result that another could not have.
+        """What `collective`, a single one or none, returns over the workers that are left; all of them call this
+        together. If a worker is lost meanwhile and the method goes on without lost ones, all repeat the collective
+        without it, so that either all have the result or none.
         """
         while True:
             # Asked anew at each try. It ends: a member counts as lost after MISSES deadlines at the latest.
@@ -214,7 +214,7 @@ class RoundExchange:
                 return cast(T, result)
 
     def _all_well(self, group: Group, well: bool) -> bool:
-        """Whether all of `group` are there and say so of themselves."""
+        """Whether all members of `group` are connected and report that they are well."""
         mine = torch.full((1,), well, dtype=torch.uint8, device="cpu")
         # All begin before the first is awaited: one that is late must not delay the others.
         answers = [group.start(exchange(group.call("eval"), other, mine), "eval") for other in group.others]
@@ -227,8 +227,8 @@ class RoundExchange:
         return well
 
     def _miss(self, error: PeerLost | DeadlinePassed | Elsewhere | Diverged | Malformed | Refused) -> None:
-        """Who is late so many times in succession is not waited for again: every wait takes the whole deadline, and
-        leaves a buffer and a thread behind that gloo does not give back.
+        """Report a failure. A member that is late `MISSES` times in succession counts as lost: each wait takes the
+        whole deadline, and leaves a buffer and a thread behind that gloo does not give back.
         """
         member = error.rank if isinstance(error, PeerLost) else error.peer
         if isinstance(error, DeadlinePassed) and member >= 0:
@@ -424,14 +424,14 @@ class AgreedExchange(AttemptExchange):
         return False
 
     def _land(self, flight: InFlight, answer: Exchange) -> None:
-        """The copy that was not sent is spare; those of attempts that failed may still be on their way to somebody."""
+        """Reuse the snapshot's buffer, which was never sent; those of failed attempts may still be read."""
         flight.fragment.release(flight)
         flight.payload = flight.fragment.latest = answer
         self._sent = flight.lands
         self._balance(flight.fragment, answer)
 
     def _postpone(self, flight: InFlight) -> None:
-        """As if the round had not been."""
+        """Undo the round: nothing has changed here."""
         fragment = flight.fragment
         fragment.release(flight)
         fragment.rounds, fragment.sent = fragment.rounds - 1, self._sent
@@ -474,7 +474,7 @@ class QuorumExchange(AttemptExchange):
         """Deliver; nothing lands now."""
         fragment = flight.fragment
         flight.payload.postponed = True
-        if self._delivery is not None:  # nobody can say what became of the one before
+        if self._delivery is not None:  # the outcome of the one before is still unknown
             fragment.release(flight)
             fragment.rounds -= 1
             return
@@ -536,7 +536,7 @@ class QuorumExchange(AttemptExchange):
             delivery.answered(digest, self.transport.now())
 
     def _landed(self, delivery: Delivery, flight: InFlight, live: Tensor) -> None:
-        """It is everybody's: the anchor moves, and what was learned since the delivery is added again."""
+        """The answer is committed: move the anchor, and add what was learned since the delivery again."""
         fragment, answer, decision = flight.fragment, self._answer, delivery.decision
         assert answer is not None and decision is not None
         # Read before the landing, which writes to the weights.
@@ -551,7 +551,7 @@ class QuorumExchange(AttemptExchange):
         self._deliveries.landed(delivery.round)
 
     def _catch_up(self, fragment: Fragment, delivery: Delivery) -> bool:
-        """Land what the others landed without this worker, whose work stays its own. False where it cannot be had."""
+        """Land what the others landed without this worker, whose work stays its own. False if nobody sends it."""
         missed = self._deliveries.missed(delivery)
         if missed is None:
             return False
