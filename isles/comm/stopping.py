@@ -28,6 +28,7 @@ class StopControl:
         with self._changed:
             self._step = step
             while self._is_paused and self._last is None:
+                # Without a bound: the watcher thread ends the process if the launcher is gone.
                 self._changed.wait()
             return self._last is not None and step >= self._last
 

@@ -359,6 +359,7 @@ class StateServer:
         """Remove the files of `what`, and refuse requests that wait for it."""
         self.freeze(what)
         for number in [number for number, coming in [*self._coming.items()] if coming == what]:
+            # Then `_add` drops it, once it is written.
             self._coming.pop(number, None)
         for number in [number for number, file in [*self._published.items()] if file.what == what]:
             self._published.pop(number).drop()

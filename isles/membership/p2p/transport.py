@@ -396,6 +396,7 @@ class ElasticTransport(OnHostClock):
 
     def give_up(self, member: int, why: str | PeerLost) -> None:
         """End all transfers with `member`; later messages are tried again."""
+        # First out of the table: a later message gets a new queue, and is tried again.
         with self._lock:
             outboxes = [self._outgoing.pop(key) for key in [*self._outgoing] if key[0] == member]
         for outbox in outboxes:

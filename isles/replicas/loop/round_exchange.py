@@ -169,7 +169,7 @@ class RoundExchange:
         """`survives` for all messages of one round. The roster is asked once, when all of them have arrived: from then
         on others rely on this worker to have its partners' work.
         """
-        came = [self._came(one) for one in exchanges]  # wait for each
+        came = [self._came(one) for one in exchanges]  # a list: wait for each, also after one has failed
         most = max(exchanges, key=lambda one: len(one.members))
         apart = any(one.members not in ((), most.members) for one in exchanges)  # one was lost between the two
         whole = all(came) and not (apart and self.roster.grows)

@@ -57,13 +57,13 @@ class ReplayLog:
 
     def record(self, member: int, round: int) -> RoundRecord | None:
         """The last record of `member` in `round`."""
-        found = (
+        matching = (
             record
             for incarnation in self.incarnations.get(member, ())
             for record in incarnation.rounds
             if record.round == round
         )
-        return next(iter([*found][::-1]), None)
+        return next(iter([*matching][::-1]), None)
 
 
 def replay_log(
@@ -75,22 +75,22 @@ def replay_log(
     """
     incarnations: dict[int, list[RecordedIncarnation]] = {}
     for record in records:
-        own = incarnations.setdefault(record.member, [])
+        of_member = incarnations.setdefault(record.member, [])
         if isinstance(record, StartRecord):
             if record.donor < 0 and record.has:
                 raise ValueError(
                     f"worker {record.member} began with a state from the lighthouse's disk, which is deleted by now: "
                     "only runs that never lost all of their workers can be repeated"
                 )
-            own.append(RecordedIncarnation(record))
-        elif own:
-            own[-1].rounds.append(record)
-    for own in incarnations.values():
-        for number, incarnation in enumerate(own):
-            own[number] = _landed(incarnation) if agrees else incarnation
-    made = ReplayLog(incarnations, views_of(entries))
-    _add_unreported(made, agrees=agrees)
-    return made
+            of_member.append(RecordedIncarnation(record))
+        elif of_member:
+            of_member[-1].rounds.append(record)
+    for of_member in incarnations.values():
+        for number, incarnation in enumerate(of_member):
+            of_member[number] = _landed(incarnation) if agrees else incarnation
+    log = ReplayLog(incarnations, views_of(entries))
+    _add_unreported(log, agrees=agrees)
+    return log
 
 
 def _landed(incarnation: RecordedIncarnation) -> RecordedIncarnation:
@@ -142,9 +142,9 @@ def repeat(config: Config, run: Path, out: Path, on_notice: Callable[[str], None
         raise ValueError(f"{run}: holds no record of exchanges (members.jsonl, exchanges.jsonl): name an elastic run")
     if config.world.inner > 1:
         raise ValueError("world.inner: runs of islands are not repeated")
-    made = replay_log(entries, records, agrees=lands_together(config))
+    log = replay_log(entries, records, agrees=lands_together(config))
     config = in_rounds(changed(config, {"world.backend": "virtual", "world.virtual.links": "lan"}), simulated=True)
-    corpus, store, ended = load_corpus(config.data), RecordedStates(made), list[int]()
+    corpus, store, ended = load_corpus(config.data), RecordedStates(log), list[int]()
 
     def open_all(scheduler: Scheduler, wire: Any, transports: Sequence[VirtualTransport]) -> None:
         store.changed = [SimulatedCondition(scheduler, worker) for worker in scheduler.workers]
@@ -152,12 +152,12 @@ def repeat(config: Config, run: Path, out: Path, on_notice: Callable[[str], None
     with lock_run(run), tempfile.TemporaryDirectory(prefix="isles-") as folder:
 
         def work(transport: VirtualTransport) -> None:
-            own = Path(folder) / str(transport.rank)
-            own.mkdir()
+            own_folder = Path(folder) / str(transport.rank)
+            own_folder.mkdir()
             transfers = RecordedTransfer(transport.rank, store)
             waits = replace(deadlines(config), outer=_FOREVER)
-            leader = RecordedLeader(made, Group(transport, (transport.rank,), "outer", waits, Ledger()))
-            last = last_round(config, made.views[max(made.views)])
+            leader = RecordedLeader(log, Group(transport, (transport.rank,), "outer", waits, Ledger()))
+            last = last_round(config, log.views[max(log.views)])
             worker = ElasticWorker(
                 config,
                 leader.alone,
@@ -165,7 +165,7 @@ def repeat(config: Config, run: Path, out: Path, on_notice: Callable[[str], None
                 IslandGroup(),
                 transfers,
                 corpus,
-                own,
+                own_folder,
                 report=lambda event: on_notice(event["notice"]) if "notice" in event else None,
                 last=lambda: last,
             )
@@ -174,11 +174,11 @@ def repeat(config: Config, run: Path, out: Path, on_notice: Callable[[str], None
                 worker.obey(_decisions(config, worker, leader, transfers, last))
             finally:
                 worker.close()
-            if (own / f"{MODEL}.safetensors").exists():
+            if (own_folder / f"{MODEL}.safetensors").exists():
                 ended.append(transport.rank)
 
         with torch_threads(config.world.start_threads):
-            VirtualCluster(max(made.incarnations) + 1, links="lan", step_seconds=0.0, seed=config.run.seed).run(
+            VirtualCluster(max(log.incarnations) + 1, links="lan", step_seconds=0.0, seed=config.run.seed).run(
                 work, before=open_all
             )
         if not ended:
@@ -237,9 +237,9 @@ class RecordedLeader(RoundLeader):
     mixing: Mixing
     incarnation: RecordedIncarnation
 
-    def __init__(self, made: ReplayLog, alone: Group) -> None:
+    def __init__(self, log: ReplayLog, alone: Group) -> None:
         super().__init__(cast(Any, None), alone)  # no client: there is no lighthouse
-        self.replay_log, self.incarnations = made, made.incarnations.get(self.member, ())
+        self.replay_log, self.incarnations = log, log.incarnations.get(self.member, ())
 
     def exchange(self, round: int) -> Decision:
         """Exchange in the newest view that pairs the recorded members; without a partner if that one took no part."""
@@ -303,16 +303,17 @@ class RecordedStates:
 
     changed: Sequence[SimulatedCondition]
 
-    def __init__(self, made: ReplayLog) -> None:
+    def __init__(self, log: ReplayLog) -> None:
         self.used = {
             (incarnation.start.donor, incarnation.start.copied)
-            for each in made.incarnations.values()
+            for each in log.incarnations.values()
             for incarnation in each
         }
         self._states: dict[tuple[str, str, int], tuple[bytes, dict[str, Any]]] = {}
 
     def put(self, member: int, key: tuple[str, str, int], content: bytes, facts: dict[str, Any]) -> None:
         """Store a file, in the turn of `member`, and wake the others."""
+        # Stored before the others wake up, which look for it.
         self._states[key] = content, facts
         with self.changed[member]:
             for other in self.changed:
