@@ -146,7 +146,7 @@ class AddressBook:
         async def attempt() -> None:
             async with self._trying:
                 why = await echo_failure(host, announced.port, announced.certificate)
-            if not why and member >= 0:
+            if not why and island_rank in self._known:  # else it has disconnected meanwhile
                 self._known[island_rank] = host, announced.port
                 if announced.relays:
                     self._relays.add(island_rank)
@@ -289,6 +289,7 @@ class Lighthouse:
         self._coordinator, self._island_size, self._islands = coordinator, island_size, IslandLiveness()
         if journal.entries:
             journal.append({"event": "restart", "at": round(session.wall(), 3)})
+            journal.commit()  # or a lighthouse killed at once would use the same numbers of notifications again
         restarts = sum(entry.get("event") == "restart" for entry in journal.entries) + bool(journal.entries)
         self._sequence = count(restarts * _NUMBERS_PER_RUN)
         self._address_book = AddressBook(keys, session.seen)
@@ -465,6 +466,7 @@ class Lighthouse:
             self.refused.note(member, str(error))
         except OSError as error:
             self._fail(error)
+            return  # no answer: the worker keeps the line, and sends it to the restarted lighthouse
         query.reply()
         with self._lock:
             self._lock.notify_all()

@@ -342,7 +342,10 @@ class StateServer:
         self._made += 1
         number = self._made
         self._coming[number] = what  # before the writer can finish
-        self._ends[number] = self.session.aside(partial(self._make, number, what, path, facts, write))
+        end = self.session.aside(partial(self._make, number, what, path, facts, write))
+        self._ends[number] = end
+        if number not in self._coming:  # `_add` has run meanwhile, and found no entry
+            self._ends.pop(number, None)
 
     def is_requested(self, what: str) -> bool:
         """Whether a request waits for a file that is neither published nor being written."""
@@ -362,7 +365,8 @@ class StateServer:
             # Then `_add` drops it, once it is written.
             self._coming.pop(number, None)
         for number in [number for number, file in [*self._published.items()] if file.what == what]:
-            self._published.pop(number).drop()
+            if (old := self._published.pop(number, None)) is not None:
+                old.drop()
         self.session.later(lambda: self._refuse(what))
 
     def freeze(self, what: str) -> None:
@@ -407,12 +411,14 @@ class StateServer:
             return
         self._published[number] = written
         self._open[what] = number
-        for older in [one for one, file in self._published.items() if file.what == what][:-_RETAINED]:
-            self._drop(self._published.pop(older))
+        # Copies: `unpublish` removes entries in the worker's thread.
+        for older in [one for one, file in [*self._published.items()] if file.what == what][:-_RETAINED]:
+            if (old := self._published.pop(older, None)) is not None:
+                self._drop(old)
         self._answer()
 
     def _drop(self, old: _Published) -> None:
-        if all(file.path != old.path for file in self._published.values()):
+        if all(file.path != old.path for file in [*self._published.values()]):
             old.drop()
 
     def _asked(self, query: Query) -> None:

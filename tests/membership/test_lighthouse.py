@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -16,7 +18,20 @@ from isles.membership.coordinator import RoundsCoordinator
 from isles.membership.effects import Rules
 from isles.membership.keys import CONFIG, HELLO, REPORTS, REQUESTS, MemberKeys, notify_key, signature, split_sequence
 from isles.membership.lighthouse import Journal, Lighthouse
-from isles.membership.messages import Beat, BeatReply, Entry, Hello, Refusal, RoundDecision, Silent, decode, encode
+from isles.membership.messages import (
+    AnnounceAddress,
+    Beat,
+    BeatReply,
+    Entry,
+    Hello,
+    Lookup,
+    Reachability,
+    Refusal,
+    RoundDecision,
+    Silent,
+    decode,
+    encode,
+)
 from isles.membership.tls_session import Session, open_session
 from tests.membership.sessions import NOBODYS, router
 
@@ -141,3 +156,40 @@ def test_a_full_disk_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         guest.ask(HELLO, encode(Hello("1.0", "abc", guest.name(), NOBODYS)), lambda reply, refusal: None, seconds=5.0)
         with pytest.raises(OSError, match="no room"):
             lighthouse.wait(lambda: False, 10.0)
+
+
+def test_a_report_that_the_disk_did_not_take_is_not_answered(tmp_path: Path) -> None:
+    """Its worker keeps it, and sends it to the lighthouse that is started again."""
+
+    def on_report(member: int, event: object) -> None:
+        raise OSError(errno.ENOSPC, "no room")
+
+    with lit(tmp_path) as (lighthouse, guest):
+        lighthouse._on_report = on_report
+        entry = decode(ask(guest, HELLO, encode(Hello("1.0", "abc", guest.name(), NOBODYS)))[0] or b"")
+        proof = signature(entry.member, entry.key, REPORTS, b"{}")
+        heard = list[bytes | None]()
+        guest.ask(REPORTS, b"{}", lambda reply, refusal: heard.append(reply), attachment=proof, seconds=0.5)
+        with pytest.raises(OSError, match="no room"):
+            lighthouse.wait(lambda: False, 10.0)
+        threading.Event().wait(0.7)
+        assert heard in ([], [None])
+
+
+def test_the_address_of_a_worker_that_goes_during_the_dial_is_forgotten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with lit(tmp_path) as (lighthouse, _):
+        book, has_gone, answers = lighthouse._address_book, threading.Event(), SimpleQueue[Reachability]()
+
+        async def echo_failure(*_: object) -> str:
+            await asyncio.to_thread(has_gone.wait, 5.0)
+            return ""
+
+        monkeypatch.setattr("isles.membership.lighthouse.echo_failure", echo_failure)
+        book.joined(0, NOBODYS)
+        book.try_address(0, AnnounceAddress("10.0.0.9", 1234, "", NOBODYS[0], relays=True), answers.put)
+        book.forget(0, 0)
+        has_gone.set()
+        answers.get(timeout=5.0)
+        assert book.find(1, Lookup(0)).port == 0 and book.find(1, Lookup(2)).relay == -1

@@ -162,3 +162,18 @@ def test_of_earlier_attempts_nobody_waits_any_more() -> None:
     assert len(Posted(inbox, 5, Tag("outer", 7, 0, 4, attempt=1)).ended) == 1
     take(inbox, Tag("outer", 7, attempt=2), bytes(5))
     assert second.ended == [None]
+
+
+def test_the_room_of_a_message_that_still_arrives_is_freed_once() -> None:
+    """Its sender is given up meanwhile; then the connection breaks, or the message is taken."""
+    for ends in ("breaks", "is taken"):
+        inbox, data = Inbox(), bytes(4 * CHUNK)
+        take(inbox, TAG, data, until=2 * CHUNK)
+        inbox.drop(3, "silent")
+        if ends == "breaks":
+            inbox.begin(3, Head(PIECE, 1, 0, 1, TAG), lambda: None)  # another message in its place
+        else:
+            for offset in (2 * CHUNK, 3 * CHUNK):
+                piece(inbox, Head(PIECE, 0, offset, len(data), TAG), data[offset : offset + CHUNK])
+            assert Posted(inbox, len(data)).ended == [None]
+        assert inbox._senders[3].bytes >= 0

@@ -407,3 +407,16 @@ def test_whoever_stands_still_for_somebody_doubts(tmp_path: Path) -> None:
         with pytest.raises(DeadlinePassed):
             transfer.wait()
         assert doubted and set(doubted) == {1}
+
+
+def test_a_report_of_paths_holds_up_no_loss(tmp_path: Path) -> None:
+    """Whoever waits for the table of connections must not hold the lock that ends transfers, which is taken inside."""
+    with workers(tmp_path, 2) as (one, _):
+        reports = threading.Thread(target=one.paths)
+        with one._peers_lock:
+            reports.start()
+            reports.join(0.2)
+            assert one._lock.acquire(timeout=1.0)
+            one._lock.release()
+        reports.join(5.0)
+        assert not reports.is_alive()

@@ -385,11 +385,10 @@ class Driver:
     def start(self, steps: Steps[Any], channel: Channel, deadline: float, traffic: Traffic) -> BackgroundTransfer:
         self._begin()
         transfer = BackgroundTransfer(self, steps, channel, deadline, traffic)
-        sleeps = not self.under_way
         self.under_way.add(transfer)
-        # After `add`: a driver that wakes up before it would see nothing under way, and sleep again.
-        if sleeps:
-            self._ready.put(_LOOK)
+        # After `add`: a driver that wakes up before it would see nothing under way, and sleep again. Always: the last
+        # other transfer may end at any moment, and the driver then sleeps without looking at liveness.
+        self._ready.put(_LOOK)
         # Here and not in the driver: messages leave in the order in which transfers are started.
         transfer.advance()
         return transfer

@@ -19,6 +19,7 @@ import atexit
 import logging
 import os
 import re
+import threading
 import time
 import zlib
 from collections import Counter
@@ -186,6 +187,7 @@ class NativeGroup:
         self._liveness, self._silence = liveness, silence
         self._ended = 0.0  # when a collective was last seen to end
         self.error: PeerLost | None = None
+        self._losing = threading.Lock()  # two collectives are followed by two threads, and only one may abort
 
     def follow(self, message: list[Any], work: PostedWork | None = None) -> Callable[[], None]:
         """Poll a collective until it is over, or the group is lost; returns a function that reports it. message: the
@@ -199,10 +201,11 @@ class NativeGroup:
             why = self._liveness.loss_of(quiet) or f"a sum on GPUs has waited for it for {self._silence:g} s"
             if work is not None:
                 work.peer = quiet  # the error names it
-            if self.error is None and (late or self._liveness.loss_of(quiet) is not None):
-                # Before the abort: it ends the collective, and the report must already be that of the loss.
-                self.error = PeerLost(quiet, why)
-                self.processes.abort()
+            with self._losing:
+                if self.error is None and (late or self._liveness.loss_of(quiet) is not None):
+                    # Before the abort: it ends the collective, and the report must already be that of the loss.
+                    self.error = PeerLost(quiet, why)
+                    self.processes.abort()
             if self.error is not None:
                 break
             time.sleep(GLANCE if work is None else _SOON)

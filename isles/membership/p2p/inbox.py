@@ -209,8 +209,8 @@ class Inbox:
             ended = self._ended(lambda tag: True, why, sender)
             known = self._senders.get(sender)
             if known is not None:
-                known.unclaimed.clear()
-                known.bytes = 0
+                for tag in [*known.unclaimed]:
+                    self._drop_unclaimed(known, tag)  # a message that is still arriving keeps its room
         self._call(ended)
 
     def wait(self) -> None:

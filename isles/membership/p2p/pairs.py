@@ -296,12 +296,15 @@ class PeerConnections:
             self._request_dial(peer, lane, address, _LIGHTHOUSE, bytes(TICKET_SIZE))
             with self._changed:
                 self._changed.wait_for(lambda: self._incoming.get((peer, lane)) or self._closed, _CALL)
-                if came := self._incoming.pop((peer, lane), []):
-                    return came[-1]
+                if came := self._incoming.get((peer, lane)):
+                    return came.pop()
             raise LinkLost("it did not dial")
         finally:
             with self._changed:
                 self._awaits.discard((peer, lane))
+                unused = self._incoming.pop((peer, lane), [])
+            for link in unused:  # it dialled more than once, or after the wait
+                link.close()
 
     def _connect_relayed(self, peer: int, lane: int, address: PeerAddress) -> tuple[ssl.SSLSocket, str]:
         """A relayed connection, and a text that names the relay."""

@@ -171,7 +171,7 @@ class Outgoing:
                     continue
                 pause = _AGAIN
                 self._serve_stream(stream)
-            except LinkLost:
+            except (LinkLost, OSError, ValueError):  # also: no descriptor is left, or a key that is none
                 with self._changed:
                     self._changed.wait_for(lambda: self._over is not None, pause)
                 pause = min(2 * pause, _SELDOM)
@@ -337,7 +337,7 @@ class ElasticTransport(OnHostClock):
     def paths(self) -> list[PathRow]:
         """The paths to all peers, those with the most bytes first."""
         rows = list[PathRow]()
-        with self._lock, self._peers_lock:
+        with self._peers_lock, self._lock:  # in this order: `give_up` takes `_lock` inside `_peers_lock`
             for peer, _ in (self._sent + self._taken).most_common(MOST):
                 trip = max((stream.round_trip for stream in self._alive.get(peer, ()) if stream.sends), default=0.0)
                 rows.append((peer, self.way(peer), round(trip, 6), self._sent[peer], self._taken[peer]))

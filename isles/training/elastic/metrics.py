@@ -42,7 +42,7 @@ def elastic_metrics(
         work_lost=max(1 - counted * done.seconds / done.steps / seconds, 0.0) if done.steps and seconds else 0.0,
         rounds=done.rounds,
         rounds_alone=done.alone,
-        rounds_again=there.counts["again"],
+        rounds_again=there.counts["retry"],
         outcomes=dict(done.outcomes),
         rounds_unassigned=done.out_of_turn,
         inner_steps=done.steps,
