@@ -222,7 +222,7 @@ def mesh(*, outer: int | None = None, stage: int = 1, inner: int = 1, deadlines:
 
 @lru_cache(maxsize=8)  # safe, because its state never changes
 def dry_mesh(workers: int, *, inner: int, rank: int, native: bool) -> Mesh:
-    """The mesh of a planned world of `workers`, as `rank` sees it. native: the backend will have its own collectives."""
+    """The mesh of a planned world of `workers`, as `rank` sees it. native: the backend will have own collectives."""
     return arrange(DryTransport(workers, native, rank), inner=inner)
 
 

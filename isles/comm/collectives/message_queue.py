@@ -40,7 +40,7 @@ _UNREAD = 256  # unread messages of one sender, at which reception from it pause
 
 
 class MessageHeader(NamedTuple):
-    """The header of a message. kind: determines the allowed lengths. nanoseconds, queue, extra: the sender's figures."""
+    """The header of a message. kind: determines the lengths allowed. nanoseconds, queue, extra: sender's figures."""
 
     kind: int
     step: int
