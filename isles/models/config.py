@@ -1,4 +1,4 @@
-"""The `[model]` section: which decoder, on which device, in which number format. Importable without torch."""
+"""The `[model]` section: the model, its device and its number format. Importable without torch."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ DType = Literal["float32", "bfloat16", "float64"]
 DEFAULT_SIZE = "0.12M"
 
 _SHAPE_KEYS = ("d_model", "layers", "heads", "ffn", "vocab", "context", "tie_embeddings")
-_DECODER_KEYS = ("size", "d_model", "layers", "heads", "ffn", "tie_embeddings")  # say nothing about another model
+_DECODER_KEYS = ("size", "d_model", "layers", "heads", "ffn", "tie_embeddings")  # for Isles' decoder only
 
 
 def check_device(device: object, key: str = "model.device") -> None:
-    """ValueError unless `device` is the name of one, which may be absent here."""
+    """ValueError unless `device` is the name of a device. This machine need not have it."""
     if not (isinstance(device, str) and re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", device)):
         raise ValueError(f"{key} = {device!r} is not known; use one of auto, cpu, cuda, cuda:N")
 
@@ -86,12 +86,12 @@ class ModelConfig:
         if self.options is not None:
             raise ValueError("model.options are the arguments of model.factory: give a factory, or take them out")
         if self.size is None:
-            object.__setattr__(self, "size", DEFAULT_SIZE)  # said, so that a saved configuration names it
+            object.__setattr__(self, "size", DEFAULT_SIZE)  # so that a saved configuration names it
         self.shape()  # refuses an unknown size and impossible numbers
 
     @property
     def own(self) -> Literal["factory", "hf"] | None:
-        """The key that brings another model than Isles' decoder."""
+        """The key that replaces Isles' decoder by another model; None: there is none."""
         return "factory" if self.factory is not None else "hf" if self.hf is not None else None
 
     def _check_own(self, key: Literal["factory", "hf"]) -> None:
@@ -120,14 +120,14 @@ class ModelConfig:
 
     @property
     def name(self) -> str:
-        """That of its size, or what it is where parts of that are overridden."""
+        """The name of its size; if keys override parts of the size, layers and width instead."""
         shape, named = self.shape(), shape_of(self.size or DEFAULT_SIZE)
         same = all(getattr(shape, key) == getattr(named, key) for key in ("d_model", "layers", "heads", "ffn"))
         return str(self.size) if same else f"{shape.layers} layers of {shape.d_model}"
 
     def shape(self) -> Shape:
-        """The decoder's size with the overrides laid over it."""
+        """The decoder's shape: its size, with the overrides of this section."""
         assert self.size is not None, "only Isles' own decoder has a shape"
         named = shape_of(self.size)
-        own = {key: getattr(self, key) for key in _SHAPE_KEYS}
-        return Shape(**{key: getattr(named, key) if value is None else value for key, value in own.items()})
+        overrides = {key: getattr(self, key) for key in _SHAPE_KEYS}
+        return Shape(**{key: getattr(named, key) if value is None else value for key, value in overrides.items()})
