@@ -24,9 +24,7 @@ class StopControl:
         self._last: int | None = None
 
     def boundary(self, step: int) -> bool:
-        """The worker calls this after each step. Waits while it is paused; True: the worker must stop here.
-        step: number of steps done.
-        """
+        """Called by the worker after `step` steps. Waits while the worker is paused. True: it must stop here."""
         with self._changed:
             self._step = step
             while self._is_paused and self._last is None:
@@ -82,9 +80,7 @@ class SharedStopControl:
         self._asked = True
 
     def boundary(self, worker: int, step: int) -> bool:
-        """See StopControl.boundary. The first worker to call this after the request sets the last step, which is one
-        beyond the furthest worker's.
-        """
+        """See StopControl.boundary. The first call after the request sets the last step: one beyond the furthest."""
         with self._lock:
             self._steps[worker] = step
             if self._asked and self._last is None:

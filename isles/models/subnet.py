@@ -5,8 +5,7 @@
     fit: sets the modules' widths to those of their parameters
 
 A unit is an attention head, a hidden unit of the gated MLP, or a neuron of a hidden layer. All its weights belong to
-it: those that compute it (rows) and those that read it (columns). The residual width, inputs and outputs are never
-divided.
+it: those that compute it (rows) and those that read it (columns). The residual width, inputs and outputs stay whole.
 
 A user's model defines its units itself: its method `split_axes()` returns the mapping. Its method `fit_widths()`, if
 any, is called whenever the widths of the parameters have changed (to set the number of heads, for example).
@@ -163,9 +162,7 @@ def _refuse_misfits(model: nn.Module, all_axes: Mapping[str, Axes]) -> None:
 
 
 def _decoder(model: Decoder) -> dict[str, Axes]:
-    """Axes of Isles' decoder. Heads: query, key and value rows, output columns. MLP units: gate and up rows, down
-    columns.
-    """
+    """Axes of the decoder. Heads: query, key, value rows, output columns. MLP units: gate and up rows, down columns."""
     shape, axes = model.shape, {}
     for block in range(shape.layers):
         prefix = f"blocks.{block}"

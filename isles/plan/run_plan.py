@@ -117,9 +117,9 @@ def _footprint(name: str, workers: int, stages: int) -> Footprint:
     )
     sketch = sketch_run(config)
     sums = dict.fromkeys(("always", "exchange", "end"), 0.0)
-    for held in (held for optimizer in sketch.optimizers for held in optimizer.memory()):
-        if held.when in sums:
-            sums[held.when] += held.nbytes / sketch.parameters / stages
+    for item in (item for optimizer in sketch.optimizers for item in optimizer.memory()):
+        if item.when in sums:
+            sums[item.when] += item.nbytes / sketch.parameters / stages
     return Footprint(method=name, **sums)
 
 
