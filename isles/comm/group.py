@@ -85,9 +85,9 @@ class Group(Members):
         """The group after losses: this worker and the members that answer within the deadline, in group order. All
         remaining members must call this together. A member that calls after the deadline finds no group.
         """
-        here = torch.zeros(1, dtype=torch.uint8, device="cpu")
+        token = torch.zeros(1, dtype=torch.uint8, device="cpu")
         calls = {
-            position: self.start(collectives.exchange(self.call(channel), position, here), channel)
+            position: self.start(collectives.exchange(self.call(channel), position, token), channel)
             for position in self.others
         }
         return self.among(

@@ -146,7 +146,7 @@ class _Entered:
 
 
 class _PerThread(threading.local):
-    own: _Entered | None = None
+    entered: _Entered | None = None
 
 
 _here = _PerThread()
@@ -161,14 +161,14 @@ def enter(transport: Transport, local_rank: int | None = None) -> None:
 
 def leave() -> None:
     """Close the transport entered in this thread, if any."""
-    if _here.own is not None:
-        _here.own.transport.close()
-        if _here.own in _process:
+    if _here.entered is not None:
+        _here.entered.transport.close()
+        if _here.entered in _process:
             _process.clear()
 
 
 def _enter(entered: _Entered) -> None:
-    _here.own = entered
+    _here.entered = entered
     if not isinstance(entered.transport, DistributedTransport):
         _virtual.add(threading.current_thread())
     elif entered.transport.size > 1 or not entered.is_found:
@@ -183,7 +183,7 @@ def _current(join: float) -> _Entered:
     data: Any = sys.modules.get("torch.utils.data")
     if data is not None and data.get_worker_info() is not None:  # a forked process has a copy of its worker's state
         raise ValueError("this process is a DataLoader's, and no worker: give its dataset the rank and size of `world`")
-    entered = _here.own or next(iter(_process), None)
+    entered = _here.entered or next(iter(_process), None)
     if entered is None and any(thread.is_alive() for thread in list(_virtual)):
         raise ValueError("several workers run in this process, and this thread is none of theirs: pass it `world`")
     if entered is None or (entered.is_found and cast(DistributedTransport, entered.transport).is_closed):

@@ -120,8 +120,8 @@ def room_for(descriptors: int) -> None:
 
 def is_far(name: str) -> bool:
     """Whether the connection called `name` leads to another machine."""
-    here, there = (end.partition("|")[0] for end in name.split(" "))
-    return here != there and not there.startswith("127.")
+    local, remote = (end.partition("|")[0] for end in name.split(" "))
+    return local != remote and not remote.startswith("127.")
 
 
 def try_soon(connection: socket.socket, silence: float) -> bool:
@@ -166,11 +166,11 @@ def gloo_interface(environment: Mapping[str, str]) -> str | None:
 
 def refuse_unknown_interfaces(environment: Mapping[str, str]) -> None:
     """ValueError for names in GLOO_SOCKET_IFNAME that no network interface of this machine has."""
-    wanted, here = environment.get("GLOO_SOCKET_IFNAME", ""), {name for _, name in socket.if_nameindex()}
-    if wanted and not here.issuperset(wanted.split(",")):
+    names, available = environment.get("GLOO_SOCKET_IFNAME", ""), {name for _, name in socket.if_nameindex()}
+    if names and not available.issuperset(names.split(",")):
         raise ValueError(
-            f"GLOO_SOCKET_IFNAME = {wanted}: this machine has no network interface of that name; choose of "
-            f"{', '.join(sorted(here))}, or unset it (NCCL's ^ for all but one is not known to gloo)"
+            f"GLOO_SOCKET_IFNAME = {names}: this machine has no network interface of that name; choose from "
+            f"{', '.join(sorted(available))}, or unset it (gloo does not support NCCL's ^ for all but one)"
         )
 
 
@@ -231,7 +231,7 @@ def listen(port: int, host: str) -> socket.socket:
             raise ValueError(f"{named}: the port is taken; choose another one") from None
         if error.errno == errno.EADDRNOTAVAIL or isinstance(error, socket.gaierror):
             raise ValueError(f"{named}: is no address of this machine; name one that is (--host, --listen)") from None
-        raise ValueError(f"{named}: cannot be listened at ({error.strerror}); choose another one") from None
+        raise ValueError(f"{named}: cannot listen there ({error.strerror}); choose another address") from None
 
 
 def refuse_unknown(host: str, option: str = "") -> None:
@@ -240,8 +240,8 @@ def refuse_unknown(host: str, option: str = "") -> None:
         socket.getaddrinfo(host, 0)
     except socket.gaierror as error:
         if error.errno == socket.EAI_NONAME:
-            mend = "look at its spelling, or write its address"
-            raise ValueError(f"{option}{host} is no name that this machine knows: {mend}") from None
+            advice = "check its spelling, or give its address"
+            raise ValueError(f"{option}{host} is no name that this machine knows: {advice}") from None
 
 
 def is_own(host: str) -> bool:

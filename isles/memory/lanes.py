@@ -74,21 +74,21 @@ class SerialLane:
         self.working = False
         self.busy = 0.0
 
-    def submit(self, urgency: tuple[int, ...], seconds: float, done: Callable[[], None], what: str) -> None:
+    def submit(self, urgency: tuple[int, ...], seconds: float, done: Callable[[], None], name: str) -> None:
         self.submitted += 1
         order = (self.submitted,) if self.first_come else urgency
-        heapq.heappush(self.queue, (order, self.submitted, seconds, done, what))
+        heapq.heappush(self.queue, (order, self.submitted, seconds, done, name))
         self._next()
 
     def _next(self) -> None:
         if self.working or not self.queue:
             return
-        _, _, seconds, done, what = heapq.heappop(self.queue)
+        _, _, seconds, done, name = heapq.heappop(self.queue)
         if self.opposite is not None and self.opposite.working:
             seconds *= self.slowed
         self.working = True
         self.busy += seconds
-        self.begins(seconds, what)
+        self.begins(seconds, name)
 
         def over() -> None:
             self.working = False
@@ -191,9 +191,9 @@ class LaneRun:
             spans=self.spans or [],
         )
 
-    def _note(self, lane: LaneName, seconds: float, what: str) -> None:
+    def _note(self, lane: LaneName, seconds: float, name: str) -> None:
         if self.spans is not None and seconds:
-            self.spans.append(SimulatedSpan(lane, self.clock.now, seconds, what))
+            self.spans.append(SimulatedSpan(lane, self.clock.now, seconds, name))
 
     # The engine of the flow
 

@@ -203,8 +203,8 @@ def profile(
     )
 
 
-def _bottom_gradients(rest: list[nn.Parameter], trace: Trace) -> int:
-    return sum(parameter.nbytes for parameter in rest if parameter.requires_grad) - trace.top_gradients
+def _bottom_gradients(outside: list[nn.Parameter], trace: Trace) -> int:
+    return sum(parameter.nbytes for parameter in outside if parameter.requires_grad) - trace.top_gradients
 
 
 def _passes(runs: list[Trace], index: int, gradients: int, stream: int) -> Passes:
@@ -337,17 +337,17 @@ def _shortened(model: nn.Module, units: list[ModelUnit]) -> Iterator[list[int]]:
     """Reduce the model to three blocks temporarily, if all blocks are alike. Yields, for each block of the whole model,
     the index of the one that represents it.
     """
-    every = range(len(units))
+    indices = range(len(units))
     alike = len({repr(unit.module) + repr([p.shape for p in unit.parameters]) for unit in units}) == 1
     if not alike or len(units) <= 3:
-        yield list(every)
+        yield list(indices)
         return
     blocks = model.get_submodule(blocks_of(model)[0])
     before = dict(blocks._modules)
     try:
         every_block = list(before.values())
         blocks._modules = {str(number): every_block[index] for number, index in enumerate((0, 1, len(units) - 1))}
-        yield [0 if index == 0 else 2 if index == len(units) - 1 else 1 for index in every]
+        yield [0 if index == 0 else 2 if index == len(units) - 1 else 1 for index in indices]
     finally:
         blocks._modules = before
 

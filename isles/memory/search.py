@@ -356,9 +356,9 @@ class Search:
         self.update: Update = update
         self.accumulation = accumulation
         tiers, activations = METHODS[method]
-        there = tiers_of(machine, self.disk)
-        self.options = choices([one for one in tiers if one in there], activations)
-        self.near: MemoryTier = "host" if "host" in there else "file"
+        available = tiers_of(machine, self.disk)
+        self.options = choices([one for one in tiers if one in available], activations)
+        self.near: MemoryTier = "host" if "host" in available else "file"
         self.index = {one: number for number, one in enumerate(self.options)}
         self.loads = lane_loads(profile, self.options, machine, accumulation)
         device = accumulation * ends_seconds(profile, machine) + ends_update(profile, machine)
@@ -451,7 +451,7 @@ class Search:
         """The simple plans that people use, if the method has their choices."""
         units = self.units
         counts = range(units + 1)
-        every: dict[str, list[tuple[Placement, ...]]] = {
+        plans_by_name: dict[str, list[tuple[Placement, ...]]] = {
             "all on the device": [(Placement("device", "keep"),) * units],
             "recompute all": [(Placement("device", "recompute"),) * units],
             "keep the last, recompute": [tail("device", "recompute", units, saved) for saved in counts],
@@ -462,7 +462,7 @@ class Search:
             "on disk": [(Placement(tier, "recompute"),) * units for tier in ("disk", "file")],
         }
         known = set(self.options)
-        return {name: [plan for plan in plans if known.issuperset(plan)] for name, plans in every.items()}
+        return {name: [plan for plan in plans if known.issuperset(plan)] for name, plans in plans_by_name.items()}
 
     def _fastest(self, plans: Sequence[tuple[Placement, ...]]) -> float | None:
         usable = [plan for plan in plans if math.isfinite(self.bound(plan)) and self.fits(plan)]

@@ -137,8 +137,8 @@ def _axes(model: nn.Module) -> dict[str, Axes]:
     if isinstance(model, nn.Sequential):
         return _sequential(model)
     raise ValueError(
-        f"it is not known how to divide a {type(model).__name__}: use Isles' own decoder, an nn.Sequential of Linear "
-        "layers, or give the model a method split_axes() (docs/own-model.md)"
+        f"Isles cannot divide a {type(model).__name__}: use Isles' own decoder, an nn.Sequential of Linear layers, or "
+        "give the model a method split_axes() (docs/own-model.md)"
     )
 
 
@@ -149,7 +149,9 @@ def _refuse_misfits(model: nn.Module, all_axes: Mapping[str, Axes]) -> None:
         if name not in names:
             raise ValueError(f"split_axes() names {name!r}, which is no parameter of the model: give its full name")
         if name not in parameters:
-            raise ValueError(f"{name} is another parameter too, and would be divided twice: tie no divided parameters")
+            raise ValueError(
+                f"{name} is another parameter too, and would be divided twice: do not tie divided parameters"
+            )
         shape = parameters[name].shape
         sizes = [None if axis is None else axis.repeats * axis.units * axis.width for axis in axes]
         if len(sizes) != len(shape) or any(
@@ -184,7 +186,7 @@ def _sequential(model: nn.Sequential) -> dict[str, Axes]:
     """Axes of the IST paper's network: every Linear layer but the last computes hidden units, which the next reads."""
     layers = [id(module) for module in model if any(True for _ in module.parameters())]
     if len(set(layers)) < len(layers):
-        raise ValueError("a layer comes twice in this Sequential, once for other units: make one for each place")
+        raise ValueError("a layer comes twice in this Sequential, with different units: create one for each place")
     linears = [name for name, module in model.named_children() if isinstance(module, nn.Linear)]
     axes: dict[str, Axes] = {}
     before: Axis | None = None  # the units of the layer before
@@ -200,10 +202,10 @@ def _sequential(model: nn.Sequential) -> dict[str, Axes]:
             if module.affine:
                 axes[f"{name}.weight"] = axes[f"{name}.bias"] = (before,)
         elif isinstance(module, nn.BatchNorm1d):
-            raise ValueError(f"{name}: running statistics are of one network: set track_running_stats=False")
+            raise ValueError(f"{name}: parts cannot share running statistics: set track_running_stats=False")
         elif not isinstance(module, ELEMENTWISE):
             raise ValueError(
-                f"{name}: it is not known how to divide a {type(module).__name__}: use Linear, BatchNorm1d and "
+                f"{name}: Isles cannot divide a {type(module).__name__}: use Linear, BatchNorm1d and "
                 "elementwise layers, or a module with a method split_axes() (docs/own-model.md)"
             )
     return axes

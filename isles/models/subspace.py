@@ -100,8 +100,8 @@ def drawn_table(vocab: int, width: int, seed: int, like: Tensor) -> Tensor:
     return torch.empty(vocab, width).normal_(std=width**-0.5, generator=_generator(seed, "table")).to(like)
 
 
-def _generator(seed: int, what: str) -> torch.Generator:
-    digest = hashlib.sha256(f"{seed} subspace {what}".encode()).digest()
+def _generator(seed: int, purpose: str) -> torch.Generator:
+    digest = hashlib.sha256(f"{seed} subspace {purpose}".encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:4], "little"))
 
 
@@ -344,7 +344,7 @@ def _taken_out(block: nn.Module, outside: Callable[[], float]) -> dict[str, nn.M
 def _checked(block: nn.Module, name: str) -> nn.Linear:
     module = module_at(block, name)
     if not isinstance(module, nn.Linear):
-        raise ValueError(f'pipeline.boundary.kind = "subspace": {name!r} of a block is no nn.Linear; mend `writers`')
+        raise ValueError(f'pipeline.boundary.kind = "subspace": {name!r} of a block is no nn.Linear; correct `writers`')
     if module.bias is not None:
         raise ValueError(
             f'pipeline.boundary.kind = "subspace": the bias of {name!r} carries the stream out of the subspace; create '

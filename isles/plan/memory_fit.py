@@ -66,7 +66,9 @@ def memory_fit(
     return max(fits, key=lambda fit: (not fit.fits, fit.device_bytes))
 
 
-def _fit(config: Config, worker: WorkerPlan, placed: MemoryPlan | None, here: Machine, suggestions: bool) -> MemoryFit:
+def _fit(
+    config: Config, worker: WorkerPlan, placed: MemoryPlan | None, machine: Machine, suggestions: bool
+) -> MemoryFit:
     memory, activations, profile = worker.memory, None, None
     device, host = memory.computing, memory.peak - memory.computing
     if placed is not None:
@@ -75,18 +77,18 @@ def _fit(config: Config, worker: WorkerPlan, placed: MemoryPlan | None, here: Ma
         profile = _profile(config, worker.stage or 0)
         activations = None if profile is None else _beside_states(config, profile, "keep")
         device += activations or 0
-    if not here.host_bytes:
+    if not machine.host_bytes:
         device, host = device + host, 0
-    fits = device <= here.device_bytes and host <= (here.host_bytes or math.inf)
+    fits = device <= machine.device_bytes and host <= (machine.host_bytes or math.inf)
     return MemoryFit(
-        machine=here.name,
+        machine=machine.name,
         fits=fits,
         activations=activations,
         device_bytes=device,
         host_bytes=host,
-        device_room=here.device_bytes,
-        host_room=here.host_bytes,
-        suggestions=tuple(_suggestions(config, worker, profile, here, device, host))
+        device_room=machine.device_bytes,
+        host_room=machine.host_bytes,
+        suggestions=tuple(_suggestions(config, worker, profile, machine, device, host))
         if suggestions and not fits and placed is None
         else (),
     )
@@ -115,10 +117,10 @@ def _beside_states(config: Config, profile: Profile, activations: str) -> int:
 
 
 def _suggestions(
-    config: Config, worker: WorkerPlan, profile: Profile | None, here: Machine, device: int, host: int
+    config: Config, worker: WorkerPlan, profile: Profile | None, machine: Machine, device: int, host: int
 ) -> list[str]:
     """Settings, each of which would make the worker fit."""
-    memory, room, host_room = worker.memory, here.device_bytes, here.host_bytes or math.inf
+    memory, room, host_room = worker.memory, machine.device_bytes, machine.host_bytes or math.inf
     states = memory.weights + memory.gradients + memory.inner
     settings = []
     if config.memory.vectors == "memory" and device <= room:
@@ -128,12 +130,12 @@ def _suggestions(
         settings.append('model.dtype = "bfloat16"')
     if profile is not None and host <= host_room and config.pipeline.stages == 1:
         others = device - _beside_states(config, profile, "keep")
-        lean = (Placement("host" if here.host_bytes else "device", "recompute"),) * len(profile.units)
+        lean = (Placement("host" if machine.host_bytes else "device", "recompute"),) * len(profile.units)
         if others + _beside_states(config, profile, "recompute") <= room:
             settings.append('memory.method = "checkpoint"')
-        elif here.host_bytes and (moved := _profile(changed(config, {"memory.method": "auto"}), 0)) is not None:
+        elif machine.host_bytes and (moved := _profile(changed(config, {"memory.method": "auto"}), 0)) is not None:
             peak = least_peak(moved, lean, config.inner.accumulation)
-            if max(peak - room, host + planned_host_bytes(moved, lean) - here.host_bytes) <= 0:
+            if max(peak - room, host + planned_host_bytes(moved, lean) - machine.host_bytes) <= 0:
                 settings.append('memory.method = "auto"')
     if profile is not None and host <= host_room and config.pipeline.stages > 1 and not config.pipeline.recompute:
         lean = changed(config, {"pipeline.recompute": True})

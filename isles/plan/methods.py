@@ -194,13 +194,13 @@ class PlannedMethod:
         inside = every * (self.seconds - self.computing)
         if between is None:
             return TimeAccount(every * self.computing, inside), False
-        some = next((some for some in self._levels if self._played(some) <= messages), self._levels[-1])
-        exact = len(self.question.classes) == 1 and not self.question.links.jitter and some.coarse == LEVELS[0]
+        level = next((level for level in self._levels if self._played(level) <= messages), self._levels[-1])
+        exact = len(self.question.classes) == 1 and not self.question.links.jitter and level.coarse == LEVELS[0]
         replay = self._replayed(
-            lambda taken: some(self._schedule(taken)),
+            lambda taken: level(self._schedule(taken)),
             Topology(_count(between), _scaled(between, rate)),
             self.seconds,
-            math.ceil(_ROUNDS * self._played(some)),
+            math.ceil(_ROUNDS * self._played(level)),
             steps,
         )
         whole = TimeAccount(every * self.computing, replay.waiting + inside + self._spread)
@@ -269,12 +269,12 @@ class PlannedMethod:
         """The schedule's rhythm. For a method that does not define one, a run as long as one round."""
         return self.optimizer.rhythm(self.every)
 
-    def _played(self, some: Representatives) -> float:
+    def _played(self, level: Representatives) -> float:
         """Messages of a round; with an end of the run, also of the steps before the first round."""
         rhythm = self._rhythm
         begun = 0 if self.question.steps is not None else rhythm.start
         sent = [exchange for exchange in self._schedule(rhythm.start + rhythm.every) if exchange.sent > begun]
-        return sum(exchange.messages for exchange in some(sent))
+        return sum(exchange.messages for exchange in level(sent))
 
     @cached_property
     def _few_links(self) -> Links | None:

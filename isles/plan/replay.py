@@ -143,8 +143,8 @@ class ReplayMember:
         self.others = [(index + step) % self.size for step in range(1, self.size)]
 
     def send(self, position: int, nbytes: float, part: Hashable = 0) -> ReplayWork:
-        here, there = self._group[self.index], self._group[position]
-        return self._wire.send(here, there, nbytes, (self._key, part), self._channel)
+        source, target = self._group[self.index], self._group[position]
+        return self._wire.send(source, target, nbytes, (self._key, part), self._channel)
 
     def recv(self, position: int, part: Hashable = 0) -> ReplayWork:
         return self._wire.recv(self._group[self.index], self._group[position], (self._key, part))
@@ -564,9 +564,9 @@ class RunReplay:
         if rounds <= _ROUNDS:
             fixed, each = 0, sum(exchange.messages for exchange in records(remainder + rounds * every)) / max(rounds, 1)
         else:
-            some, more = (sum(exchange.messages for exchange in records(remainder + count * every)) for count in (1, 3))
-            each = (more - some) / 2
-            fixed = some - each
+            first, third = (sum(one.messages for one in records(remainder + count * every)) for count in (1, 3))
+            each = (third - first) / 2
+            fixed = first - each
         if self.staged is not None:
             each += self.staged.messages * (every if steady is None else min(every, PLAYED))
         if fixed + min(rounds, _ROUNDS) * each > _FACTOR * messages:

@@ -119,8 +119,8 @@ def stream_ratio(run: RunSketch) -> float:
     messages = message_form(run)
     full = FullStream(run.scheme.crossings.width)
     whole = replace(messages, boundary=full, codec=Identity(), gradient_codec=Identity())
-    there, here = (form.nbytes(Task("F", 0, 1)) + form.nbytes(Task("B", 0, 0)) for form in (whole, messages))
-    return there / here
+    uncompressed, crossing = (form.nbytes(Task("F", 0, 1)) + form.nbytes(Task("B", 0, 0)) for form in (whole, messages))
+    return uncompressed / crossing
 
 
 def staged_steps(run: RunSketch) -> StagedSteps:

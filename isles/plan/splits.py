@@ -142,17 +142,17 @@ def splits(workers: int, layers: int, stages: Sequence[int] | None) -> list[Work
     return possible
 
 
-def plan_splits(splits: SplitsQuestion, found: Sequence[WorkerSplit]) -> list[SplitPlan]:
+def plan_splits(splits: SplitsQuestion, candidates: Sequence[WorkerSplit]) -> list[SplitPlan]:
     """Plans of the possible splits: those that fit first, then by step time. ValueError if none is possible."""
     plans, refusal = [], None
-    for split in found:
+    for split in candidates:
         try:
             plans.append(plan_split(splits, split))
         except ValueError as error:
             refusal = error
     if not plans and refusal is not None:
         raise refusal
-    return sorted(plans, key=lambda one: (one.fits is False, one.step, one.memory))
+    return sorted(plans, key=lambda plan: (plan.fits is False, plan.step, plan.memory))
 
 
 def plan_split(splits: SplitsQuestion, split: WorkerSplit) -> SplitPlan:
@@ -253,10 +253,10 @@ def _replayed(
     levels = [Representatives(None, level) for level in LEVELS]
 
     def played(every: int) -> TimeAccount:
-        for some in levels:
-            if 3 * sum(one.messages for one in some(records(every))) <= _MESSAGES:
+        for representatives in levels:
+            if 3 * sum(one.messages for one in representatives(records(every))) <= _MESSAGES:
                 break
-        account = replays.long_run(lambda steps: some(records(steps)), Rhythm(0, every), rounds=6)
+        account = replays.long_run(lambda steps: representatives(records(steps)), Rhythm(0, every), rounds=6)
         if account is None:
             raise ValueError(
                 f"{topology.workers} workers send too many messages to be simulated: choose a larger "

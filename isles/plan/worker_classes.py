@@ -238,9 +238,9 @@ def _coarser(pattern: MessagePattern, most: int) -> MessagePattern:
     for gathers, row in groupby(pattern.segments, key=lambda one: one.there is None):
         alike = list(row)
         for first in range(0, len(alike), width):
-            some = alike[first : first + width]
-            there = None if gathers else _sums([one.there for one in some if one.there is not None])
-            segments.append(Segment(there, _sums([one.back for one in some])))
+            chunk = alike[first : first + width]
+            there = None if gathers else _sums([one.there for one in chunk if one.there is not None])
+            segments.append(Segment(there, _sums([one.back for one in chunk])))
     return Mean(tuple(segments), pattern.header)
 
 

@@ -165,7 +165,7 @@ def merged_tables(path: str | None, flags: Mapping[str, Any], assignments: Seque
     named_keys += [assignment.partition("=")[0].strip() for assignment in assignments]
     tokens = raw.get("run", {}).get("tokens")
     if "run.steps" in named_keys and tokens:
-        raise ValueError(f"run.tokens = {tokens} and run.steps both say when the run ends: leave one out")
+        raise ValueError(f"run.tokens = {tokens} and run.steps both say when the run ends: remove one of them")
     return raw
 
 
@@ -233,7 +233,7 @@ def _foreign(key: str, name: str, known: Sequence[str]) -> str:
     owners = [other for other in METHODS if key in [field.name for field in fields(config_of(other))]]
     if not owners:
         return unknown_name("key", f"replicas.{key}", [f"replicas.{key}" for key in ("method", *known)])
-    return f"replicas.{key} is a setting of {', '.join(owners)}, not of {name}: take it out, or choose another method"
+    return f"replicas.{key} is a setting of {', '.join(owners)}, not of {name}: remove it, or choose another method"
 
 
 def to_toml(config: Config, named: Mapping[str, str] | None = None) -> str:
