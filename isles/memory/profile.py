@@ -334,9 +334,7 @@ def _fake_trace(
 
 @contextmanager
 def _shortened(model: nn.Module, units: list[ModelUnit]) -> Iterator[list[int]]:
-    """Reduce the model to three blocks temporarily, if all blocks are alike. Yields, for each block of the whole model,
-    the index of the one that represents it.
-    """
+    """Reduce a model of alike blocks to three temporarily. Yields the index of the representative of each block."""
     indices = range(len(units))
     alike = len({repr(unit.module) + repr([p.shape for p in unit.parameters]) for unit in units}) == 1
     if not alike or len(units) <= 3:

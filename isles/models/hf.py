@@ -94,9 +94,7 @@ def load_hf(
 
 
 def hf_limits(path: str) -> tuple[int | None, int]:
-    """(longest sequence or None, number of token ids) of the model at `path`, from config.json. ValueError as
-    `load_hf`.
-    """
+    """(longest sequence or None, number of token ids) of the model at `path`. ValueError as in `load_hf`."""
     config = _read_config(path).get_text_config()
     return getattr(config, "max_position_embeddings", None), config.vocab_size
 

@@ -1,10 +1,10 @@
-"""What a worker needs of its machine: counted FLOPs per token, measured seconds per step, and whether its memory fits.
-If it does not fit, settings that would make it fit.
+"""The demands of a worker on its machine: counted FLOPs per token, measured seconds per step, and whether its memory
+fits. If it does not fit, settings that would make it fit.
 
     device    weights, tables, gradients and inner state; activations, from a profile of the model on fake tensors
-    host      what the method holds there: anchors, momenta, messages
+    host      the method's state: anchors, momenta, messages
 
-With a memory plan both are the plan's, plus what the method adds. On a machine without a GPU, RAM is the device.
+With a memory plan both are the plan's, plus the method's state. On a machine without a GPU, RAM is the device.
 """
 
 from __future__ import annotations

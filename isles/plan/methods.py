@@ -1,5 +1,5 @@
-"""Which method for which link: seconds, bytes and memory of each method, from the time of a step and the links between
-the workers.
+"""Compare methods on given links: seconds, bytes and memory of each method, from the time of a step and the links
+between the workers.
 
     question, candidate -> configuration -> the method around a sketched model -> its exchanges, memory, bytes
                         -> seconds waited a round, for each H -> utilisation = Hc / (Hc + waits)
@@ -79,7 +79,7 @@ class MethodTiming:
 
 
 class PlannedMethod:
-    """A candidate with its sketch. ValueError if the method cannot run so."""
+    """A candidate with its sketch. ValueError if the method cannot run with the question's workers."""
 
     def __init__(self, question: PlanQuestion, candidate: Candidate) -> None:
         self.question, self.candidate = question, candidate
@@ -536,7 +536,7 @@ def _refuse_unknown(question: PlanQuestion, best: Best | None) -> None:
 
 
 def _amount(plan: MethodPlan, best: Best) -> float:
-    """What `best` asks to be small."""
+    """The amount that `best` minimises."""
     amount = {"hours": plan.hours, "bytes": plan.nbytes, "money": plan.money}[best]
     assert amount is not None, "_refuse_unknown has refused this"
     return amount

@@ -238,7 +238,7 @@ PLAYED = 4
 
 
 class Agenda:
-    """What every worker does, in order: computes, starts exchanges, waits for them."""
+    """The program of every worker, in order: compute, start exchanges, wait for them."""
 
     def __init__(self, opening: Sequence[PlannedExchange], exchanges: Sequence[PlannedExchange]) -> None:
         self._amid: defaultdict[int, list[tuple[int, PlannedExchange]]] = defaultdict(list)
@@ -285,8 +285,8 @@ class Agenda:
 
 
 class Act(NamedTuple):
-    """What a worker does at one moment, in the order of the fields. computes: inner steps. starts, waits_for: numbers
-    of exchanges.
+    """The actions of a worker at one moment, in the order of the fields. computes: inner steps. starts, waits_for:
+    numbers of exchanges.
     """
 
     moment: int
@@ -438,9 +438,9 @@ ExchangeRecords = Callable[[int], Sequence[PlannedExchange]]
 
 @dataclass(frozen=True, slots=True)
 class Waits:
-    """Seconds. computed[r]: of each inner step at worker r. waited[r][t]: at worker r in and after inner step t = 1, 2,
-    ...; the last entry is the end of the run; waited[r][0], before the first step, is not counted. for_stages: the part
-    of `waited` that is for messages of other stages.
+    """The seconds of a replay. computed[r]: of each inner step at worker r. waited[r][t]: at worker r in and after
+    inner step t = 1, 2, ...; the last entry is the end of the run. waited[r][0], before the first step, does not count.
+    for_stages: the part of `waited` that is for messages of other stages.
     """
 
     steps: int

@@ -260,12 +260,12 @@ def message_sizes(tokens: int, width: int, boundary: dict[str, Any]) -> Sizes:
     take four bytes.
 
     Args:
-        tokens: of the microbatch.
-        width: of the stream.
+        tokens: number of tokens of the microbatch.
+        width: width of the stream.
         boundary: keys of [pipeline.boundary].
 
     Raises:
-        ValueError: for what is no boundary, or does not fit such a stream.
+        ValueError: if `boundary` is invalid, or does not fit a stream of this width.
     """
     model = {"d_model": width, "layers": 2, "heads": 1, "ffn": 1, "vocab": 1 << 24, "context": tokens}
     pipeline = {"stages": 2, "microbatches": 1, "boundary": boundary}
@@ -280,7 +280,7 @@ _OWN_RATE = 1e9  # bits per second, where the search begins if the network is no
 
 
 def plan_replicas(config: Config, *, probe: bool = False, machines: int = 1) -> RunPlan:
-    """As `plan_run`."""
+    """The plan of a run with fixed workers, see `plan_run`."""
     world, run, pipeline = config.world, config.run, config.pipeline
     layout, paths, context = layout_of(config), plan_of(pipeline), limits(config.model).context
     readers = layout.reader(0)[1]
@@ -297,7 +297,7 @@ def plan_replicas(config: Config, *, probe: bool = False, machines: int = 1) -> 
     seconds = step_seconds(config) if world.is_simulated else None
     if world.is_simulated and outline.about:
         notices.append(
-            "what is sent depends on the values: bytes and waiting are estimates, and may be far off for a few steps"
+            "the bytes sent depend on the values: bytes and waiting are estimates, and may be far off for a few steps"
         )
     if world.is_simulated and (world.virtual.step_jitter or world.virtual.pauses):
         notices.append(
@@ -413,8 +413,8 @@ def _startup(sketch: RunSketch) -> float | None:
 def replayed(
     sketch: RunSketch, far: Links, staged: StagedSteps | None = None, seconds: float | None = None, most: int = MESSAGES
 ) -> TimeAccount | None:
-    """The account of the whole run over links `far` between islands, see `RunReplay.run`. seconds: of a step; None:
-    those of the virtual clock.
+    """The time account of the whole run over links `far` between islands, see `RunReplay.run`. seconds: of a step;
+    None: those of the virtual clock.
     """
     config, topology = sketch.config, _topology(sketch.config, far)
     world, steps = config.world, config.run.steps

@@ -127,7 +127,7 @@ _USUAL, _MFU = ("", "H100", "131072"), 0.4
 
 
 def named(text: str) -> tuple[str, float]:
-    """The model size, and the seconds of a step."""
+    """Parse the text of a price: (model size, seconds of a step)."""
     parts = [part.strip() for part in text.split(",")]
     try:
         size, hardware, tokens = (*parts, *_USUAL[len(parts) :])

@@ -1,4 +1,4 @@
-"""How workers are best divided into replicas, stages and workers that share a stage: the step and memory of each split.
+"""Compare divisions of workers into replicas, stages and workers that share a stage: step time and memory of each.
 
     question, split -> configuration -> its workers around a sketched model -> tasks of a step, exchanges, memory
                     -> one replay of the long run -> SplitPlan

@@ -14,14 +14,14 @@ except the last.
 
 `wanted_rate`: the link rate at which workers compute for a wanted share of the time.
 
-`churn_costs`: what workers that come and go cost a method, before a run: rounds without a partner, lost work, waiting,
+`churn_costs`: the costs of churn for a method, estimated before a run: rounds without a partner, lost work, waiting,
 state transfers, and the lighthouse's traffic if it relays.
 
-Each worker dies at a constant rate, and another one joins in its stead at once:
+Each worker dies at a constant rate, and another one replaces it at once:
 
-    a partner is lost     a view lists who was alive when it was made, `AHEAD` rounds before it begins. A worker that
-                          died since then is still in it, and its partner exchanges with nobody
-    a dead worker         its current round is lost, and earlier rounds whose updates it shared with nobody
+    a partner is lost     a view lists the workers alive when it was created, `AHEAD` rounds before it begins. A worker
+                          that died since then is still in it, and its partner exchanges with nobody
+    a dead worker         its current round is lost, and earlier rounds whose updates it had not shared
     one mean for all      no round without a partner: the mean is repeated without the dead worker
     a joiner              waits for its view, about `AHEAD` rounds, while it copies a state
 
