@@ -195,7 +195,10 @@ REFUSED = [
     (["model.factory=a:b"], "model.context is missing"),
     (["model.factory=nocolon", "model.context=4"], "write package.module:function"),
     (["model.factory=a:b", "model.context=0"], "model.context = 0"),
-    *(([*FACTORY, f"model.{key}=2"], f"model.{key} is a setting of Isles' own") for key in ("d_model", "layers", "heads", "ffn")),
+    *(
+        ([*FACTORY, f"model.{key}=2"], f"model.{key} is a setting of Isles' own")
+        for key in ("d_model", "layers", "heads", "ffn")
+    ),
     ([*FACTORY, "model.size=2M"], "model.size is a setting of Isles' own"),
     ([*FACTORY, "model.tie_embeddings=true"], "model.tie_embeddings is a setting of Isles' own"),
     (["model.options.width=4"], "model.options are the arguments of model.factory"),
