@@ -1,8 +1,8 @@
-"""A group: an ordered set of ranks over a transport; making one sends nothing.
+"""A group: an ordered set of ranks over a transport. Creating a group sends nothing.
 
-Positions inside a group are 0..size-1; only the group knows ranks. `among(positions)` gives a pair, a stage column, an
-island, the survivors. Collectives come in two forms: the generators of `collectives` (`start` runs them behind the
-computation) and the blocking methods here, which start the same generators and wait. `same_text` and `odd_one` compare
+Positions inside a group are 0..size-1; only the group knows ranks. `among(positions)` selects a pair, a stage column,
+an island or the survivors. Collectives come in two forms: the generators of `collectives` (`start` runs them behind the
+computation), and the blocking methods here, which start the same generators and wait. `same_text` and `odd_one` compare
 values of all members and name the member that differs.
 """
 
@@ -28,10 +28,10 @@ from isles.comm.transport import Steps, Transfer
 
 
 class Group(Members):
-    """`ranks` of `transport` in this order. channel: of its collectives, unless a call names another."""
+    """The `ranks` of `transport`, in this order. channel: default channel of its collectives."""
 
     def among(self, positions: Sequence[int], channel: Channel | None = None) -> Group:
-        """The members at `positions`, in that order, as a group. Nothing is sent. Must include this worker."""
+        """The group of the members at `positions`, in that order. Must include this worker. Sends nothing."""
         ranks = tuple(self.ranks[position] for position in positions)
         return Group(self.transport, ranks, channel or self.channel, self.deadlines, self.ledger, self.view)
 
@@ -43,22 +43,22 @@ class Group(Members):
         leeway: float = 1.0,
         attempt: int = 0,
     ) -> Call:
-        """An address for the generators of `collectives` and `mean`: one per operation."""
+        """The address of one operation, for the generators of `collectives` and `mean`."""
         return Call(self, channel or self.channel, round, fragment, leeway, attempt)
 
     def start(
         self, protocol: Steps[Any], channel: Channel | None = None, deadline: float | None = None, nbytes: int = 0
     ) -> Transfer[Any]:
-        """Run a generator behind the computation; `deadline` seconds (default: the channel's, for `nbytes` to send)."""
+        """Run a generator behind the computation. deadline: seconds; default: the channel's, for `nbytes` to send."""
         channel = channel or self.channel
         seconds = self.deadlines.of(channel, nbytes) if deadline is None else deadline
-        with own_modes():  # its first steps run in this thread
+        with own_modes():  # the generator's first steps run in this thread
             return self.transport.run(protocol, channel, seconds)
 
     # The blocking methods. Default channel: control, so that they never collide with a transfer in progress.
 
     def mean(self, buffer: Tensor, codec: Codec, channel: Channel = "control", stamp: Stamp | None = None) -> None:
-        """Replace flat `buffer` (n,) by its mean over the group; the same bits on every member."""
+        """Replace flat `buffer` (n,) by its mean over the group, with the same bits on every member."""
         self.start(mean(self.call(channel), buffer, codec, stamp), channel, nbytes=2 * buffer.nbytes).wait()
 
     def all_gather(self, data: Tensor, channel: Channel = "control") -> list[Tensor]:
@@ -66,11 +66,11 @@ class Group(Members):
         return self.start(collectives.all_gather(self.call(channel), data), channel).wait()
 
     def all_to_all(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], channel: Channel = "control") -> None:
-        """outgoing[p] goes to position p, incoming[p] is filled from position p (own entry copied)."""
+        """Send outgoing[p] to position p, and fill incoming[p] from position p. This worker's own entry is copied."""
         self.start(collectives.all_to_all(self.call(channel), outgoing, incoming), channel).wait()
 
     def exchange(self, position: int, data: Tensor, channel: Channel = "control") -> Tensor:
-        """Swap `data` (same shape on both sides) with one member and return theirs."""
+        """Exchange `data` (same shape on both sides) with one member, and return the member's data."""
         return self.start(collectives.exchange(self.call(channel), position, data), channel).wait()
 
     def broadcast(self, data: Tensor, source: int = 0, channel: Channel = "control") -> None:
@@ -82,12 +82,12 @@ class Group(Members):
         self.all_gather(torch.zeros(1, dtype=torch.uint8, device="cpu"))
 
     def answering(self, channel: Channel = "control") -> Group:
-        """The members that answer within the deadline, this one included, in group order: the group after losses. All
-        remaining members must call it together. A member that is later than the deadline finds no group.
+        """The group after losses: this worker and the members that answer within the deadline, in group order. All
+        remaining members must call this together. A member that calls after the deadline finds no group.
         """
-        here = torch.zeros(1, dtype=torch.uint8, device="cpu")
+        token = torch.zeros(1, dtype=torch.uint8, device="cpu")
         calls = {
-            position: self.start(collectives.exchange(self.call(channel), position, here), channel)
+            position: self.start(collectives.exchange(self.call(channel), position, token), channel)
             for position in self.others
         }
         return self.among(
@@ -107,25 +107,25 @@ _H = TypeVar("_H", bound=Hashable)
 
 
 def same_text(group: Group, text: str, detail: str, step: int = 0) -> None:
-    """Diverged with `detail`, naming the odd worker, unless `text` is the same on all members."""
+    """Raise Diverged with `detail`, naming the worker that differs, unless `text` is the same on all members."""
     odd, _ = odd_one([int(theirs) for theirs in group.all_gather(numbers(hashed(text)))])
     if odd is not None:
         raise Diverged(group.ranks[odd], step, detail)
 
 
 def hashed(text: str) -> int:
-    """A 64-bit hash."""
+    """A 64-bit hash of `text`."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little", signed=True)
 
 
 def odd_one(values: Sequence[_H]) -> tuple[int | None, int]:
-    """(the first position whose value differs from the most common one, None if none does; the first position that has
-    the most common value). So all members name the same one; of two members, the first counts as right.
+    """Compare all members' values: (the first position that differs from the most common value, or None; the first
+    position that has the most common value). All members thus name the same one; of two, the first counts as right.
     """
     usual = Counter(values).most_common(1)[0][0]
     return next((position for position, theirs in enumerate(values) if theirs != usual), None), values.index(usual)
 
 
 def numbers(*values: int) -> Tensor:
-    """The numbers as int64 (n,) on the CPU, whatever the user's default dtype and device are."""
+    """The values as int64 (n,) on the CPU, whatever the user's default dtype and device are."""
     return torch.tensor(values, dtype=torch.int64, device="cpu")

@@ -12,8 +12,8 @@ MeshAxis = Literal["replica", "stage", "inner"]
 
 
 class Coordinate(NamedTuple):
-    """replica: the replica of which a worker holds a piece. stage: which piece of the model. inner: its number among
-    the workers that share the piece's data-parallel work.
+    """A worker's place. replica: number of its replica. stage: number of its piece of the model. inner: its number
+    among the workers that share the piece's data-parallel work.
     """
 
     replica: int
@@ -29,12 +29,12 @@ class Layout:
 
     def __post_init__(self) -> None:
         if len(set(self.coordinates)) != len(self.coordinates):
-            raise ValueError(f"layout {self.coordinates}: two ranks have the same coordinates, give each its own")
+            raise ValueError(f"layout {self.coordinates}: two ranks have the same coordinates; give each its own")
 
     @classmethod
     def grid(cls, outer: int, stage: int = 1, inner: int = 1) -> Layout:
-        """`outer` replicas of `stage` stages of `inner` workers: rank = (replica * stages + stage) * inner + inner
-        position, so that the workers of an island are neighbours. ValueError for an axis without a worker.
+        """`outer` replicas of `stage` stages of `inner` workers each. rank = (replica * stages + stage) * inner + inner
+        coordinate, so the workers of an island have neighbouring ranks. ValueError for an axis without a worker.
         """
         if min(outer, stage, inner) < 1:
             raise ValueError(f"mesh outer={outer}, stage={stage}, inner={inner}: every axis needs at least 1 worker")
@@ -42,17 +42,17 @@ class Layout:
 
     @classmethod
     def columns(cls, stages: Sequence[Sequence[int]]) -> Layout:
-        """Stages with unequal numbers of workers, by their ranks: the k-th worker of each stage is in column k, so only
-        the first column is sure to be complete. ValueError unless every rank from 0 on is in exactly one stage.
+        """Stages with unequal numbers of workers. stages: the ranks of each stage. The k-th worker of each stage is in
+        column k; only the first column is always complete. ValueError unless each rank from 0 on is in one stage.
         """
         coordinates = {rank: Coordinate(k, s, 0) for s, ranks in enumerate(stages) for k, rank in enumerate(ranks)}
         if sorted(coordinates) != list(range(sum(map(len, stages)))):
-            raise ValueError("stages must name the ranks 0, 1, 2 ... once each")
+            raise ValueError(f"stages = {[*map(list, stages)]}: name each of the ranks 0, 1, 2 ... once")
         return cls(tuple(coordinates[rank] for rank in range(len(coordinates))))
 
     @classmethod
     def rows(cls, lengths: Sequence[int], aside: int = 0) -> Layout:
-        """Replicas with unequal numbers of stages, rank after rank; then `aside` ranks that are in no replica."""
+        """Replicas with unequal numbers of stages, in the order of ranks; then `aside` ranks without a replica."""
         coordinates = [Coordinate(row, stage, 0) for row, length in enumerate(lengths) for stage in range(length)]
         return cls((*coordinates, *(Coordinate(len(coordinates) + rank, 1, 0) for rank in range(aside))))
 
@@ -61,43 +61,43 @@ class Layout:
         return len(self.coordinates)
 
     def sharing(self, rank: int, *axes: MeshAxis) -> list[int]:
-        """The ranks with the same coordinates as `rank` on all of `axes`, itself included, ordered by coordinates."""
-        where = attrgetter(*axes) if axes else lambda coordinate: ()
+        """The ranks with the same coordinates as `rank` on all `axes`, itself included, ordered by coordinates."""
+        key = attrgetter(*axes) if axes else lambda coordinate: ()
         if axes not in self._shared:
-            found: dict[Any, list[int]] = {}
+            groups: dict[Any, list[int]] = {}
             for other, coordinate in enumerate(self.coordinates):
-                found.setdefault(where(coordinate), []).append(other)
-            for there in found.values():
-                there.sort(key=self.coordinates.__getitem__)
-            self._shared[axes] = found
-        return list(self._shared[axes][where(self.coordinates[rank])])
+                groups.setdefault(key(coordinate), []).append(other)
+            for ranks in groups.values():
+                ranks.sort(key=self.coordinates.__getitem__)
+            self._shared[axes] = groups
+        return list(self._shared[axes][key(self.coordinates[rank])])
 
     @cached_property
     def _shared(self) -> dict[tuple[MeshAxis, ...], dict[Any, list[int]]]:
-        """Cache of `sharing`, which is called for every one of thousands of workers."""
+        """Cache of `sharing`, which runs for each of thousands of workers."""
         return {}
 
     @cached_property
     def holders(self) -> list[list[int]]:
-        """By coordinate in a replica, stage after stage: the ranks that hold that part of the model, in group order."""
+        """The ranks that hold each part of the model, in group order; parts by coordinate in a replica, stage first."""
         first = self.coordinates.index(Coordinate(0, 0, 0))
         return [self.sharing(rank, "stage", "inner") for rank in self.sharing(first, "replica")]
 
     def reader(self, rank: int) -> tuple[int, int]:
-        """(share, shares): the share of the data that `rank` trains on, and their number; the stages of a pipeline read
-        the same one. In a column without a first stage no worker reads, and the share is 0.
+        """(share, shares): the share of the data that `rank` trains on, and the number of shares. The stages of a
+        pipeline read the same share. In a column without a first stage no worker reads, and the share is 0.
         """
         shares = sorted(
             {(coordinate.replica, coordinate.inner) for coordinate in self.coordinates if coordinate.stage == 0}
         )
-        here = self.coordinates[rank]
-        own = (here.replica, here.inner)
-        return shares.index(own) if own in shares else 0, len(shares)
+        coordinate = self.coordinates[rank]
+        column = (coordinate.replica, coordinate.inner)
+        return shares.index(column) if column in shares else 0, len(shares)
 
 
 @lru_cache(maxsize=8)
 def grid_of(workers: int, *, outer: int | None = None, stage: int = 1, inner: int = 1) -> Layout:
-    """The grid of all `workers` (outer None: computed). ValueError if the product is another number."""
+    """The grid of all `workers` (outer None: computed). ValueError unless the product of the axes is `workers`."""
     if outer is None:
         outer = max(workers // max(stage * inner, 1), 1)
     layout = Layout.grid(outer, stage, inner)

@@ -27,7 +27,7 @@ from isles.comm.transport import Deadlines, Transport
 
 @dataclass(frozen=True, eq=False)
 class Mesh:
-    """`world`: all ranks, at the coordinates that `layout` gives them. The axes are groups of this worker's."""
+    """world: the group of all ranks. layout: their coordinates. The axes are groups that contain this worker."""
 
     world: Group
     layout: Layout
@@ -35,10 +35,10 @@ class Mesh:
     """This worker's number on its machine, which selects its GPU."""
 
     report: Callable[[object], None] = field(default=lambda event: None, repr=False)
-    """Reports a value to the launcher; ignored under torchrun and in a world of one."""
+    """Reports a value to the launcher. Does nothing under torchrun and in a world of one."""
 
     stop_here: Callable[[int], bool] = field(default=lambda step: False, repr=False)
-    """Called between inner steps with the number done: True if this worker should save its state and return."""
+    """Called between inner steps with the number of steps done. True: this worker must save its state and return."""
 
     leaving: LeaveControl = field(default_factory=LeaveControl, repr=False)
     """Asks this worker alone to end."""
@@ -66,8 +66,8 @@ class Mesh:
 
     @cached_property
     def pipeline(self) -> Group:
-        """Every stage of every replica at this worker's inner coordinate, a replica's stages side by side: in a grid
-        position = replica * stages + stage.
+        """All stages of all replicas at this worker's inner coordinate. The stages of a replica are neighbours: in a
+        grid, position = replica * stages + stage.
         """
         return self._group("pipeline", "inner")
 
@@ -78,7 +78,7 @@ class Mesh:
 
     @property
     def reader(self) -> tuple[int, int]:
-        """(share, shares): the share of the data that this worker trains on; equal for the stages of a replica."""
+        """(share, shares): this worker's share of the data, and the number of shares. A replica's stages share one."""
         return self.layout.reader(self.rank)
 
     @property
@@ -105,7 +105,9 @@ class Mesh:
 
 
 def _patient(group: Group) -> Group:
-    """Waiting for another replica delays this worker's own replica as much, so `inner` waits as long as `outer`."""
+    """Set the deadline of `inner` to that of `outer` if that is longer. A peer of the same replica may be late because
+    it waits for another replica.
+    """
     waits = group.deadlines
     return replace(group, deadlines=replace(waits, inner=waits.outer)) if waits.outer > waits.inner else group
 
@@ -120,8 +122,8 @@ def arrange(
     deadlines: Deadlines | None = None,
     ledger: Ledger | None = None,
 ) -> Mesh:
-    """The mesh of `outer` x `stage` x `inner` workers over `transport` (outer None: computed). ValueError if the
-    product is not its size.
+    """Arrange the workers of `transport` as `outer` x `stage` x `inner` (outer None: computed). ValueError if the
+    product is not the number of workers.
 
     local_rank: this worker's number on its machine; None: all are on one machine.
     """
@@ -135,38 +137,38 @@ def arrange(
 
 @dataclass(frozen=True)
 class _Entered:
-    """A worker's transport for `init()` and `mesh()`: per thread for a virtual worker, else per process."""
+    """A worker's transport for `init()` and `mesh()`: one per thread for virtual workers, else one per process."""
 
     transport: Transport
     local_rank: int | None = None
-    is_found: bool = False  # by `_current`, which searches again once it is closed
+    is_found: bool = False  # found by `_current`, which searches again once the transport is closed
     ledger: Ledger = field(default_factory=Ledger)
 
 
 class _PerThread(threading.local):
-    own: _Entered | None = None
+    entered: _Entered | None = None
 
 
 _here = _PerThread()
-_process: list[_Entered] = []  # of this process; at most one
+_process: list[_Entered] = []  # this process's transport: at most one entry
 _virtual: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 
 def enter(transport: Transport, local_rank: int | None = None) -> None:
-    """Make `transport` what `init()` and `mesh()` return in this thread; called by the code that starts workers."""
+    """Let `init()` and `mesh()` use `transport` in this thread. The code that starts workers calls this."""
     _enter(_Entered(transport, local_rank))
 
 
 def leave() -> None:
-    """Close what was entered in this thread, if anything."""
-    if _here.own is not None:
-        _here.own.transport.close()
-        if _here.own in _process:
+    """Close the transport entered in this thread, if any."""
+    if _here.entered is not None:
+        _here.entered.transport.close()
+        if _here.entered in _process:
             _process.clear()
 
 
 def _enter(entered: _Entered) -> None:
-    _here.own = entered
+    _here.entered = entered
     if not isinstance(entered.transport, DistributedTransport):
         _virtual.add(threading.current_thread())
     elif entered.transport.size > 1 or not entered.is_found:
@@ -174,14 +176,14 @@ def _enter(entered: _Entered) -> None:
 
 
 def _current(join: float) -> _Entered:
-    """The transport entered in this thread or process, else the one that the environment describes, else a world of
+    """The transport entered in this thread or process; else the one that the environment describes; else a world of
     one. join: seconds for all processes to meet. ValueError in a thread that a virtual worker has started, and in a
     DataLoader's process.
     """
     data: Any = sys.modules.get("torch.utils.data")
-    if data is not None and data.get_worker_info() is not None:  # it was forked, so it has its worker's state
+    if data is not None and data.get_worker_info() is not None:  # a forked process has a copy of its worker's state
         raise ValueError("this process is a DataLoader's, and no worker: give its dataset the rank and size of `world`")
-    entered = _here.own or next(iter(_process), None)
+    entered = _here.entered or next(iter(_process), None)
     if entered is None and any(thread.is_alive() for thread in list(_virtual)):
         raise ValueError("several workers run in this process, and this thread is none of theirs: pass it `world`")
     if entered is None or (entered.is_found and cast(DistributedTransport, entered.transport).is_closed):
@@ -194,9 +196,9 @@ def _current(join: float) -> _Entered:
 
 
 def init(*, deadlines: Deadlines | None = None) -> Mesh:
-    """The world of this worker, all ranks on `.outer`: Isles' own, the one that torchrun, srun or mpirun describes or
-    that torch.distributed was initialized with, or a single worker. RendezvousFailed names the processes that have not
-    called it within `deadlines.join` seconds.
+    """The world of this worker, with all ranks on `.outer`. It is the world that Isles started, the one of torchrun,
+    srun, mpirun or an initialized torch.distributed, or a single worker. RendezvousFailed names the processes that have
+    not called it within `deadlines.join` seconds.
     """
     return mesh(deadlines=deadlines)
 
@@ -218,16 +220,14 @@ def mesh(*, outer: int | None = None, stage: int = 1, inner: int = 1, deadlines:
     )
 
 
-@lru_cache(maxsize=8)  # it has no state that changes
+@lru_cache(maxsize=8)  # safe, because its state never changes
 def dry_mesh(workers: int, *, inner: int, rank: int, native: bool) -> Mesh:
-    """The mesh of a planned world of `workers`, as `rank` sees it. native: whether the planned backend has a collective
-    of its own.
-    """
+    """The mesh of a planned world of `workers`, as `rank` sees it. native: the backend will have own collectives."""
     return arrange(DryTransport(workers, native, rank), inner=inner)
 
 
 class DryTransport:
-    """The transport of a planned world: it has a size, and sending raises ValueError."""
+    """The transport of a planned world. It has a size; sending raises ValueError."""
 
     step_seconds = 0.0
     away_seconds = 0.0
@@ -236,12 +236,12 @@ class DryTransport:
         self.size, self.native, self.rank, self.traffic = size, native, rank, Traffic()
 
     def _refuse(self, *asked: Any, **more: Any) -> NoReturn:
-        raise ValueError("this method exchanges something while it is made, which cannot be planned: run it instead")
+        raise ValueError("this method communicates while it is created, which cannot be planned; run it instead")
 
     send = recv = run = event = native_sum = followed = process_group = _refuse
 
     def link_estimate(self) -> None:
-        """None: there is no link."""
+        """None: a planned world has no link."""
 
     def now(self) -> float:
         return 0.0

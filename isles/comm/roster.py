@@ -1,4 +1,4 @@
-"""Which workers take part in which round of an outer method, and which of them this worker has lost."""
+"""The workers that take part in each round of an outer method, and those that this worker has lost."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from isles.comm.errors import CommError, Diverged, Malformed, PeerLost, Refused
 from isles.comm.group import Group
 
 RoundOutcome = Literal["land", "retry", "postpone"]
-"""Of an attempt: all apply its answer; the round is tried again (`Roster.start_round`); the outcome cannot be known
-now, or this worker takes no part any more.
+"""Outcome of an attempt. land: all members apply its answer. retry: they try the round again (`Roster.start_round`).
+postpone: the outcome is not known now, or this worker no longer takes part.
 """
 _REFUSALS = 3  # invalid payloads of a worker after which it counts as lost
 
@@ -20,54 +20,54 @@ _REFUSALS = 3  # invalid payloads of a worker after which it counts as lost
 class Roster(Protocol):
     """The members of rounds 1, 2, ... as this worker knows them, by rank or member id.
 
-    The first answer for a round is final, because the worker that asks has begun it; answers for rounds that have not
-    landed belong to the state.
+    The first reply about a round is final, because the worker that asks has begun it. The state includes the replies
+    about rounds that have not landed.
     """
 
     @property
     def founders(self) -> Group:
-        """The workers that start together: a run is planned with their number and this worker's position."""
+        """The workers that start together. The run is planned with their number and this worker's position."""
 
     @property
     def grows(self) -> bool:
-        """Whether later rounds may have members that are no founders."""
+        """Whether workers that are not founders may join later rounds."""
 
     @property
     def answers_alike(self) -> bool:
-        """Whether all workers of an island get the same answers, and land a round together or not at all. Each must
-        then call the same methods in the same order.
+        """Whether all workers of an island get the same replies, and land a round together or not at all. Then each
+        must call the same methods in the same order.
         """
 
     def group(self, round: int) -> Group:
-        """The members of `round`, lost ones included, so that all draw pairs from the same list. This worker alone
-        where it is not a member, or does not know.
+        """The members of `round`, lost ones included, so that all draw pairs from the same list. If this worker is not
+        a member, or does not know the members, the group is this worker alone.
         """
 
     def lost(self, member: int, /) -> bool:
-        """Whether to wait for `member` no more."""
+        """Whether `member` is lost, so that nobody waits for it."""
 
     def has_lost(self, members: Sequence[int], /) -> bool:
-        """Whether one of `members`, those of a round, is lost: this worker then does the round alone."""
+        """Whether one of a round's `members` is lost. This worker then does the round alone."""
 
     def report_failure(self, member: int, /, error: CommError) -> None:
-        """An exchange with `member` (-1: unknown) has ended in `error`."""
+        """Report that an exchange with `member` (-1: unknown) failed with `error`."""
 
     def may_apply(self, round: int, members: Sequence[int], /, *, whole: bool) -> bool:
-        """Whether the answer of an exchange may be used. whole: it is complete on this worker."""
+        """Whether the answer of an exchange may be applied. whole: it is complete on this worker."""
 
     def start_round(self, round: int) -> tuple[Group, int] | None:
-        """(members, number of this attempt) of a round that all land together or not at all. None: not known now."""
+        """Start an attempt at a round that all members land or none: (members, attempt). None: not known now."""
 
     def finish_round(
         self, round: int, attempt: int, digest: int | None, error: CommError | None = None
     ) -> RoundOutcome:
-        """Block for the outcome of an attempt of such a round. digest: hash of its answer; None: none, for `error`."""
+        """Wait for the outcome of an attempt. digest: hash of its answer; None: it failed with `error`."""
 
     def survivors(self, asked: bool) -> Group:
-        """The workers of the newest view; with `asked` those that answer now, where all workers call it together."""
+        """The workers of the newest view. asked: only those that respond now; all workers must call this together."""
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON-able: what a checkpoint holds."""
+        """The state for a checkpoint, JSON-able."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from `state_dict`; {}: nobody is lost."""
@@ -94,7 +94,7 @@ class FixedRoster:
         return not self._lost.isdisjoint(members)
 
     def report_failure(self, member: int, error: CommError) -> None:
-        """A late worker is waited for again, one with bad payloads `_REFUSALS` times."""
+        """Count bad payloads: the `_REFUSALS`-th loses the worker. A late worker is not lost."""
         if isinstance(error, (Refused, Malformed, Diverged)):
             self._refused[member] += 1
             if self._refused[member] >= _REFUSALS and member in self.founders.ranks:
@@ -122,7 +122,7 @@ class FixedRoster:
         return self.founders.among(left).answering("eval")
 
     def state_dict(self) -> dict[str, Any]:
-        return {"lost": sorted(self._lost), "refused": [list(each) for each in sorted(self._refused.items())]}
+        return {"lost": sorted(self._lost), "refused": [list(pair) for pair in sorted(self._refused.items())]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._lost = set(state.get("lost", ()))
@@ -130,7 +130,7 @@ class FixedRoster:
 
 
 def as_roster(group: Group | Roster) -> Roster:
-    """A group's roster is the one that never changes. ValueError for what is neither."""
+    """Convert a group to a roster that never changes; return a roster as it is. ValueError for anything else."""
     if isinstance(group, Group):
         return FixedRoster(group)
     if not isinstance(group, Roster):

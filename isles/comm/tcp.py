@@ -1,14 +1,13 @@
-"""TCP connections of this process: their state as Linux reports it, and sooner retransmission. Addresses: which one
-and which interface lead to another machine, their text form, and listening at a single one.
+"""TCP connections of this process: their state as Linux reports it, and faster retransmission. Addresses: which address
+and interface lead to another machine, their text form, and listening at a single address.
 
-After a loss on a full slow link TCP's retransmission timeout is seconds and doubles with each try, so traffic comes
-back up to one outage's length after the link does. `TCP_RTO_MAX_MS` (Linux 6.15) bounds it to two seconds; then the
-number of tries that Linux makes would be over in half a minute, so `TCP_USER_TIMEOUT` says how long to go on. Never the
-first without the second.
+After a loss on a full slow link, TCP's retransmission timeout is seconds long and doubles with each try. So traffic may
+resume only an outage's length after the link does. `TCP_RTO_MAX_MS` (Linux 6.15) limits the timeout to two seconds.
+Linux limits the number of tries too, and these would then be over in half a minute; `TCP_USER_TIMEOUT` sets how long to
+continue. Never set the first without the second.
 
-If this machine's own interface is down, nothing can be sent at all. Linux then probes instead, and gives up after
-fifteen probes, whatever `TCP_USER_TIMEOUT` says. `keep_trying` spreads these probes, and sends what is queued as soon
-as possible.
+If this machine's interface is down, nothing can be sent at all. Then Linux probes, and gives up after fifteen probes
+whatever the user timeout is. `keep_trying` spaces the probes, and sends queued data as soon as possible.
 """
 
 from __future__ import annotations
@@ -26,47 +25,47 @@ from pathlib import Path
 from typing import NamedTuple
 
 _TCP_INFO, _USER_TIMEOUT, _RTO_MAX = 11, 18, 44  # of linux/tcp.h
-_AGAIN = 2000  # most milliseconds until the kernel's next try
-_SELDOM = 120_000  # the most milliseconds that Linux takes for this
-_PATIENCE = 600.0  # least seconds for which the kernel goes on trying
-_PROBES = 6.0  # so many probes last a silence; Linux gives up after fifteen, some of them before the first look
-_LONGEST = (1 << 31) - 1  # milliseconds that a socket option takes
-_CUTS = 10.0  # silences for which the kernel goes on: Isles decides that a connection is lost, not the kernel
+_AGAIN = 2000  # milliseconds until the next try, at most
+_SELDOM = 120_000  # the largest interval that Linux accepts, milliseconds
+_PATIENCE = 600.0  # seconds for which Linux keeps trying, at least
+_PROBES = 6.0  # remaining probes that last for at least one `silence`
+_LONGEST = (1 << 31) - 1  # the largest value of a socket option, milliseconds
+_CUTS = 10.0  # Linux tries for this many times the `silence` after which a worker counts as lost
 # state, retransmits, probes, rto (us); unacked (segments); bytes_acked, bytes_received (Linux 4.1);
 # notsent_bytes (4.6); busy_time (us, 4.10)
 _INFO = struct.Struct("=B1xBB4xI12xI92xQQ8xI20xQ")
-_LEAST = 148  # bytes of tcp_info up to notsent_bytes; what a kernel before 4.6 reports is not used
-_ENOUGH = 1 << 16  # acknowledged bytes from which on a rate is more than chance
+_LEAST = 148  # bytes of tcp_info that the kernel must return
+_ENOUGH = 1 << 16  # acknowledged bytes from which on a rate is meaningful
 _ESTABLISHED = 1
 
 
 class ConnectionState(NamedTuple):
-    """One look at a connection."""
+    """The state of a connection at one moment."""
 
     name: str
     """"local remote", both as written by `endpoint`."""
     is_established: bool
     moved: int
-    """Bytes received, and sent and acknowledged, since it began."""
+    """Bytes received plus bytes acknowledged since the connection began."""
     retry_in: float
-    """Seconds until the kernel tries once more, where nothing was acknowledged at the last try; else 0."""
+    """Seconds until the kernel retransmits, if the last try was not acknowledged; else 0."""
     is_idle: bool
-    """Whether all that was to be sent has arrived."""
+    """Whether the peer has acknowledged all data."""
     probes: int
-    """That were not answered, while nothing is under way."""
+    """Unanswered probes, while no data is in flight."""
     rate: float | None
-    """Bits per second at which what was sent was acknowledged, while there was any; None: not enough yet."""
+    """Acknowledged bits per second, over the time with data to send; None: too little data so far."""
     received: int
-    """Bytes, since it began."""
+    """Bytes received since the connection began."""
 
 
 def endpoint(address: tuple[object, ...]) -> str:
-    """One end's address and port, as both sides write it."""
+    """One end's address and port as text, the same on both sides."""
     return f"{address[0]}|{address[1]}"
 
 
 def connection_state(connection: socket.socket) -> ConnectionState | None:
-    """The state of a TCP connection; None for other sockets, and if the kernel does not report it."""
+    """The state of a TCP connection. None for other sockets, and where the kernel does not report it."""
     if sys.platform != "linux":
         return None
     with contextlib.suppress(OSError):
@@ -87,28 +86,28 @@ def connection_state(connection: socket.socket) -> ConnectionState | None:
 
 
 def looks() -> dict[int, ConnectionState]:
-    """This process's established TCP connections, by descriptor. Empty where the kernel does not say."""
+    """This process's established TCP connections, by descriptor. Empty where the kernel does not report them."""
     if sys.platform != "linux":
         return {}
     states = {
-        int(fd): look
+        int(fd): state
         for fd in os.listdir("/proc/self/fd")
         for end in opened(int(fd))
-        if (look := connection_state(end))
+        if (state := connection_state(end))
     }
-    return {fd: look for fd, look in states.items() if look.is_established}
+    return {fd: state for fd, state in states.items() if state.is_established}
 
 
 def opened(fd: int) -> Iterator[socket.socket]:
-    """The socket behind a descriptor, as a duplicate that lives for one look; nothing where it is none."""
-    with contextlib.suppress(OSError):  # gloo may have closed it since it was listed
+    """Yield a temporary duplicate of the socket behind a descriptor; nothing if the descriptor is not a socket."""
+    with contextlib.suppress(OSError):
         if stat.S_ISSOCK(os.fstat(fd).st_mode):
             with socket.socket(fileno=os.dup(fd)) as end:
                 yield end
 
 
 def room_for(descriptors: int) -> None:
-    """Let this process have so many open files and connections, or as many as the system allows it."""
+    """Allow this process this many open files and connections, or as many as the system permits."""
     if sys.platform != "win32":
         import resource
 
@@ -120,13 +119,13 @@ def room_for(descriptors: int) -> None:
 
 
 def is_far(name: str) -> bool:
-    """Whether a connection leads to another machine, by its name."""
-    here, there = (end.partition("|")[0] for end in name.split(" "))
-    return here != there and not there.startswith("127.")
+    """Whether the connection called `name` leads to another machine."""
+    local, remote = (end.partition("|")[0] for end in name.split(" "))
+    return local != remote and not remote.startswith("127.")
 
 
 def try_soon(connection: socket.socket, silence: float) -> bool:
-    """Have it try again within two seconds, for at least ten times `silence` seconds; False where Linux does not."""
+    """Let Linux retransmit within two seconds, for at least ten times `silence` seconds. False if it cannot."""
     if sys.platform != "linux":
         return False
     # First, because older kernels refuse it: there the other one must stay as it is (see above).
@@ -140,51 +139,50 @@ def try_soon(connection: socket.socket, silence: float) -> bool:
 
 
 def keep_trying(connection: socket.socket, look: ConnectionState, silence: float) -> None:
-    """At every look at a connection for which `try_soon` was true: see above."""
-    # It was closed since the look: the next look reports that.
+    """Space the probes of a connection for which `try_soon` was true (see the module). Call this at every look."""
     with contextlib.suppress(OSError):
         longest = int(min(max(1000 * silence / _PROBES, _AGAIN), _SELDOM)) if look.probes else _AGAIN
         if connection.getsockopt(socket.IPPROTO_TCP, _RTO_MAX) != longest:
             connection.setsockopt(socket.IPPROTO_TCP, _RTO_MAX, longest)
         if look.probes:
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # which sends what waits
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # this also sends queued data
 
 
-_ELSEWHERE = "192.0.2.1"  # of documentation: nobody's, so it is reached as any machine outside is; nothing is sent
+_ELSEWHERE = "192.0.2.1"  # reserved for documentation: routed like any outside machine; nothing is sent to it
 _GET_ADDRESS = 0x8915  # SIOCGIFADDR of Linux
 
 
 def gloo_interface(environment: Mapping[str, str]) -> str | None:
-    """That of a worker which torchrun's variables describe; None: gloo's own choice. It goes by the machine's own name,
-    and Debian gives that 127.0.1.1, at which no other machine is.
+    """The network interface for gloo, from torchrun's variables; None: leave the choice to gloo. By default gloo
+    resolves the machine's own name, which is 127.0.1.1 on Debian: an address that other machines cannot reach.
     """
     first = environment.get("MASTER_ADDR", "localhost")
     if environment.get("LOCAL_WORLD_SIZE") == environment["WORLD_SIZE"] or first in ("localhost", "127.0.0.1"):
         return loopback()
     with contextlib.suppress(ValueError):
-        outward = outward_address(first)
-        return interface_of(outward_address() if outward.startswith("127.") else outward)
+        address = outward_address(first)
+        return interface_of(outward_address() if address.startswith("127.") else address)
     return None
 
 
 def refuse_unknown_interfaces(environment: Mapping[str, str]) -> None:
     """ValueError for names in GLOO_SOCKET_IFNAME that no network interface of this machine has."""
-    wanted, here = environment.get("GLOO_SOCKET_IFNAME", ""), {name for _, name in socket.if_nameindex()}
-    if wanted and not here.issuperset(wanted.split(",")):
+    names, available = environment.get("GLOO_SOCKET_IFNAME", ""), {name for _, name in socket.if_nameindex()}
+    if names and not available.issuperset(names.split(",")):
         raise ValueError(
-            f"GLOO_SOCKET_IFNAME = {wanted}: this machine has no network interface of that name; choose of "
-            f"{', '.join(sorted(here))}, or unset it (NCCL's ^ for all but one is not known to gloo)"
+            f"GLOO_SOCKET_IFNAME = {names}: this machine has no network interface of that name; choose from "
+            f"{', '.join(sorted(available))}, or unset it (gloo does not support NCCL's ^ for all but one)"
         )
 
 
 def outward_address(to: str = _ELSEWHERE) -> str:
-    """The address under which this machine speaks to `to`: another one for a machine of the same private network, and
-    for itself. ValueError where it has no way out.
+    """This machine's source address for traffic to `to`. It differs for machines of a private network, and for this
+    machine itself. ValueError without a default route.
     """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as handle:
         try:
             handle.connect((to, 9))
-        except OSError:  # a name that nobody knows, too: whoever speaks to it says so
+        except OSError:  # also an unknown name, which the code that connects to it reports
             if to != _ELSEWHERE:
                 return outward_address()
             raise ValueError(
@@ -194,22 +192,22 @@ def outward_address(to: str = _ELSEWHERE) -> str:
 
 
 def loopback() -> str | None:
-    """The name of the interface over which processes of one machine talk."""
+    """The name of the loopback interface."""
     return next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
 
 
 def interface_of(address: str) -> str | None:
-    """The name of the network interface that has `address`, or None where the system does not say (Linux says)."""
+    """The name of the network interface that has `address`; None if unknown, and on systems other than Linux."""
     if not sys.platform.startswith("linux"):
         return None
     import fcntl
 
-    wanted = ipaddress.ip_address(address.partition("%")[0])
-    if isinstance(wanted, ipaddress.IPv6Address):
+    ip = ipaddress.ip_address(address.partition("%")[0])
+    if isinstance(ip, ipaddress.IPv6Address):
         with contextlib.suppress(OSError):
             for line in Path("/proc/net/if_inet6").read_text().splitlines():
                 digits, *_, name = line.split()
-                if int(digits, 16) == int(wanted):
+                if int(digits, 16) == int(ip):
                     return name
         return None
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as handle:
@@ -218,23 +216,23 @@ def interface_of(address: str) -> str | None:
                 answer = fcntl.ioctl(handle, _GET_ADDRESS, struct.pack("16s16x8x", name.encode()[:15]))
             except OSError:  # an interface without an address
                 continue
-            if answer[20:24] == wanted.packed:
+            if answer[20:24] == ip.packed:
                 return name
     return None
 
 
 def listen(port: int, host: str) -> socket.socket:
-    """A listening socket at the address `host` alone; port 0 takes a free one. ValueError where that cannot be had."""
-    place = written(host, port)
+    """Listen at the address `host` alone; port 0 takes a free port. ValueError if this is not possible."""
+    named = written(host, port)
     try:
-        family, _, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        return socket.create_server(where, family=family)
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        return socket.create_server(address, family=family)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
-            raise ValueError(f"{place}: the port is taken; choose another one") from None
+            raise ValueError(f"{named}: the port is taken; choose another one") from None
         if error.errno == errno.EADDRNOTAVAIL or isinstance(error, socket.gaierror):
-            raise ValueError(f"{place}: is no address of this machine; name one that is (--host, --listen)") from None
-        raise ValueError(f"{place}: cannot be listened at ({error.strerror}); choose another one") from None
+            raise ValueError(f"{named}: is no address of this machine; name one that is (--host, --listen)") from None
+        raise ValueError(f"{named}: cannot listen there ({error.strerror}); choose another address") from None
 
 
 def refuse_unknown(host: str, option: str = "") -> None:
@@ -243,8 +241,8 @@ def refuse_unknown(host: str, option: str = "") -> None:
         socket.getaddrinfo(host, 0)
     except socket.gaierror as error:
         if error.errno == socket.EAI_NONAME:
-            mend = "look at its spelling, or write its address"
-            raise ValueError(f"{option}{host} is no name that this machine knows: {mend}") from None
+            advice = "check its spelling, or give its address"
+            raise ValueError(f"{option}{host} is no name that this machine knows: {advice}") from None
 
 
 def is_own(host: str) -> bool:
@@ -257,8 +255,8 @@ def is_own(host: str) -> bool:
 
 
 def own_address(host: str, option: str) -> str:
-    """The address of `host`, if it is one of this machine's that others can reach (or localhost itself). ValueError
-    otherwise, beginning with `option`.
+    """The address of `host`, if it belongs to this machine and others can reach it, or if `host` is localhost.
+    Otherwise ValueError, beginning with `option`.
     """
     try:
         addresses = [info[4][0] for info in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)]
@@ -279,7 +277,7 @@ def own_address(host: str, option: str) -> str:
 
 
 def listen_address(text: str) -> tuple[str, int]:
-    """What --listen names: PORT, at the address under which this machine speaks to others, or HOST:PORT."""
+    """Parse --listen: PORT, which listens at this machine's outward address, or HOST:PORT."""
     if ":" in text:
         return parse_address(text, "--listen")
     if not text.isdecimal() or not 1 <= int(text) <= 65535:
@@ -288,7 +286,7 @@ def listen_address(text: str) -> tuple[str, int]:
 
 
 def parse_address(text: str, option: str) -> tuple[str, int]:
-    """HOST:PORT; [::1]:PORT for IPv6. ValueError names the option."""
+    """Parse HOST:PORT; [::1]:PORT for IPv6. The ValueError names the option."""
     host, colon, port = text.rpartition(":")
     if not colon or not host or not port.isdecimal() or not 1 <= int(port) <= 65535:
         raise ValueError(f"{option} {text}: write HOST:PORT, such as 192.168.1.10:29400")
@@ -296,5 +294,5 @@ def parse_address(text: str, option: str) -> tuple[str, int]:
 
 
 def written(host: str, port: int) -> str:
-    """HOST:PORT, as `parse_address` reads it."""
+    """Format HOST:PORT as `parse_address` reads it."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -1,7 +1,7 @@
-"""Counts of what crosses the network, taken where a buffer is handed to the transport, and when it did.
+"""Counts of network traffic, taken where a buffer is handed to the transport, and the times of transfers and waits.
 
-transports call `transfer`, `waited` and `paused`  ->  totals by channel, for good
-                                         ->  spans, the newest `MAX_SPANS`, until somebody takes them
+transports call `transfer`, `waited` and `paused`  ->  totals by channel, for the whole run
+                                         ->  the newest `MAX_SPANS` spans, until `take_spans` removes them
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ MAX_SPANS = 4096
 
 
 class ClockSpan(NamedTuple):
-    """Something that went on from `start` to `end`, in seconds of the worker's clock (`Transport.now`).
+    """An interval from `start` to `end`, in seconds of the worker's clock (`Transport.now`).
 
-    transfer: an exchange was under way, behind the computation or not. blocked: the computation stood still for it.
-    away: it stood still because the worker was paused; of no channel.
+    transfer: an exchange was under way, whether or not the computation waited. blocked: the computation waited for an
+    exchange. away: the worker was paused; this kind has no channel.
     """
 
     kind: Literal["transfer", "blocked", "away"]
@@ -31,7 +31,7 @@ class ClockSpan(NamedTuple):
 
 @dataclass(slots=True)
 class ChannelTraffic:
-    """One channel's totals: bytes and messages in each direction, and seconds the computation stood still for it."""
+    """One channel's totals: bytes and messages in each direction, and seconds that the computation waited for it."""
 
     bytes_sent: int = 0
     bytes_received: int = 0
@@ -42,15 +42,15 @@ class ChannelTraffic:
 
 @dataclass(slots=True)
 class Traffic:
-    """Totals of one worker by channel; shared by every group over the same transport."""
+    """Totals of one worker by channel. All groups over one transport share them."""
 
     channels: dict[Channel, ChannelTraffic] = field(
         default_factory=lambda: {name: ChannelTraffic() for name in CHANNELS}
     )
     spans: deque[ClockSpan] = field(default_factory=lambda: deque(maxlen=MAX_SPANS), compare=False)
-    """The newest spans, in the order of their ends."""
+    """The newest spans, ordered by their ends."""
     mark: Callable[[], Any] = field(default=lambda: None, compare=False)
-    """Marks what the computation has queued on its device by now, where it does; else None."""
+    """Returns a mark for the work queued on the device so far, or None on a device without a queue."""
     _unsettled: deque[tuple[Any, ClockSpan]] = field(default_factory=lambda: deque(maxlen=MAX_SPANS), compare=False)
 
     def __getitem__(self, channel: Channel) -> ChannelTraffic:
@@ -68,15 +68,15 @@ class Traffic:
 
     def reassign(self, nbytes: int, *, sent: bool, before: Channel) -> None:
         """Take a message of `nbytes` off the channel `before`, because it is counted on another channel as well."""
-        counts, way = self.channels[before], "sent" if sent else "received"
-        for what, count in ((f"bytes_{way}", nbytes), (f"messages_{way}", 1)):
-            setattr(counts, what, getattr(counts, what) - count)
+        counts, direction = self.channels[before], "sent" if sent else "received"
+        for name, count in ((f"bytes_{direction}", nbytes), (f"messages_{direction}", 1)):
+            setattr(counts, name, getattr(counts, name) - count)
 
     def transfer(self, channel: Channel, start: float, end: float) -> None:
         self.spans.append(ClockSpan("transfer", channel, start, end))
 
     def waited(self, channel: Channel, start: float, end: float, mark: Any = None) -> None:
-        """Count the time for which the computation stood still. mark: what it had queued at the start (`mark`)."""
+        """Count a wait of the computation. mark: result of `mark()` when the wait began."""
         self.channels[channel].blocked_seconds += end - start
         span = ClockSpan("blocked", channel, start, end)
         if mark is None:
@@ -85,7 +85,9 @@ class Traffic:
             self._unsettled.append((mark, span))
 
     def settle(self, at: Callable[[Any], float]) -> None:
-        """Take off the marked waits for what the device had work left. at: when it came to a mark, on this clock."""
+        """Subtract from the marked waits the time in which the device still had queued work. at: gives the time when
+        the device reached a mark, on this clock.
+        """
         while self._unsettled:
             mark, span = self._unsettled.popleft()
             idle = min(max(at(mark), span.start), span.end)
@@ -96,21 +98,21 @@ class Traffic:
         self.spans.append(ClockSpan("away", "", start, end))
 
     def take_spans(self) -> list[ClockSpan]:
-        """The spans since the last call, at most the newest `MAX_SPANS`; they are forgotten here."""
-        taken = []
+        """Remove and return the spans since the last call, at most the newest `MAX_SPANS`."""
+        spans = []
         while self.spans:  # one by one: a driver thread may add some meanwhile
-            taken.append(self.spans.popleft())
-        return taken
+            spans.append(self.spans.popleft())
+        return spans
 
     def total(self, field_name: str, *channels: Channel) -> float:
-        """Sum of one field over `channels` (all when none is named)."""
+        """Sum one field over `channels` (default: all)."""
         return sum(getattr(self.channels[name], field_name) for name in (channels or CHANNELS))
 
     def by_channel(self) -> dict[str, dict[str, float]]:
-        """Bytes in each direction and seconds blocked, of the channels that something went over."""
+        """Bytes in each direction and seconds blocked, for the channels with traffic."""
         keys = ("bytes_sent", "bytes_received", "blocked_seconds")
-        counted = {name: {key: getattr(counts, key) for key in keys} for name, counts in self.channels.items()}
-        return {name: counts for name, counts in counted.items() if any(counts.values())}
+        totals = {name: {key: getattr(counts, key) for key in keys} for name, counts in self.channels.items()}
+        return {name: counts for name, counts in totals.items() if any(counts.values())}
 
     def state_dict(self) -> dict[str, dict[str, float]]:
         """JSON-able totals; `load_state_dict` restores them exactly."""
@@ -120,7 +122,7 @@ class Traffic:
         }
 
     def load_state_dict(self, state: dict[str, dict[str, float]]) -> None:
-        """Set the totals to those of `state_dict`, in place, so that every group over the transport sees them."""
+        """Restore the totals of `state_dict` in place, so that every group over the transport sees them."""
         for name, values in state.items():
             for key, value in values.items():
                 setattr(self.channels[name], key, value)  # type: ignore[literal-required]

@@ -10,8 +10,8 @@ Data flow of one exchange:
     computation
     transfer.wait() -> result            blocks the computation; raises PeerLost, DeadlinePassed, Diverged
 
-Transfers start in program order and their messages leave in that order; any number may be under way.
-Nothing above a transport may assume that `size` is constant: divide by an answer's participants.
+Transfers start in program order, and their messages leave in that order; any number may be under way.
+No code above a transport may assume that `size` is constant: divide by the number of an answer's participants.
 """
 
 from __future__ import annotations
@@ -37,37 +37,37 @@ SUSPECT_EVERY = 0.25
 class Work(Protocol):
     """One message on its way. It keeps its buffer alive until the message has left or has arrived."""
 
-    peer: int | None  # the other rank; for a receive from anyone: None until it is done
-    at: float  # seconds of the worker's clock at which it was done; infinity before
-    error: Exception | None  # what it failed with; None before, and where it did not
+    peer: int | None  # the other rank; for a receive from anyone, None until the message has arrived
+    at: float  # time on the worker's clock, seconds, when the work was done; infinity before
+    error: Exception | None  # the error of a failed work; else None
 
     def done(self) -> bool:
         """True once the message has left (send) or arrived (receive), or once it failed."""
 
 
 class WaitEvent(Work, Protocol):
-    """A work that is done when this worker, or a protocol of its own, says so."""
+    """A work that is done when this worker, or one of its protocols, calls `set`."""
 
     def set(self) -> None:
-        """It is done now. Again: nothing."""
+        """Mark it done. A second call has no effect."""
 
 
 @dataclass(frozen=True, slots=True)
 class AnyOf:
-    """What a protocol yields to go on as soon as one of `works` is done.
+    """A protocol yields this to continue as soon as one of `works` is done, or at once if `works` is empty.
 
-    A failed work is raised each time that it is among them: leave it out from then on. Of none, it goes on at once.
+    A failed work among them raises its error each time: leave it out of later calls.
     """
 
     works: Sequence[Work]
 
 
 Steps = Generator[Work | Sequence[Work] | AnyOf, None, T]
-"""A protocol: yields the work it waits for and returns its result. A failed work is raised at the yield."""
+"""A protocol: yields the work it waits for and returns its result. The yield raises the error of a failed work."""
 
 
 def works_of(waited: Work | Sequence[Work] | AnyOf) -> tuple[Sequence[Work], int]:
-    """What a protocol that yielded `waited` waits for: the works, and how many of them must be done."""
+    """The works of a yielded `waited`, and how many of them must be done before the protocol continues."""
     if isinstance(waited, AnyOf):
         return waited.works, min(len(waited.works), 1)
     works = waited if isinstance(waited, Sequence) else [waited]
@@ -78,7 +78,7 @@ class Transfer(Protocol[T]):
     """An exchange under way."""
 
     def wait(self) -> T:
-        """Block until the protocol has ended and return its result, or raise what ended it.
+        """Block until the protocol has ended, and return its result or raise its error.
 
         The time spent here counts as blocked seconds of the transfer's channel. May be called again.
         """
@@ -93,11 +93,11 @@ class Deadlines:
 
     outer: raise it if workers differ in speed by more than this over one round of `sync_every` steps. eval: raise it if
     validation takes minutes on the slowest worker. control: raise it if workers start, compile or end minutes apart.
-    slowest_link: bits per second; a transfer of so many bytes that such a link would be busy with them for long gets
-    five times that long. Lower it if big models meet slow links and a live peer is reported as late.
-    join: until all workers have met; raise it if they start minutes apart. silence: without a sign of life of a worker
-    (each gives one every 2 s, whatever it computes or waits for) until it counts as lost; raise it to ride out longer
-    cuts of a link.
+    slowest_link: bits per second; a transfer may always take five times as long as its bytes need on such a link. Lower
+    it if big models meet slow links and a live peer is reported as late.
+    join: until all workers have met; raise it if they start minutes apart. silence: a worker counts as lost after this
+    many seconds without a heartbeat (each sends one every 2 s, whatever it computes or waits for); raise it to survive
+    longer link outages.
     """
 
     control: float = 120.0
@@ -115,9 +115,9 @@ class Deadlines:
 
 
 class LinkEstimate(NamedTuple):
-    """The slowest link from this worker to another machine, as far as it has been seen.
+    """The slowest link from this worker to another machine, as measured so far.
 
-    rate: bits per second; None: not known yet. tries_soon: whether the kernel was made to try again soon after a cut.
+    rate: bits per second; None: not known yet. tries_soon: whether the kernel retransmits soon after an outage.
     """
 
     rate: float | None
@@ -125,7 +125,7 @@ class LinkEstimate(NamedTuple):
 
 
 class Transport(Protocol):
-    """One worker's end of a transport. Buffers are flat contiguous uint8 CPU tensors (views are welcome)."""
+    """One worker's end of a transport. Buffers are flat contiguous uint8 CPU tensors; views are allowed."""
 
     @property
     def rank(self) -> int:
@@ -137,34 +137,34 @@ class Transport(Protocol):
 
     @property
     def traffic(self) -> Traffic:
-        """What this worker sent, received and waited for; counted by the groups above."""
+        """What this worker sent, received and waited for, as counted by its groups."""
 
     @property
     def step_seconds(self) -> float:
-        """Seconds one inner step is charged with (virtual); 0.0 where the host's clock measures (distributed)."""
+        """Seconds charged for an inner step (virtual); 0.0 where the host's clock measures (distributed)."""
 
     @property
     def away_seconds(self) -> float:
-        """Seconds for which computing stood still because this worker was paused (virtual); 0.0 where nobody is."""
+        """Seconds for which this worker was paused (virtual); 0.0 on backends without pauses."""
 
     def send(self, peer: int, data: Tensor, tag: Tag) -> Work:
-        """Start sending `data`; returns at once and holds the data until it has left. Do not write to it before."""
+        """Start sending `data` and return at once. Do not write to `data` before it has left."""
 
     def recv(self, peer: int | None, out: Tensor, tag: Tag) -> Work:
         """Post a receive of `out.numel()` bytes from `peer` (None: from anyone; `work.peer` then names the sender)."""
 
     @property
     def native(self) -> bool:
-        """True if the backend has collectives of its own: its transports are `NativeCollectives` too."""
+        """True if the backend has its own collectives: its transports are also `NativeCollectives`."""
 
     def run(self, protocol: Steps[Any], channel: Channel, deadline: float) -> Transfer[Any]:
-        """Start `protocol` and drive it behind the computation; `deadline` seconds from now it counts as failed."""
+        """Start `protocol` and drive it behind the computation. It fails after `deadline` seconds."""
 
     def event(self, seconds: float = math.inf) -> WaitEvent:
-        """A work of no message, for `AnyOf`: done when it is set, and by itself after `seconds`."""
+        """A work without a message, for `AnyOf`. It is done when it is set, or after `seconds`."""
 
     def link_estimate(self) -> LinkEstimate | None:
-        """The slowest link to another machine; None where there is none, or nobody knows."""
+        """The slowest link to another machine; None if there is none or it is unknown."""
 
     def now(self) -> float:
         """Seconds since this worker's start, on the backend's clock."""
@@ -179,27 +179,29 @@ class Transport(Protocol):
         """Continue from `state_dict`."""
 
     def close(self) -> None:
-        """Give back threads and connections. Safe to call twice."""
+        """Release threads and connections. Safe to call twice."""
 
 
 @runtime_checkable
 class NativeCollectives(Protocol):
-    """A transport of a backend that has collectives of its own."""
+    """A transport of a backend that has its own collectives."""
 
     def native_sum(self, buffer: Tensor, ranks: tuple[int, ...]) -> Work:
-        """Start adding up `buffer` (CPU or CUDA, any float dtype) over `ranks`, in place, by the backend's own
-        collective: NCCL for CUDA buffers. The order of the sums is the backend's.
+        """Start summing `buffer` (CPU or CUDA, any float dtype) over `ranks`, in place, with the backend's own
+        collective: NCCL for CUDA buffers. The backend chooses the order of the sums.
         """
 
     def followed(self, start: Callable[[], Any], ranks: tuple[int, ...]) -> Any:
-        """What `start` posts of torch's own on the GPUs of `ranks`. PeerLost where one of them was lost before."""
+        """Call `start`, which posts torch's own collectives on the GPUs of `ranks`, and return its result. PeerLost if
+        one of `ranks` was lost before.
+        """
 
     def process_group(self, ranks: tuple[int, ...], device: str) -> Any:
         """torch.distributed's group of `ranks` for tensors on `device` ("cpu" or "cuda"), for torch's own messages."""
 
 
 def native_collectives(transport: Transport) -> NativeCollectives:
-    """The transport's own collectives. ValueError where its backend has none."""
+    """The transport's own collectives. ValueError if its backend has none."""
     if not isinstance(transport, NativeCollectives):
         raise ValueError("this backend has no collectives and no process groups of its own: use the two-shot mean")
     return transport

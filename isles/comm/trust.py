@@ -1,12 +1,12 @@
-"""Checks that a peer's payload can be a share of this round: finite, and not much larger than earlier shares.
+"""Checks that a peer's payload is a plausible share of this round: finite, and not much larger than earlier shares.
 
     accepted    every |x_i| finite,  rms(x) <= ratio * max(median, own)
 
-median: of the newest 101 shares of the same kind that were accepted before, this worker's own among them. own: this
-worker's share of this round, so that what grows for all, as outer gradients do while a rate is warmed up, is no
-offence. Root mean squares are compared and not norms, for shards differ in length. Shares of zeros count for nothing.
+median: of the newest 101 accepted shares of the same kind, this worker's own included. own: this worker's share of this
+round. With it, growth that all workers have in common passes, as that of outer gradients during warmup. The check
+compares root mean squares instead of norms, because shards differ in length. It ignores shares of zeros.
 
-This detects garbage, not deliberate falsification: a peer within the ratio can still pull a mean where it likes.
+This detects garbage, not deliberate falsification: a peer within the ratio can still shift a mean as it likes.
 """
 
 from __future__ import annotations
@@ -20,41 +20,42 @@ from torch import Tensor
 
 from isles.comm.errors import Refused
 
-BLOCK = 1 << 17  # entries that stay in cache between the look and what is done with them next
+BLOCK = 1 << 17  # entries that stay in cache between this check and their next use
 _REMEMBERED = 101
-_FEW = 256  # shorter shares need only be finite: a few entries may well be near zero once
+_FEW = 256  # shorter shares need only be finite: all of a few entries may happen to be near zero
 _SOME = 16
-_CHECKED = ("outer", "inner", "pipeline")  # channels; what users average among themselves is theirs
+_CHECKED = ("outer", "inner", "pipeline")  # channels; the channel of users' own exchanges is not checked
 
 
 JUMPS = 100.0
-"""How many times more than `world.trust_ratio` a gradient may be, and what travels between stages: those of single
-steps jump, on one bad batch.
+"""Extra factor on `world.trust_ratio` for gradients of single steps and for messages between stages: one bad batch can
+make these jump.
 """
 
 
 class PeerTrust:
-    """What one worker has accepted from its peers. ratio: see above; inf: payloads need only be finite."""
+    """The sizes of payloads that one worker has accepted. ratio: see the module; inf: payloads need only be finite."""
 
     def __init__(self, ratio: float = 10.0) -> None:
         self.ratio = ratio
         self.refused = 0
-        """Payloads that were not accepted."""
+        """Number of refused payloads."""
         self._accepted: defaultdict[Hashable, deque[float]] = defaultdict(lambda: deque(maxlen=_REMEMBERED))
 
     def looks_at(self, channel: str) -> bool:
         return channel in _CHECKED
 
     def own_every(self, kind: Hashable) -> int:
-        """Of this worker's own share of a kind, so many-th block needs to be looked at: all while it is all that is
-        known, then few, for it only says whether all have grown.
+        """Check one block in this many of this worker's own share. Before any share of the kind was accepted, it checks
+        all blocks; later a sample is enough to see whether all shares have grown.
         """
         return _SOME if self._accepted[kind] else 1
 
     def check(self, kind: Hashable, theirs: Mapping[int, float], own: float, entries: int, leeway: float = 1.0) -> None:
-        """Accept shares of one kind by their mean squares: those of peers by rank, and this worker's `own` (0: it has
-        none). entries: how long they are. leeway: how many times more than `ratio` one may be. Refused for the first
-        that cannot be.
+        """Accept shares of one kind, or raise Refused for the first implausible one.
+
+        theirs: mean squares of peers' shares by rank. own: mean square of this worker's share; 0: it has none. entries:
+        length of a share. leeway: factor on `ratio`.
         """
         accepted = self._accepted[kind]
         sizes = {rank: math.sqrt(square) if square >= 0 else math.nan for rank, square in theirs.items()}
@@ -73,13 +74,13 @@ class PeerTrust:
 
 
 def squares(part: Tensor) -> Tensor:
-    """Sum of the squares of a contiguous block (b,), on its device: not finite if an entry or the sum is not."""
+    """Sum of the squares of a contiguous block (b,), on its device. Not finite if an entry or the sum is not finite."""
     return torch.dot(part, part)
 
 
 class Squares:
-    """The mean square of a vector whose blocks are looked at one by one. every: so many-th of them are, all by
-    default; a look at some is enough for what one knows to be one's own.
+    """The mean square of a vector, block by block. every: use one block in this many (default: all); a sample is enough
+    for the worker's own share.
     """
 
     def __init__(self, every: int = 1) -> None:
@@ -87,14 +88,14 @@ class Squares:
         self._sums: list[Tensor] = []
 
     def take(self, block: Tensor) -> None:
-        """The next block (b,), contiguous."""
+        """Add the next block (b,), contiguous."""
         if self._seen % self._every == 0:
             self._sums.append(squares(block))
             self._entries += block.numel()
         self._seen += 1
 
     def mean(self) -> float:
-        """0 for nothing."""
+        """The mean square; 0 without blocks."""
         if not self._entries:
             return 0.0
         if len(self._sums) == 1:
@@ -103,10 +104,10 @@ class Squares:
 
 
 def mean_square(vector: Tensor) -> float:
-    """Mean square of flat `vector` (n,), 0 for none; read block by block, half precision in float32."""
-    found = Squares()
+    """Mean square of flat `vector` (n,), 0 if it is empty. Reads block by block; half precision in float32."""
+    total = Squares()
     for block in vector.split(BLOCK):
         if block.dtype in (torch.float16, torch.bfloat16):
             block = block.float()
-        found.take(block)
-    return found.mean()
+        total.take(block)
+    return total.mean()

@@ -1,4 +1,4 @@
-"""What a unit's forward pass saves for the backward pass: swapped to the host and back, or recomputed."""
+"""Activations that a unit's forward pass saves for the backward pass: swapped to the host and back, or recomputed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from isles.memory.units import is_cast, units_of
 
 @dataclass
 class _Saved:
-    """One storage: on the device, on the host, and how many saved tensors still read it."""
+    """One storage: its copy on the device, its copy on the host, and the number of saved tensors still to be read."""
 
     device: Tensor | None
     host: Tensor | None = None
@@ -38,10 +38,10 @@ class _Ticket(NamedTuple):
 
 
 class Swapped:
-    """The saved tensors of one unit and pass, by storage: each moves once, however many views of it were saved.
+    """The saved tensors of one unit and pass, by storage. Each storage moves once, however many views of it are saved.
 
-    Left where they are: the storages in `others` (parameters, buffers, what other units get too), and casts that
-    autocast makes of weights. A storage is freed when the last that saved it has read it.
+    Two kinds stay on the device: storages in `others` (parameters, buffers, inputs shared with other units), and
+    autocast's copies of weights. A storage is freed when the last tensor saved on it has been read.
     """
 
     def __init__(self, others: Iterable[Tensor], device: torch.device, meter: MemoryMeter | None, moves: Moves) -> None:
@@ -52,9 +52,9 @@ class Swapped:
 
     @property
     def nbytes(self) -> int:
-        """Of what moves."""
-        both = (one.device if one.device is not None else one.host for one in self._store.values())
-        return sum(tensor.untyped_storage().nbytes() for tensor in both if tensor is not None)
+        """Bytes of the storages that move."""
+        copies = (entry.device if entry.device is not None else entry.host for entry in self._store.values())
+        return sum(tensor.untyped_storage().nbytes() for tensor in copies if tensor is not None)
 
     def pack(self, tensor: Tensor) -> Any:
         """For `torch.autograd.graph.saved_tensors_hooks`."""
@@ -85,27 +85,29 @@ class Swapped:
         )
 
     def to_host(self) -> None:
-        """Move all; on a lane, after the forward pass."""
+        """Move all storages to the host. Runs on a lane, after the forward pass."""
         entries = list(self._store.values())
-        there = [entry.device for entry in entries if entry.device is not None]
-        assert len(there) == len(entries)
-        for entry, copy in zip(entries, self._moves.to_host(there, [one.dtype for one in there]), strict=True):
+        on_device = [entry.device for entry in entries if entry.device is not None]
+        assert len(on_device) == len(entries)
+        for entry, copy in zip(
+            entries, self._moves.to_host(on_device, [tensor.dtype for tensor in on_device]), strict=True
+        ):
             entry.device, entry.host = None, copy
 
     def to_device(self) -> None:
-        """Bring all back; on a lane, before the backward pass."""
+        """Bring all storages back to the device. Runs on a lane, before the backward pass."""
         entries = list(self._store.values())
-        there = [entry.host for entry in entries if entry.host is not None]
-        assert len(there) == len(entries)
-        for entry, copy in zip(entries, self._moves.to_device(there, self._device), strict=True):
+        on_host = [entry.host for entry in entries if entry.host is not None]
+        assert len(on_host) == len(entries)
+        for entry, copy in zip(entries, self._moves.to_device(on_host, self._device), strict=True):
             entry.device, entry.host = copy, None
             if self.meter is not None:
                 self.meter.track(copy)
 
 
 class Repeatable:
-    """A unit's forward that may run twice in one step: what its modules count (a BatchNorm's running statistics) moves
-    the first time only. In the second run they write to copies.
+    """A unit's forward that may run twice in one step. Only the first run changes buffers that modules update in place
+    (a BatchNorm's running statistics); the second run writes to copies.
     """
 
     def __init__(self, module: nn.Module, forward: Callable[..., Any]) -> None:
@@ -121,13 +123,13 @@ class Repeatable:
         ]
         if self._moved is None:
             before = [buffer._version for _, _, buffer in buffers]
-            made = self.forward(*args, **named)
+            output = self.forward(*args, **named)
             self._moved = [
                 (table, name)
                 for (table, name, buffer), version in zip(buffers, before, strict=True)
                 if buffer._version != version
             ]
-            return made
+            return output
         buffers = [(table, name, table[name]) for table, name in self._moved]
         try:
             for table, name, buffer in buffers:
@@ -139,16 +141,16 @@ class Repeatable:
 
 
 class Remade:
-    """`model` under a plan that moves nothing, until `close`: every block saves its activations, or recomputes
-    them. Optimizer, weights and the order of passes are left alone, so it goes with methods that shard parameters,
+    """Runs `model` under a plan that moves nothing, until `close`: every block saves or recomputes its activations.
+    It does not touch the optimizer, the weights or the order of passes. So it works with methods that shard parameters,
     with gradient scalers, and with several passes in flight.
     """
 
     def __init__(self, plan: MemoryPlan, model: nn.Module) -> None:
-        assert all(one.tier == "device" and one.activations != "swap" for one in plan.placements)
+        assert all(placement.tier == "device" and placement.activations != "swap" for placement in plan.placements)
         self.plan, self.device = plan, next(model.parameters()).device
         units = zip(units_of(model), plan.placements, strict=True)
-        self._modules = [unit.module for unit, one in units if one.activations == "recompute"]
+        self._modules = [unit.module for unit, placement in units if placement.activations == "recompute"]
         for module in self._modules:
             module.forward = partial(_again, module, module.forward)  # type: ignore[method-assign]
 
@@ -165,7 +167,7 @@ def _again(module: nn.Module, forward: Any, *args: Any, **named: Any) -> Any:
 
 
 def count_all(meter: MemoryMeter, model: nn.Module, inner: Optimizer) -> None:
-    """Tell the meter what is there beside the passes: weights, buffers, and the states that the first step makes."""
+    """Let the meter track the memory outside the passes: weights, buffers, and states that the first step creates."""
     meter.track(*model.parameters(), *model.buffers())
 
     def stepped(*_: Any) -> None:

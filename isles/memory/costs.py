@@ -2,25 +2,25 @@
 
 Choices for a block's parameters and optimizer states (`MemoryTier`):
 
-    device     D    all of it is on the device, which updates it
+    device     D    parameters and states are on the device, which updates them
     optimizer  O    the device has a copy of the weights; the host has the master weights and the states, and updates
     host       H    as O, but the copy is fetched for each pass and dropped after it
     disk       N    as H, with the states in a file
     file       F    weights, gradients and states in a file: for a machine whose RAM is the device
 
-and for the tensors that its forward pass saves for the backward pass (`Activations`): keep K, swap S to the host,
+Choices for the tensors that its forward pass saves for the backward pass (`Activations`): keep K, swap to the host S,
 recompute R.
 
 The bytes of one block in a step (`stream`: the tensor between two blocks, counted once for all):
 
-    forward    requests   saved + forward's transients (R: its input + transients); frees the transients (S: the rest
-                          too, once it is on the host)
-    backward   requests   S: saved, R: what is recomputed; backward's transients; its gradients
-               frees      all of that but the gradients; O, H, N: these too, once they are on the host; D: these too if
-                          they were added to those of another batch of the step
+    forward    requests   saved tensors + forward's transients (R: its input + transients)
+               frees      the transients; S: the saved tensors too, once they are on the host
+    backward   requests   S: saved tensors; R: recomputed tensors; backward's transients; its gradients
+               frees      all of that but the gradients; O, H, N: also the gradients, once they are on the host; D: also
+                          the gradients, if they were added to those of another batch of the step
     step       frees      the gradients of D
 
-Units: bytes and seconds; parameters are counted in numbers.
+Units: bytes and seconds. Parameters are counted in numbers.
 """
 
 from __future__ import annotations
@@ -39,12 +39,11 @@ TIERS: tuple[MemoryTier, ...] = get_args(MemoryTier)
 ACTIVATIONS: tuple[Activations, ...] = get_args(Activations)
 CODES: dict[str, str] = dict(zip((*TIERS, *ACTIVATIONS), "DOHNFKSR", strict=True))
 SLOTS = 2
-"""Units whose updates may be between memory and the disk at a time: one is read while another one is updated and
-written.
+"""The most units with updates between memory and the disk at a time: one is read while another is updated and written.
 """
 
 
-_ROUNDED = 16384  # bytes: what a unit's tensors take more in whole pages, each where it may begin
+_ROUNDED = 16384  # bytes that a unit's tensors take in addition, because each begins at a page
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,10 +77,10 @@ class Transient(NamedTuple):
 class Passes:
     """What a unit's forward and backward pass take on the device, in bytes.
 
-    saved: by forward for backward, by storage, its input among it, but no parameters, casts, or what other blocks
-    get too. casts: copies that autocast makes of float32 weights; they stay until the forward pass of the whole
-    model is over, and with what is saved until the unit's backward pass. keep: transients where the
-    activations are saved (or swapped). recompute: where they are recomputed, the new ones among them.
+    saved: storages that forward saves for backward, with its input, but without parameters, casts and inputs shared
+    with other blocks. casts: autocast's copies of float32 weights. They stay until the forward pass of the whole model
+    ends, or until the unit's backward pass if its activations are saved. keep: transients if the activations are saved
+    (or swapped). recompute: transients if they are recomputed, with the recomputed tensors.
     """
 
     saved: int
@@ -95,13 +94,13 @@ class UnitProfile:
     """One block (`isles.memory.profile` measures it).
 
     params: numbers. weights, states: bytes of all parameters and of their optimizer's state; gradients have the
-    weights' bytes. shared_input: of its input, what the unit before it saves too, as that of a residual block that ends
-    with its activation. moved: of the weights as O, H and N bring them up, which are bfloat16 matrices under bfloat16
-    autocast; so are their gradients. boundary: of its input. resident, device_copy: its passes on the weights
-    themselves (D) and on the device copy (O, H, N). flops: of the forward pass; backward counts twice that. forward,
-    backward: measured seconds; 0: from flops. shared: data parallel workers that each keep and update 1/shared of what
-    is on the host; peer_rate: bytes a second that they send each other. averaged: workers whose gradients the plan
-    averages before the update; 1: whoever does so counts it.
+    weights' bytes. shared_input: bytes of its input that the unit before also saves, as for a residual block that ends
+    with its activation. moved: bytes of the weights as O, H and N fetch them; under bfloat16 autocast their matrices
+    and the gradients of these are bfloat16. boundary: bytes of its input. resident, device_copy: its passes on the
+    weights themselves (D) and on the device copy (O, H, N). flops: of the forward pass; backward counts twice that.
+    forward, backward: measured seconds; 0: computed from flops. shared: data parallel workers, each of which keeps and
+    updates 1/shared of the host's part; peer_rate: bytes per second that they send each other. averaged: workers whose
+    gradients the plan averages before the update; 1: the plan does not count an average.
     """
 
     name: str
@@ -123,13 +122,13 @@ class UnitProfile:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ends:
-    """The rest of the model, always on the device: what runs before the first block (embedding) and after the last one
-    (norm, head, loss).
+    """The rest of the model, always on the device: the bottom, before the first block (embedding), and the top, after
+    the last one (norm, head, loss).
 
-    weights, states, buffers: bytes. before: what stays from before the first block until the end of the backward pass.
-    top, bottom: transients after the last block, forward and backward, and in the backward pass before the first.
-    top_gradients, bottom_gradients: bytes that the two leave on the parameters. carried: what waits from the top to the
-    bottom, as the head's part of a tied matrix's gradient does. flops: forward, of both.
+    weights, states, buffers: bytes. before: bytes that stay from before the first block until the end of the backward
+    pass. top: transients of both passes after the last block. bottom: transients of the backward pass before the first.
+    top_gradients, bottom_gradients: bytes of gradients that each leaves on the parameters. carried: bytes that wait
+    from the top to the bottom, such as the head's part of a tied matrix's gradient. flops: forward, of both.
     """
 
     params: int
@@ -150,8 +149,8 @@ class Profile:
     """A model at one batch: its units in the order of the forward pass.
 
     stream: bytes of the largest tensor between units. batch, tokens: sequences and tokens of each; autocast: "none" or
-    "bf16". model: what it is, for a person. in_flight: passes that have run forward and wait for their backward pass,
-    at the most; more than one for a stage of a pipeline. held: bytes that each has on the device beside the units'.
+    "bf16". model: a name to show. in_flight: the most passes that have run forward and wait for their backward pass;
+    more than one in a stage of a pipeline. held: bytes that each of them has on the device outside the units.
     """
 
     model: str
@@ -178,26 +177,26 @@ class Profile:
 
 @dataclass(frozen=True, slots=True)
 class UnitCost:
-    """One unit under one choice: bytes, by the terms of the module."""
+    """The bytes of one unit under one choice, in the terms of the module."""
 
-    resident: int  # weights and states that stay
-    slot: int  # the copy that comes up for a pass; 0: none does
+    resident: int  # weights and states that stay on the device
+    slot: int  # the copy that is fetched for a pass; 0: no copy
     forward: int
     forward_end: int
-    casts_end: int  # of forward: what goes when the forward pass of the whole model is over
-    swap: int  # to the host after forward, and back before backward
+    casts_end: int  # part of `forward` that is freed when the forward pass of the whole model ends
+    swap: int  # moved to the host after forward, and back before backward
     backward: int  # without swap and gradients
     backward_end: int
-    gradients: int  # made by a backward pass
-    on_device: bool  # is updated there, so its gradients stay until the step
-    refreshed: int  # up after an update on the host
+    gradients: int  # allocated by a backward pass
+    on_device: bool  # updated on the device, so its gradients stay until the step
+    refreshed: int  # sent up after an update on the host
     host: int
     disk: int
-    fetched: int  # bytes that come for `slot`
-    sent: int  # bytes that `gradients` are where they go
-    read: int  # from the disk for an update on the host
-    written: int  # to the disk after it
-    filed: bool  # fetched is read, and sent is written
+    fetched: int  # bytes transferred for `slot`
+    sent: int  # bytes of `gradients` at their destination
+    read: int  # from the disk, for an update on the host
+    written: int  # to the disk, after it
+    filed: bool  # `fetched` is read from the disk, and `sent` is written to it
 
 
 def tail(tier: MemoryTier, first: Activations, units: int, keep: int) -> tuple[Placement, ...]:
@@ -209,28 +208,28 @@ def tail(tier: MemoryTier, first: Activations, units: int, keep: int) -> tuple[P
 def unit_cost(unit: UnitProfile, placement: Placement) -> UnitCost:
     """The bytes of a choice."""
     tier, recompute = placement.tier, placement.activations == "recompute"
-    device, stays, filed, disk = tier == "device", tier == "optimizer", tier == "file", tier == "disk"
+    device, is_optimizer, filed, disk = tier == "device", tier == "optimizer", tier == "file", tier == "disk"
     passes = unit.resident if device else unit.device_copy
     transient = passes.recompute if recompute else passes.keep
-    held = unit.boundary if recompute else passes.saved
+    saved = unit.boundary if recompute else passes.saved
     swap = passes.saved if placement.activations == "swap" else 0
     released = passes.casts if recompute else 0
     gradients = unit.weights if device else unit.moved
     return UnitCost(
-        resident=unit.weights + unit.states if device else unit.moved if stays else 0,
-        slot=0 if device or stays else unit.moved,
-        forward=held + passes.casts + transient.forward,
+        resident=unit.weights + unit.states if device else unit.moved if is_optimizer else 0,
+        slot=0 if device or is_optimizer else unit.moved,
+        forward=saved + passes.casts + transient.forward,
         forward_end=transient.forward,
         casts_end=released,
         swap=swap,
         backward=transient.backward,
-        backward_end=transient.backward + held + passes.casts - released,
+        backward_end=transient.backward + saved + passes.casts - released,
         gradients=gradients,
         on_device=device,
-        refreshed=unit.moved if stays else 0,
+        refreshed=unit.moved if is_optimizer else 0,
         host=swap + (0 if device or filed else 2 * unit.weights + (0 if disk else unit.states // unit.shared)),
         disk=unit.states if disk else 2 * unit.weights + unit.states if filed else 0,
-        fetched=0 if device or stays else unit.weights if filed else unit.moved,
+        fetched=0 if device or is_optimizer else unit.weights if filed else unit.moved,
         sent=unit.weights if filed else gradients,
         read=unit.states if disk else 2 * unit.weights + unit.states if filed else 0,
         written=unit.states if disk else unit.weights + unit.states if filed else 0,
@@ -239,11 +238,11 @@ def unit_cost(unit: UnitProfile, placement: Placement) -> UnitCost:
 
 
 def unit_costs(profile: Profile, placements: Sequence[Placement]) -> list[UnitCost]:
-    """What a plan costs. A tensor that a unit gets from one that keeps it is there once, until both are through."""
-    costs = [unit_cost(unit, one) for unit, one in zip(profile.units, placements, strict=True)]
+    """The costs of a plan's units. A tensor that a unit shares with the one before, which keeps it, is counted once."""
+    costs = [unit_cost(unit, placement) for unit, placement in zip(profile.units, placements, strict=True)]
     for index, unit in enumerate(profile.units[1:], 1):
-        before, own = placements[index - 1].activations, placements[index].activations
-        if unit.shared_input and before == "keep" and own != "swap":
+        before, activations = placements[index - 1].activations, placements[index].activations
+        if unit.shared_input and before == "keep" and activations != "swap":
             cost = costs[index]
             forward, backward_end = cost.forward - unit.shared_input, cost.backward_end - unit.shared_input
             costs[index] = replace(cost, forward=forward, backward_end=backward_end)
@@ -252,20 +251,20 @@ def unit_costs(profile: Profile, placements: Sequence[Placement]) -> list[UnitCo
 
 @dataclass(frozen=True, slots=True)
 class UnitTime:
-    """One unit under one choice: seconds of each lane; transfers at the rate without traffic in the other direction."""
+    """The seconds of one unit under one choice, by lane. Transfers have the rate of a link with one busy direction."""
 
     forward: float
-    backward: float  # with what is made again
+    backward: float  # with recomputation
     update: float  # on the device
-    slot: float  # of the lane that reads where the unit is in a file, else of the one up
+    slot: float  # on the lane `read` if the unit is in a file, else on the lane `up`
     swap_up: float
     swap_down: float
-    gradients: float  # of the lane that writes, or of the one down
+    gradients: float  # on the lane `write` if the unit is in a file, else on the lane `down`
     refresh: float
     host: float
     read: float
     write: float
-    exchange: float  # the mean with other workers
+    exchange: float  # the average with other workers
 
 
 @lru_cache(maxsize=65536)
@@ -292,15 +291,15 @@ def unit_time(unit: UnitProfile, placement: Placement, machine: Machine) -> Unit
 
 
 def _swapped_between(unit: UnitProfile) -> float:
-    """Seconds in which workers that share a unit's states send gradients to whoever updates by them, and the updated
-    weights back. They are counted with the update: nothing of a unit goes on meanwhile; where the plan counts the mean
-    too, in that, for both together take its bytes.
+    """Seconds for sending gradients to the workers that update a shared unit, and the updated weights back. They count
+    with the update, because nothing else happens to the unit meanwhile. If the plan counts the average too, they are
+    part of that: both together take its bytes.
     """
     return 0.0 if unit.averaged > 1 else _mean(unit.weights, unit.shared, unit.peer_rate)
 
 
 def _mean(nbytes: float, workers: int, rate: float) -> float:
-    """Seconds in which each of the workers has sent the others what is theirs to sum, and got the sums back."""
+    """Seconds in which each worker sends the others the parts that they sum, and receives the sums."""
     return 2 * nbytes * (workers - 1) / workers / rate
 
 
@@ -314,9 +313,9 @@ def ends_seconds(profile: Profile, machine: Machine) -> float:
 
 
 def ends_exchange(profile: Profile) -> float:
-    """The mean of the gradients of what no plan moves, where the plan averages those of the units."""
-    one = profile.units[0]
-    return _mean(profile.ends.weights, one.averaged, one.peer_rate)
+    """Seconds of averaging the gradients outside the units, if the plan averages those of the units."""
+    first = profile.units[0]
+    return _mean(profile.ends.weights, first.averaged, first.peer_rate)
 
 
 def ends_update(profile: Profile, machine: Machine) -> float:
@@ -326,28 +325,28 @@ def ends_update(profile: Profile, machine: Machine) -> float:
 
 def host_bytes(profile: Profile, placements: Sequence[Placement]) -> int:
     """Bytes of the host that a plan uses."""
-    every = [unit_cost(unit, one) for unit, one in zip(profile.units, placements, strict=True)]
-    slots = max((cost.read for cost in every if not cost.filed), default=0)
-    return SLOTS * slots + sum(cost.host for cost in every)
+    costs = [unit_cost(unit, placement) for unit, placement in zip(profile.units, placements, strict=True)]
+    slots = max((cost.read for cost in costs if not cost.filed), default=0)
+    return SLOTS * slots + sum(cost.host for cost in costs)
 
 
 def staging(profile: Profile, placements: Sequence[Placement]) -> int:
-    """Memory of the device through which units in a file go: `SLOTS` updates, and weights and gradients of one unit
-    each, these once more while they become those of the parameters.
+    """Staging memory on the device for units in a file: `SLOTS` updates, the weights of one unit and the gradients of
+    one unit, and a second copy of the gradients while they become those of the parameters.
     """
-    every = [unit_cost(unit, one) for unit, one in zip(profile.units, placements, strict=True)]
+    costs = [unit_cost(unit, placement) for unit, placement in zip(profile.units, placements, strict=True)]
     return max(
-        (SLOTS * (cost.read + _ROUNDED) + 3 * (cost.fetched + _ROUNDED) for cost in every if cost.filed), default=0
+        (SLOTS * (cost.read + _ROUNDED) + 3 * (cost.fetched + _ROUNDED) for cost in costs if cost.filed), default=0
     )
 
 
 def disk_bytes(profile: Profile, placements: Sequence[Placement]) -> int:
     """Bytes of the file that a plan uses."""
-    return sum(unit_cost(unit, one).disk for unit, one in zip(profile.units, placements, strict=True))
+    return sum(unit_cost(unit, placement).disk for unit, placement in zip(profile.units, placements, strict=True))
 
 
 def least_peak(profile: Profile, placements: Sequence[Placement], accumulation: int = 1) -> int:
-    """Peak bytes on the device in a step without prefetching: the least that a plan runs in."""
+    """Peak bytes on the device in a step without prefetching: the least memory in which the plan runs."""
     costs, ends = unit_costs(profile, placements), profile.ends
     used = peak = profile.base + staging(profile, placements) + sum(cost.resident for cost in costs)
     waiting = sum(cost.forward - cost.forward_end - cost.swap for cost in costs) + ends.top + ends.top_gradients

@@ -1,17 +1,17 @@
-"""A step of one worker, played through: serial lanes for the device, the link up and down, the host's updates, the
-disk's reads and writes, and the mean of gradients with other workers (`UnitProfile.averaged`).
+"""Simulation of one worker's step: serial lanes for the device, the link up and down, the host's updates, the disk's
+reads and writes, and the averages of gradients with other workers (`UnitProfile.averaged`).
 
     pass        forward of every unit, top (head and loss), backward of every unit from the last on, bottom (embedding)
-    step        as many passes as batches are accumulated; then the update on the device
+    step        one pass per accumulated batch; then the update on the device
 
-What happens is `isles.memory.flow`'s; here each lane takes its seconds. Transfers and host updates are served by
-priority: what is needed first goes first, so the first blocks of the next forward pass come before the rest ("first
-come" serves them in the order in which they arise, as a plain queue does). With exact updates, all gradients of the
-step are on the host before the first update, for clipping needs the norm of all; with early ones, each unit is updated
-as soon as its gradients are there. Where a plan counts the mean with other workers, "there" is when that of the unit
-has come.
+`isles.memory.flow` decides what happens; here each lane takes its seconds. Transfers and host updates have priorities:
+those needed first go first, so the first blocks of the next forward pass precede the others ("first come" serves them
+in the order of submission, as a plain queue does). With exact updates, all gradients of the step are on the host before
+the first update, because clipping needs the norm of all. With early updates, each unit is updated as soon as its
+gradients have arrived. If the plan counts averages with other workers, a unit's gradients have arrived when its average
+has.
 
-This is the only replay of lanes; `plan.replay` plays exchanges between workers, not what one worker does.
+This is the only replay of lanes. `plan.replay` simulates exchanges between workers, not the work of one worker.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ LANES: tuple[LaneName, ...] = ("device", "up", "down", "host", "read", "write", 
 
 
 class SimulatedSpan(NamedTuple):
-    """Work of a lane: start in seconds since the beginning, duration in seconds, and its name."""
+    """Work of a lane. start: seconds since the beginning. seconds: duration. what: its name."""
 
     lane: LaneName
     start: float
@@ -46,8 +46,8 @@ class SimulatedSpan(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class LaneTimeline:
-    """step: seconds of one step, in the long run. peak: bytes. busy: seconds per step that each lane works. spans: of
-    all steps, if requested.
+    """A simulated run. step: seconds of one step in the long run. peak: bytes. busy: seconds per step that each lane
+    works. spans: of all steps, if requested.
     """
 
     step: float
@@ -57,12 +57,12 @@ class LaneTimeline:
 
 
 class Deadlock(RuntimeError):
-    """A plan that cannot complete a step within its budget."""
+    """A plan cannot complete a step within its budget."""
 
 
 class SerialLane:
-    """Does one work at a time, the most urgent first; a lane with an opposite one is slower while that works too.
-    begins: called with the seconds and the name of each work when it starts.
+    """Does one piece of work at a time, the most urgent first. It is slower while its opposite lane, if any, works too.
+    begins: called with the seconds and the name of each piece of work when it starts.
     """
 
     def __init__(self, clock: EventQueue, begins: Callable[[float, str], None], first_come: bool) -> None:
@@ -70,25 +70,25 @@ class SerialLane:
         self.submitted = 0
         self.queue: list[tuple[tuple[int, ...], int, float, Callable[[], None], str]] = []
         self.opposite: SerialLane | None = None
-        self.slowed = 1.0  # how many times as long it takes while that works
+        self.slowed = 1.0  # factor on the seconds while the opposite lane works
         self.working = False
         self.busy = 0.0
 
-    def submit(self, urgency: tuple[int, ...], seconds: float, done: Callable[[], None], what: str) -> None:
+    def submit(self, urgency: tuple[int, ...], seconds: float, done: Callable[[], None], name: str) -> None:
         self.submitted += 1
         order = (self.submitted,) if self.first_come else urgency
-        heapq.heappush(self.queue, (order, self.submitted, seconds, done, what))
+        heapq.heappush(self.queue, (order, self.submitted, seconds, done, name))
         self._next()
 
     def _next(self) -> None:
         if self.working or not self.queue:
             return
-        _, _, seconds, done, what = heapq.heappop(self.queue)
+        _, _, seconds, done, name = heapq.heappop(self.queue)
         if self.opposite is not None and self.opposite.working:
             seconds *= self.slowed
         self.working = True
         self.busy += seconds
-        self.begins(seconds, what)
+        self.begins(seconds, name)
 
         def over() -> None:
             self.working = False
@@ -98,12 +98,12 @@ class SerialLane:
         self.clock.at(self.clock.now + seconds, 0, 0, over)
 
 
-_ENDS = -1  # in place of a unit: embedding and head
-_STEPS = 4  # the first one fills the lanes; the mean of the others is the step in the long run
+_ENDS = -1  # number that stands for embedding and head
+_STEPS = 4  # the first step fills the lanes; the mean of the others is the step in the long run
 
 
 class _Nowhere:
-    """Stands for weights and activations in a simulation."""
+    """Stands for weights and activations, which a simulation does not have."""
 
     nbytes = 0
     fill = empty = refresh = to_host = to_device = staticmethod(nothing)
@@ -111,11 +111,11 @@ class _Nowhere:
 
 class _OneThread(nullcontext[None]):
     def notify_all(self) -> None:
-        """Nobody waits."""
+        """Nothing to do: no thread waits."""
 
 
 class _Task(NamedTuple):
-    """half, task: None for the update on the device."""
+    """A task of the device. half, task: None for the update on the device."""
 
     step: int
     half: Half | None
@@ -123,8 +123,8 @@ class _Task(NamedTuple):
 
 
 class LaneRun:
-    """One simulation of `steps` steps of a plan. budget: bytes of the device, None for the machine's. Deadlock if the
-    plan needs more than that even without prefetching.
+    """One simulation of `steps` steps of a plan. budget: bytes of the device; None: all that the machine has. Deadlock
+    if the plan needs more than that even without prefetching.
     """
 
     def __init__(
@@ -168,14 +168,14 @@ class LaneRun:
             for task in ([None] if half is None else half.tasks(self.count))
         ]
         self.ahead = iter(halves)
-        self.needs: dict[tuple[int, PassTask | None], list[LaneEvent]] = {}  # by pass; the update's by step
-        self.expected: set[int] = set()  # units whose update of the step is asked for
-        self.landed: list[int] = []  # units whose gradients of the step are there; _ENDS: the rest's
+        self.needs: dict[tuple[int, PassTask | None], list[LaneEvent]] = {}  # by pass; for the update by step
+        self.expected: set[int] = set()  # units whose update of the step is requested
+        self.landed: list[int] = []  # units whose gradients of the step have arrived; _ENDS: those of the ends
         self.all_landed = self.event(not self.awaited)
         self.marks: list[float] = []
 
     def play(self) -> LaneTimeline:
-        """Simulate to the end. Deadlock if it gets stuck."""
+        """Simulate until the end. Deadlock if the plan gets stuck."""
         self._go_on()
         self.clock.run()
         if self.at < len(self.tasks):
@@ -191,9 +191,9 @@ class LaneRun:
             spans=self.spans or [],
         )
 
-    def _note(self, lane: LaneName, seconds: float, what: str) -> None:
+    def _note(self, lane: LaneName, seconds: float, name: str) -> None:
         if self.spans is not None and seconds:
-            self.spans.append(SimulatedSpan(lane, self.clock.now, seconds, what))
+            self.spans.append(SimulatedSpan(lane, self.clock.now, seconds, name))
 
     # The engine of the flow
 
@@ -208,8 +208,8 @@ class LaneRun:
     # The program
 
     def _program(self) -> Iterator[tuple[int, Half | None]]:
-        """Halves by step, and its update. With several passes in flight, backward and forward passes take turns once
-        there are as many.
+        """Yield the halves of the passes of each step, then None for its update. With several passes in flight, forward
+        and backward passes alternate once that many are in flight.
         """
         waiting = min(self.in_flight, self.accumulation)
         for step in range(self.steps):
@@ -222,7 +222,7 @@ class LaneRun:
             yield step, None
 
     def _go_on(self) -> None:
-        """Start the task that is next, if what it needs is there; a pass asks for its bytes when it starts."""
+        """Start the next task if everything that it needs is there. A pass requests its bytes when it starts."""
         if self.working or self.at >= len(self.tasks):
             return
         step, half, task = self.tasks[self.at]
@@ -240,12 +240,12 @@ class LaneRun:
         seconds = self._seconds(task)
         self.working = True
         self.device_busy += seconds
-        what = "update" if task is None else task.kind
-        self._note("device", seconds, f"{what} {task.unit}" if task and what in ("forward", "backward") else what)
+        kind = "update" if task is None else task.kind
+        self._note("device", seconds, f"{kind} {task.unit}" if task and kind in ("forward", "backward") else kind)
         self.clock.at(self.clock.now + seconds, 0, 0, self._end)
 
     def _ask_ahead(self) -> None:
-        """For a pass; with several in flight, for this half of one and the next half."""
+        """Request bytes for a whole pass; with several passes in flight, for this half of a pass and the next half."""
         for step, half in itertools.islice(self.ahead, 2 if self.in_flight > 1 else 1):
             self._ask(step, half)
             if half is not None and half.kind == "forward" and self.in_flight == 1:
@@ -309,9 +309,9 @@ class LaneRun:
             flow.backward_ends(half, unit, (step, batch, 2, unit), first=first, send=nothing, landed=complete)
 
     def _complete(self, step: int, unit: int, exchange: float) -> None:
-        """This worker's gradients of the step are complete: what is averaged with others' goes to them first."""
+        """This worker's gradients of the unit are complete: average them with other workers, then count them."""
 
-        def there() -> None:
+        def arrived() -> None:
             self.landed.append(unit)
             if self.early:
                 self._update(step, unit)
@@ -319,9 +319,9 @@ class LaneRun:
                 self.all_landed.fire()
 
         if exchange:
-            self.lanes["peers"].submit((step, unit), exchange, there, "mean" if unit == _ENDS else f"mean {unit}")
+            self.lanes["peers"].submit((step, unit), exchange, arrived, "mean" if unit == _ENDS else f"mean {unit}")
         else:
-            there()
+            arrived()
 
     def _update(self, step: int, unit: int) -> None:
         if unit in self.hosted:
@@ -331,4 +331,4 @@ class LaneRun:
 
 
 def _slowed(alone: float, both: float) -> float:
-    return 1.0 if not both or alone == both else alone / both  # of lanes without a limit too
+    return 1.0 if not both or alone == both else alone / both  # equal also if both are infinite

@@ -1,13 +1,13 @@
-"""What this machine can do, as a `Machine`: measured, for plans that are to say what its runs will take.
+"""Measure this machine's rates as a `Machine`, so that plans can predict its runs.
 
-    products    large ones, in bfloat16 on a GPU and float32 on a CPU; a decoder's blocks reach a share of that
-    host        fused AdamW, by as many threads as the runs' updates have; a copy in the memory of the device
-    disk        whole slots past the page cache, as the disk tier moves them; reads and writes while the other is busy
+    products    large matrix products, in bfloat16 on a GPU and float32 on a CPU; the share that a decoder reaches
+    host        fused AdamW, with as many threads as a run's updates have; a copy in the memory of the device
+    disk        whole slots past the page cache, as the disk tier moves them, with reads and writes at once
     link        pinned memory, each direction alone and both at once
 
     units       forward and backward passes of a model's blocks, for a profile
 
-Every rate is the best of a few laps: what else the machine does makes single ones slower, nothing makes one faster.
+Every rate is the best of a few laps: other load can only make a lap slower, never faster.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ from isles.models.decoder import Decoder
 from isles.models.sizes import Shape, flops_per_token
 from isles.network.machines import Machine
 
-_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")  # of control groups, v2 and v1
+_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")  # control groups, v2 and v1
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuringEffort:
-    """How much is moved and computed to find a rate.
+    """The amount of work per measurement.
 
-    product: rows and columns of the matrices. shape, tokens: of the decoder, two sequences of so many. params: that
-    AdamW updates. copied, filed: bytes of a copy, and of what goes to the disk. laps: of which the best counts.
+    product: rows and columns of the matrices. shape: of the decoder. tokens: of each of its two sequences. params:
+    parameters that AdamW updates. copied, filed: bytes of a copy, and bytes written to disk. laps: the best one counts.
     """
 
     product: int
@@ -64,7 +64,7 @@ def _decoder(width: int, layers: int, tokens: int) -> Shape:
 
 
 def usual_effort(cuda: bool) -> MeasuringEffort:
-    """Some seconds."""
+    """The usual effort, which takes some seconds."""
     if cuda:
         return MeasuringEffort(product=8192, shape=_decoder(2048, 4, 1024), tokens=1024, params=1 << 26)
     return MeasuringEffort(product=1024, shape=_decoder(512, 2, 256), tokens=256)
@@ -72,29 +72,29 @@ def usual_effort(cuda: bool) -> MeasuringEffort:
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredMachine:
-    """machine: what was measured. notes: what it lacks, and how far a number can be trusted; one line each."""
+    """The measured machine. notes: what it lacks, and how reliable the numbers are; one line each."""
 
     machine: Machine
     notes: tuple[str, ...]
 
 
 def measure_machine(folder: str, effort: MeasuringEffort | None = None) -> MeasuredMachine:
-    """This machine, with the disk of `folder`. ValueError, one line, for a folder that cannot be written to.
+    """Measure this machine, with the disk of `folder`. ValueError, one line, if the folder is not writable.
 
-    With a GPU (the first one) its memory is the device; without one the RAM is, and the disk is the far tier.
+    The device is the first GPU's memory. Without a GPU, the device is the RAM, and the disk is the far tier.
     """
     cuda = torch.cuda.is_available()
     device = torch.device("cuda:0" if cuda else "cpu")
-    work = usual_effort(cuda) if effort is None else effort
-    notes = check_folder(folder, work.filed)
-    peak = _products(work, device)
-    mfu = min(_decoder_rate(work, device) / peak, 1.0)
+    effort_used = usual_effort(cuda) if effort is None else effort
+    notes = check_folder(folder, effort_used.filed)
+    peak = _products(effort_used, device)
+    mfu = min(_decoder_rate(effort_used, device) / peak, 1.0)
     threads = torch.get_num_threads()
-    with torch_threads(threads if cuda else 1):  # as the lane that updates has
-        host_update = _adamw_rate(work)
+    with torch_threads(threads if cuda else 1):  # as many as the lane of the updates has
+        host_update = _adamw_rate(effort_used)
     ram, limited = _ram()
-    links = _links(work, device) if cuda else dict.fromkeys(("up", "down", "up_both", "down_both"), 0.0)
-    disk, direct = _disk(folder, work)
+    links = _links(effort_used, device) if cuda else dict.fromkeys(("up", "down", "up_both", "down_both"), 0.0)
+    disk, direct = _disk(folder, effort_used)
     if not cuda:
         notes.append("no GPU: the RAM is the device, with no host and no link beside it; the disk is the far tier")
         notes.append(f"products by {threads} threads, updates by one, as the lane of a run has")
@@ -102,42 +102,42 @@ def measure_machine(folder: str, effort: MeasuringEffort | None = None) -> Measu
         notes.append("the control group of this process allows less memory than the machine has: that was taken")
     if not direct:
         notes.append(f"{folder} has no way past the page cache: its rates are those of writing it out")
-    made = Machine(
+    machine = Machine(
         name=torch.cuda.get_device_name(device) if cuda else platform.node() or "this machine",
         device_bytes=float(torch.cuda.get_device_properties(device).total_memory) if cuda else ram,
         peak=peak,
         mfu=mfu,
-        device_rate=_copy_rate(work, device),
+        device_rate=_copy_rate(effort_used, device),
         host_bytes=ram if cuda else 0.0,
         host_update=host_update,
         **links,
         **disk,
     )
-    return MeasuredMachine(machine=_readable(made), notes=tuple(notes))
+    return MeasuredMachine(machine=_readable(machine), notes=tuple(notes))
 
 
-def _readable(made: Machine) -> Machine:
-    """With four digits of every rate: the others say nothing."""
+def _readable(machine: Machine) -> Machine:
+    """Round every rate to four digits; further digits are noise."""
     rates = ("peak", "mfu", "device_rate", "up", "down", "up_both", "down_both")
     rates += ("host_update", "disk_read", "disk_write")
-    short: dict[str, Any] = {name: float(f"{getattr(made, name):.4g}") for name in rates}
-    return replace(made, **short)
+    short: dict[str, Any] = {name: float(f"{getattr(machine, name):.4g}") for name in rates}
+    return replace(machine, **short)
 
 
 def _ram() -> tuple[float, bool]:
-    """Bytes that this process may take, and whether its control group allows less than there is."""
-    there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    allowed = there
+    """Bytes that this process may use, and whether its control group allows less than the machine has."""
+    installed = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    allowed = installed
     for path in _LIMITS:
         try:
             allowed = min(allowed, int(Path(path).read_text(encoding="ascii")))
-        except (OSError, ValueError):  # there is no such group, or it says "max"
+        except (OSError, ValueError):  # no such group, or its limit is "max"
             continue
-    return float(allowed), allowed < there
+    return float(allowed), allowed < installed
 
 
 def _best(run: Callable[[], Any], laps: int, device: torch.device) -> float:
-    """Seconds of the fastest of `laps` after one that does not count."""
+    """Seconds of the fastest of `laps`, after a warm-up lap."""
     least = float("inf")
     for lap in range(laps + 1):
         start = _now(device)
@@ -154,7 +154,7 @@ def _now(device: torch.device) -> float:
 
 
 def _products(work: MeasuringEffort, device: torch.device) -> float:
-    """FLOP/s."""
+    """FLOP/s of large matrix products."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     a = torch.randn(work.product, work.product, device=device, dtype=dtype)
     b, out = torch.randn_like(a), torch.empty_like(a)
@@ -177,14 +177,14 @@ def _decoder_rate(work: MeasuringEffort, device: torch.device) -> float:
 
 
 def _copy_rate(work: MeasuringEffort, device: torch.device) -> float:
-    """Bytes a second of the device's memory, read and written counted both."""
+    """Bytes per second of the device's memory; reads and writes both count."""
     source = torch.zeros(work.copied, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return 2 * work.copied / _best(lambda: target.copy_(source), work.laps, device)
 
 
 def _adamw_rate(work: MeasuringEffort) -> float:
-    """Parameters a second of the host's fused AdamW."""
+    """Parameters per second of the host's fused AdamW."""
     parts = [torch.nn.Parameter(torch.zeros(work.params // 4, dtype=torch.float32, device="cpu")) for _ in range(4)]
     for part in parts:
         part.grad = torch.full_like(part, 1e-3)
@@ -200,22 +200,26 @@ def _links(work: MeasuringEffort, device: torch.device) -> dict[str, float]:
     streams = [torch.cuda.Stream(device) for _ in range(2)]
 
     def rates(*directions: int) -> dict[int, float]:
-        """Bytes a second of each direction, 0 up and 1 down, while all of `directions` are busy."""
-        found = dict.fromkeys(directions, 0.0)
+        """Bytes per second of each direction, 0 up and 1 down, while all of `directions` are busy."""
+        best = dict.fromkeys(directions, 0.0)
         for _ in range(work.laps + 1):
             torch.cuda.synchronize(device)
-            began, ended = ({one: torch.cuda.Event(enable_timing=True) for one in directions} for _ in range(2))
-            for one in directions:
-                with torch.cuda.stream(streams[one]):
-                    began[one].record()
-                    source, target = (far[0], near[0]) if one == 0 else (near[1], far[1])
-                    for _ in range(4):  # so long that both begin and end nearly together
+            began, ended = (
+                {direction: torch.cuda.Event(enable_timing=True) for direction in directions} for _ in range(2)
+            )
+            for direction in directions:
+                with torch.cuda.stream(streams[direction]):
+                    began[direction].record()
+                    source, target = (far[0], near[0]) if direction == 0 else (near[1], far[1])
+                    for _ in range(4):  # long enough for both to begin and end nearly together
                         target.copy_(source, non_blocking=True)
-                    ended[one].record()
+                    ended[direction].record()
             torch.cuda.synchronize(device)
-            for one in directions:
-                found[one] = max(found[one], 4e3 * work.copied / began[one].elapsed_time(ended[one]))
-        return found
+            for direction in directions:
+                best[direction] = max(
+                    best[direction], 4e3 * work.copied / began[direction].elapsed_time(ended[direction])
+                )
+        return best
 
     up, down, both = rates(0)[0], rates(1)[1], rates(0, 1)
     return {"up": up, "down": down, "up_both": min(both[0], up), "down_both": min(both[1], down)}
@@ -225,26 +229,26 @@ def _links(work: MeasuringEffort, device: torch.device) -> dict[str, float]:
 
 
 def _disk(folder: str, work: MeasuringEffort) -> tuple[dict[str, float], bool]:
-    """Rates of both directions while both are busy, as in updates of a plan; whether they went past the cache."""
+    """Rates of both directions while both are busy, as in a plan's updates; whether they bypass the page cache."""
     file = DiskFile(folder)
     half = 8 * pages(work.filed // 16)
     try:
         begins = [file.extend(half) for _ in range(2)]
         slots = [torch.frombuffer(mmap.mmap(-1, half // 8), dtype=torch.uint8) for _ in range(2)]
         slots[0].fill_(1)
-        _rate(file.write, begins[1], half, slots[0], file.sync)  # what is read must have been written
-        found = {"disk_read": 0.0, "disk_write": 0.0}
+        _rate(file.write, begins[1], half, slots[0], file.sync)  # data for the reads below
+        rates = {"disk_read": 0.0, "disk_write": 0.0}
         for _ in range(work.laps):
             file.forget()
             reading = threading.Thread(
-                target=lambda: found.update(
-                    disk_read=max(found["disk_read"], _rate(file.read, begins[1], half, slots[1]))
+                target=lambda: rates.update(
+                    disk_read=max(rates["disk_read"], _rate(file.read, begins[1], half, slots[1]))
                 )
             )
             reading.start()
-            found["disk_write"] = max(found["disk_write"], _rate(file.write, begins[0], half, slots[0], file.sync))
+            rates["disk_write"] = max(rates["disk_write"], _rate(file.write, begins[0], half, slots[0], file.sync))
             reading.join(DEADLINE)
-        return found | {"disk_bytes": float(shutil.disk_usage(folder).free)}, file.direct
+        return rates | {"disk_bytes": float(shutil.disk_usage(folder).free)}, file.direct
     finally:
         file.close()
 
@@ -252,7 +256,7 @@ def _disk(folder: str, work: MeasuringEffort) -> tuple[dict[str, float], bool]:
 def _rate(
     move: Callable[[int, Tensor], Any], begin: int, nbytes: int, slot: Tensor, end: Callable[[], Any] = lambda: None
 ) -> float:
-    """Bytes a second, slot by slot, `end` included."""
+    """Bytes per second, slot by slot, including the call of `end`."""
     start = time.perf_counter()
     for at in range(0, nbytes, len(slot)):
         move(begin + at, slot[: nbytes - at])
@@ -264,8 +268,8 @@ def _rate(
 
 
 def measured(made: Profile, model: nn.Module, batch: Any, *, loss: Loss = own_loss, laps: int = 3) -> Profile:
-    """The profile with measured seconds of its units: steps of a model with numbers, where it is; the least of `laps`.
-    Units that are alike get the mean of theirs. The bytes stay those of the profile.
+    """Add measured seconds of the units to the profile `made`: the least of `laps` steps of a real model on its device.
+    Units that are alike get the mean of their seconds. The bytes stay unchanged.
     """
     units = units_of(model)
     device = next(model.parameters()).device

@@ -1,7 +1,7 @@
-"""A plan of memory: what is chosen for every unit, what it takes, and what it was made for.
+"""A memory plan: the placement of every unit, its costs, and the model, batch and machine that it was made for.
 
-A plan is data: it is written as JSON, read back, shown as a table, and drawn as a trace for chrome://tracing or
-ui.perfetto.dev. `PlanMismatch` refuses to run it with another model, batch or machine than it was made for.
+A plan is data. It can be written as JSON and read back, shown as a table, and drawn as a trace for chrome://tracing or
+ui.perfetto.dev. `PlanMismatch` refuses to run it with another model, batch or machine.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _FORMAT = 1
 
 
 class InfeasibleBudget(ValueError):
-    """No plan fits. device_bytes, host_bytes: the least that some plan of the method needs."""
+    """No plan fits. device_bytes, host_bytes: the least that any plan of the method needs."""
 
     def __init__(self, message: str, *, device_bytes: int, host_bytes: int) -> None:
         super().__init__(message)
@@ -30,19 +30,19 @@ class InfeasibleBudget(ValueError):
 
 
 class PlanMismatch(ValueError):
-    """A plan that was made for something else than what is to run."""
+    """A plan was made for another model, batch or machine."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryPlan:
-    """What `search.Search` found.
+    """The result of `search.Search`.
 
-    placements: a choice for every unit, in the order of the forward pass; names: of the units. peak: bytes that the run
-    keeps within; budget: bytes that it might have taken. step: seconds of one, simulated. bound: no plan of the method
-    is faster, by the load of the busiest lane. busy: seconds of a step that each lane works. host_bytes, disk_bytes:
-    beside the device. floors: seconds of simple plans, None where one does not fit. made_for: digests of the model, the
-    batch and the machine. machine: its name; "" for a plan that was made without one. shared: workers of
-    ddp that each keep and update the host states of 1/shared of every unit.
+    placements: of every unit, in the order of the forward pass; names: of the units. peak: bytes that the run stays
+    within; budget: bytes that it was allowed. step: simulated seconds of a step. bound: lower bound on the seconds of
+    all plans of the method, from the load of the busiest lane. busy: seconds per step that each lane works. host_bytes,
+    disk_bytes: bytes on host and disk. floors: seconds of simple plans; None: the plan does not fit. made_for: digests
+    of the model, the batch and the machine. machine: its name; "": the plan was made without one. shared: number of
+    ddp workers, each of which keeps and updates the host states of 1/shared of every unit.
     """
 
     placements: tuple[Placement, ...]
@@ -64,23 +64,23 @@ class MemoryPlan:
 
     @property
     def gap(self) -> float:
-        """How much longer than the bound the step is at most, as a share."""
+        """The step's excess over the bound, as a share: the plan is at most this much slower than the fastest."""
         return self.step / self.bound - 1 if self.bound else 0.0
 
     @property
     def short(self) -> str:
         """Runs of equal choices, such as 4xDK 8xOR."""
         runs: list[tuple[int, str]] = []
-        for one in self.placements:
-            if runs and runs[-1][1] == one.short:
-                runs[-1] = (runs[-1][0] + 1, one.short)
+        for placement in self.placements:
+            if runs and runs[-1][1] == placement.short:
+                runs[-1] = (runs[-1][0] + 1, placement.short)
             else:
-                runs.append((1, one.short))
-        return " ".join(f"{count}x{what}" for count, what in runs)
+                runs.append((1, placement.short))
+        return " ".join(f"{count}x{code}" for count, code in runs)
 
     def check(self, profile: Profile, machine: Machine | None = None) -> None:
-        """PlanMismatch where the model, the batch, or the machine (if one is given) is another than the plan's."""
-        mends = {
+        """Raise PlanMismatch if the model, the batch, or the machine (if given) differs from the plan's."""
+        advice = {
             "model": "make a plan for this model, or run the plan's",
             "batch": "plan again with this batch, its tokens and its number format",
             "machine": "plan again for this machine",
@@ -88,19 +88,19 @@ class MemoryPlan:
         for key, digest in digests(profile, machine).items():
             planned = self.made_for.get(key)
             if planned is not None and planned != digest:
-                raise PlanMismatch(f"memory.plan was made for another {key}: {mends[key]}")
+                raise PlanMismatch(f"memory.plan was made for another {key}: {advice[key]}")
         if len(self.placements) != len(profile.units):
             raise PlanMismatch(
-                f"memory.plan has {len(self.placements)} units, the model {len(profile.units)}: {mends['model']}"
+                f"memory.plan has {len(self.placements)} units, the model {len(profile.units)}: {advice['model']}"
             )
 
     def to_json(self) -> str:
-        table = asdict(self) | {"format": _FORMAT, "placements": [astuple(one) for one in self.placements]}
+        table = asdict(self) | {"format": _FORMAT, "placements": [astuple(placement) for placement in self.placements]}
         return json.dumps(table, indent=1)
 
 
 def from_json(text: str, source: str = "memory.plan") -> MemoryPlan:
-    """The plan in the text. ValueError, one line that begins with `source`, where it is none."""
+    """Parse a plan. The ValueError for an invalid plan is one line that begins with `source`."""
     try:
         table = parse_json(text)
         if table.pop("format") != _FORMAT:
@@ -108,7 +108,7 @@ def from_json(text: str, source: str = "memory.plan") -> MemoryPlan:
                 "it was written by another version of isles; make it again with `isles plan memory --json`"
             )
         placements = tuple(Placement(tier, activations) for tier, activations in table.pop("placements"))
-        if any(one.tier not in TIERS or one.activations not in ACTIVATIONS for one in placements):
+        if any(placement.tier not in TIERS or placement.activations not in ACTIVATIONS for placement in placements):
             raise ValueError("a choice is none of this version's; make it again with `isles plan memory --json`")
         return MemoryPlan(placements=placements, **(table | {"names": tuple(table["names"])}))
     except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
@@ -118,17 +118,17 @@ def from_json(text: str, source: str = "memory.plan") -> MemoryPlan:
 
 
 def digests(profile: Profile, machine: Machine | None) -> dict[str, str]:
-    """What a plan is made for. Measured seconds are left out: they differ from one measurement to the next."""
+    """Digests of the model, the batch and the machine of a plan. They leave out measured seconds, which vary."""
     units = [(unit.params, unit.weights, unit.states) for unit in profile.units]
     saved = [
         (unit.moved, unit.resident.saved, unit.device_copy.saved, unit.boundary, unit.resident.casts)
         for unit in profile.units
     ]
-    made = {
+    by_name = {
         "model": _digest((units, profile.ends.params, profile.ends.weights, profile.ends.states)),
         "batch": _digest((saved, profile.batch, profile.tokens, profile.autocast)),
     }
-    return made if machine is None else made | {"machine": _digest(astuple(replace(machine, name="")))}
+    return by_name if machine is None else by_name | {"machine": _digest(astuple(replace(machine, name="")))}
 
 
 def _digest(value: object) -> str:
@@ -149,18 +149,18 @@ def why(placement: Placement) -> str:
 
 
 def table(plan: MemoryPlan, profile: Profile) -> list[dict[str, Any]]:
-    """A row a unit: what is chosen, the bytes on the device between its passes, and what moves in a step."""
+    """One row per unit: its placement, the bytes on the device between its passes, and the bytes moved in a step."""
     rows = []
-    for unit, one in zip(profile.units, plan.placements, strict=True):
-        cost = unit_cost(unit, one)
+    for unit, placement in zip(profile.units, plan.placements, strict=True):
+        cost = unit_cost(unit, placement)
         fetched, sent = 2 * cost.fetched * plan.accumulation, 0 if cost.on_device else cost.sent
         up = cost.refreshed + cost.swap * plan.accumulation + (0 if cost.filed else fetched)
         down = (cost.swap + (0 if cost.filed else sent)) * plan.accumulation
         rows.append(
             {
                 "unit": unit.name,
-                "tier": CODES[one.tier],
-                "activations": CODES[one.activations],
+                "tier": CODES[placement.tier],
+                "activations": CODES[placement.activations],
                 "device": cost.resident + (cost.gradients if cost.on_device else 0),
                 "saved": cost.backward_end - cost.backward,
                 "up": up,
@@ -169,26 +169,26 @@ def table(plan: MemoryPlan, profile: Profile) -> list[dict[str, Any]]:
                 "disk": cost.disk,
                 "read": cost.read + (fetched if cost.filed else 0),
                 "written": cost.written + (sent if cost.filed else 0),
-                "why": why(one),
+                "why": why(placement),
             }
         )
     return rows
 
 
 def trace(timeline: LaneTimeline) -> str:
-    """The timeline in Chrome's trace format, a row a lane."""
+    """The timeline in Chrome's trace format, one row per lane."""
     rows = {name: number for number, name in enumerate(LANES)}
     names = [
         {"ph": "M", "name": "thread_name", "pid": 0, "tid": number, "args": {"name": name}}
         for name, number in rows.items()
     ]
     spans = [
-        {"ph": "X", "pid": 0, "tid": rows[lane], "ts": start * 1e6, "dur": seconds * 1e6, "name": what}
-        for lane, start, seconds, what in timeline.spans
+        {"ph": "X", "pid": 0, "tid": rows[lane], "ts": start * 1e6, "dur": seconds * 1e6, "name": name}
+        for lane, start, seconds, name in timeline.spans
     ]
     return json.dumps({"traceEvents": names + spans})
 
 
 def choices(tiers: Iterable[str], activations: Sequence[str]) -> tuple[Placement, ...]:
-    """Every pair of the two."""
-    return tuple(Placement(tier, one) for tier in tiers for one in activations)  # type: ignore[arg-type]
+    """All pairs of a tier and a kind of activations."""
+    return tuple(Placement(tier, kind) for tier in tiers for kind in activations)  # type: ignore[arg-type]

@@ -1,17 +1,17 @@
-"""What a model's units take, in bytes, without the memory that a run would need.
+"""Profile the bytes of a model's units, without the memory that a run would need.
 
-One step runs on fake CPU tensors, which have shapes and formats but no numbers; every storage that its operations make
-and drop is counted, so the bytes are those of the real step. (On the meta device attention is taken apart and its T x T
-scores are counted; real CPU and GPU kernels do not make them.) It runs as it is and with every unit recomputed, and
-under bfloat16 autocast also with the units' matrices in bfloat16, as they travel.
+One step runs on fake CPU tensors, which have shapes and formats but no numbers. The profile counts every storage that
+the operations allocate and free, so the bytes are those of the real step. (The meta device would decompose attention,
+and its T x T scores would be counted; real CPU and GPU kernels do not allocate them.) The step runs with activations
+saved and with every unit recomputed; under bfloat16 autocast also with the units' matrices in bfloat16, as they travel.
 
-Operations are counted in closed form for Isles' own decoder, else with attention taken apart, for torch does not count
-the CPU's attention kernel.
+FLOPs are counted in closed form for Isles' own decoder. For other models attention is decomposed, because torch does
+not count the CPU's attention kernel.
 
 Fake tensors sometimes take another path than real ones, with other bytes: `LikeReal` corrects those cases.
 
-A worker of fully sharded data parallel training has rows of everything on its device, and the weights of a few units
-while they are gathered (`sharded`). There a plan chooses only what is saved and what is recomputed.
+A worker of fully sharded data parallel training has rows of everything on its device, and the full weights of a few
+units while they are gathered (`fully_sharded`). There a plan only chooses between saving and recomputing.
 """
 
 from __future__ import annotations
@@ -48,35 +48,35 @@ _NORMS = (torch.ops.aten.native_batch_norm.default, torch.ops.aten._native_batch
 
 
 class LikeReal(TorchDispatchMode):
-    """Within a FakeTensorMode, so that a step without numbers takes the bytes of one with.
+    """Use this inside a FakeTensorMode, so that a step on fake tensors takes the bytes of a real one.
 
-    Integers that come from no weight and no batch, such as positions, keep their numbers. Models look at them: one of
-    transformers asks whether its positions are those of several texts in a row, and where it cannot know builds a mask
-    for its attention. The statistics of a batch norm of bfloat16 with weights of float32 are float32, which the fake
-    operation does not know.
+    Integers that depend on no weight and no batch, such as positions, keep their numbers, because models read them. A
+    model of transformers, for example, checks whether its positions are those of several packed texts, and builds an
+    attention mask if it cannot know. A bfloat16 batch norm with float32 weights has float32 statistics, which the fake
+    operation gets wrong.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in _NORMS and args[1] is not None and args[0].dtype != args[1].dtype:
-            made, *statistics = func(*args, **kwargs)
-            return made, *(one.to(args[1].dtype) for one in statistics)
+            output, *statistics = func(*args, **kwargs)
+            return output, *(statistic.to(args[1].dtype) for statistic in statistics)
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        if any(isinstance(one, FakeTensor) for one in inputs) or torch.Tag.nondeterministic_seeded in func.tags:
+        if any(isinstance(tensor, FakeTensor) for tensor in inputs) or torch.Tag.nondeterministic_seeded in func.tags:
             return func(*args, **kwargs)
         try:
-            made = func(*args, **kwargs)
+            output = func(*args, **kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException):
-            made = None
+            output = None
         else:
-            tensors = [leaf for leaf in tree_leaves(made) if isinstance(leaf, Tensor)]
-            if any(one.is_floating_point() or one.is_complex() or one.numel() > _MOST for one in tensors):
-                return made
+            outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+            if any(leaf.is_floating_point() or leaf.is_complex() or leaf.numel() > _MOST for leaf in outputs):
+                return output
         with unset_fake_temporarily():
             return func(*args, **kwargs)
 
 
-SCALARS = 4096  # bytes: what a training loop keeps of a loss beside the step that is profiled
+SCALARS = 4096  # bytes that a training loop keeps for a loss, outside the profiled step
 
 StateBytes = Callable[[Tensor], int]
 Loss = Callable[[nn.Module, Any], Tensor]
@@ -84,19 +84,19 @@ ProfiledActivations = Literal["keep", "recompute"]
 
 
 def own_loss(model: nn.Module, batch: Any) -> Tensor:
-    """Of the models of `isles.models`: the mean loss that the forward pass gives."""
+    """The mean loss that the forward pass of a model of `isles.models` returns."""
     return model(batch).loss
 
 
 def adamw_bytes(parameter: Tensor) -> int:
-    """AdamW's state of a parameter: two moments and a step count."""
+    """Bytes of AdamW's state of a parameter: two moments and a step count."""
     return 2 * parameter.nbytes + 4
 
 
 @dataclass
 class UnitTrace:
-    """Bytes of one unit in one step: of its input and output, of what it saves and of its input among that which the
-    unit before it saves too, live when a pass begins, and at that pass's peak."""
+    """Bytes of one unit in one step: its input and output; what it saves, and the part of its input that the unit
+    before also saves; live bytes at the begin, the peak and the end of each pass."""
 
     input: int = 0
     output: int = 0
@@ -113,8 +113,8 @@ class UnitTrace:
 
 @dataclass
 class Trace:
-    """Bytes of one step. static: parameters and buffers. below: what is there when the top begins, where activations
-    are saved. top, bottom: peaks after the last unit and, in the backward pass, before the first; top_gradients: on
+    """Bytes of one step. static: parameters and buffers. below: live when the top begins, if activations are saved.
+    top: peak after the last unit. bottom: peak of the backward pass before the first unit. top_gradients: gradients on
     parameters when the last unit's backward pass begins.
     """
 
@@ -137,10 +137,11 @@ def profile(
     name: str = "",
     moves: bool = True,
 ) -> Profile:
-    """The model's profile at a batch. Nothing of either is changed, and neither needs numbers: both may be on the meta
-    device. batch: tensors, in any nest, that `loss(model, batch)` takes; their first axis is the sequences, the second,
-    if there is one, the tokens. state_bytes: of the optimizer's state of a parameter. moves: whether a plan
-    may move units; if not, they are profiled where they are alone, in half the time. ValueError as in `units_of`.
+    """Profile the model at a batch. Model and batch stay unchanged, and may be on the meta device.
+
+    batch: nested tensors that `loss(model, batch)` takes; their first axis is the sequences, the second, if any, the
+    tokens. state_bytes: bytes of the optimizer's state of a parameter. moves: whether a plan may move units; if not,
+    only the units on the device are profiled, in half the time. ValueError as in `units_of`.
     """
     units = units_of(model)
 
@@ -157,27 +158,27 @@ def profile(
     stream = max(max(trace.input, trace.output) for trace in keep.units)
     first = tensors_in(batch)[0]
     inside = {id(parameter) for unit in units for parameter in unit.parameters}
-    rest = [parameter for parameter in model.parameters() if id(parameter) not in inside]
+    outside = [parameter for parameter in model.parameters() if id(parameter) not in inside]
     begin, end = keep.units[0], keep.units[-1]
     carried = max(end.backward_begin - keep.below - keep.top_gradients, 0)
     ends = Ends(
-        params=sum(parameter.numel() for parameter in rest),
-        weights=sum(parameter.nbytes for parameter in rest),
-        states=sum(state_bytes(parameter) for parameter in rest if parameter.requires_grad),
+        params=sum(parameter.numel() for parameter in outside),
+        weights=sum(parameter.nbytes for parameter in outside),
+        states=sum(state_bytes(parameter) for parameter in outside if parameter.requires_grad),
         buffers=nbytes(model.buffers()),
         before=max(begin.forward_begin - keep.static - begin.input, 0) + SCALARS,
         top=max(keep.top - keep.below - keep.top_gradients - carried - (stream - end.output), 0),
-        bottom=max(keep.bottom - begin.backward_end - _bottom_gradients(rest, keep) - (stream - begin.input), 0),
+        bottom=max(keep.bottom - begin.backward_end - _bottom_gradients(outside, keep) - (stream - begin.input), 0),
         top_gradients=keep.top_gradients,
-        bottom_gradients=_bottom_gradients(rest, keep),
+        bottom_gradients=_bottom_gradients(outside, keep),
         carried=carried,
         flops=whole - sum(flops),
     )
-    made = []
+    profiles = []
     for index, unit in enumerate(units):
         parameters = unit.parameters
         moved = sum(slot.parameter.numel() * travels_as(slot, autocast).itemsize for slot in unit.slots)
-        made.append(
+        profiles.append(
             UnitProfile(
                 name=unit.name,
                 params=sum(parameter.numel() for parameter in parameters),
@@ -193,7 +194,7 @@ def profile(
         )
     return Profile(
         model=name or type(model).__name__,
-        units=tuple(made),
+        units=tuple(profiles),
         ends=ends,
         stream=stream,
         batch=first.shape[0],
@@ -202,24 +203,24 @@ def profile(
     )
 
 
-def _bottom_gradients(rest: list[nn.Parameter], trace: Trace) -> int:
-    return sum(parameter.nbytes for parameter in rest if parameter.requires_grad) - trace.top_gradients
+def _bottom_gradients(outside: list[nn.Parameter], trace: Trace) -> int:
+    return sum(parameter.nbytes for parameter in outside if parameter.requires_grad) - trace.top_gradients
 
 
 def _passes(runs: list[Trace], index: int, gradients: int, stream: int) -> Passes:
-    """Transients are what a pass takes beyond what stays; the stream is counted once, whatever its size here."""
-    keep, remake = runs[0].units[index], runs[1].units[index]
-    made = keep.forward_peak - keep.forward_begin
+    """Transients are the bytes of a pass beyond those that stay. The stream is counted only once, at its full size."""
+    keep, recompute = runs[0].units[index], runs[1].units[index]
+    allocated = keep.forward_peak - keep.forward_begin
     return Passes(
         saved=keep.saved,
         casts=keep.casts,
         keep=Transient(
-            forward=max(keep.input + made - keep.saved - keep.casts - stream, 0),
+            forward=max(keep.input + allocated - keep.saved - keep.casts - stream, 0),
             backward=_backward(keep, gradients, stream),
         ),
         recompute=Transient(
-            forward=max(remake.forward_peak - remake.forward_begin - keep.casts - stream, 0),
-            backward=_backward(remake, gradients, stream),
+            forward=max(recompute.forward_peak - recompute.forward_begin - keep.casts - stream, 0),
+            backward=_backward(recompute, gradients, stream),
         ),
     )
 
@@ -241,12 +242,12 @@ def trace_step(
     autocast: str = "none",
     activations: ProfiledActivations = "keep",
 ) -> Trace:
-    """Run one forward and backward pass and count. Gradients are left on the parameters."""
+    """Run one forward and backward pass, and count bytes. Gradients stay on the parameters."""
     meter, trace = MemoryMeter(), Trace(units=[UnitTrace() for _ in units])
     meter.track(*model.parameters(), *model.buffers())
     trace.static = meter.live
     meter.track(*tensors_in(batch))
-    highest, saved_before = [0], set[int]()  # what the unit before saves
+    highest, saved_before = [0], set[int]()  # saved_before: storages that the unit before saves
 
     def mark() -> int:
         """The peak since the last mark."""
@@ -256,26 +257,26 @@ def trace_step(
         return peak
 
     def around(index: int, forward: Callable[..., Any]) -> Callable[..., Any]:
-        one, parameters = trace.units[index], {p.untyped_storage()._cdata for p in units[index].parameters}
+        unit_trace, parameters = trace.units[index], {p.untyped_storage()._cdata for p in units[index].parameters}
         others = {buffer.untyped_storage()._cdata for buffer in model.buffers()}
 
         def backward_begins() -> None:
             peak = mark()
-            one.backward_begin = meter.live
+            unit_trace.backward_begin = meter.live
             if index == len(units) - 1:
                 trace.top = peak
                 trace.top_gradients = sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
 
         def backward_ends() -> None:
-            one.backward_peak, one.backward_end = mark(), meter.live
+            unit_trace.backward_peak, unit_trace.backward_end = mark(), meter.live
 
         def run(*args: Any, **named: Any) -> Any:
             inputs = tensors_in((args, named))
-            one.input = nbytes(tensor for tensor in inputs if tensor.requires_grad)
+            unit_trace.input = nbytes(tensor for tensor in inputs if tensor.requires_grad)
             shared = {tensor.untyped_storage()._cdata for tensor in inputs if not tensor.requires_grad}
             entered = storages(tensor for tensor in inputs if tensor.requires_grad).keys()
             mark()
-            one.forward_begin = meter.live
+            unit_trace.forward_begin = meter.live
             args, named = edge(backward_ends, (args, named), always=True)
             saved, casts = dict[int, int](), dict[int, int]()
 
@@ -286,19 +287,19 @@ def trace_step(
                 return tensor
 
             if activations == "recompute":
-                made = checkpoint(forward, *args, use_reentrant=False, **named)
+                output = checkpoint(forward, *args, use_reentrant=False, **named)
             else:
                 with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-                    made = forward(*args, **named)
+                    output = forward(*args, **named)
             del args, named
-            one.saved, one.casts = sum(saved.values()), sum(casts.values())
-            one.shared_input = sum(size for key, size in saved.items() if key in entered & saved_before)
+            unit_trace.saved, unit_trace.casts = sum(saved.values()), sum(casts.values())
+            unit_trace.shared_input = sum(size for key, size in saved.items() if key in entered & saved_before)
             saved_before.clear()
             saved_before.update(saved)
-            one.output = nbytes(tensors_in(made))
-            made = edge(backward_begins, made)
-            one.forward_peak, one.forward_end = mark(), meter.live
-            return made
+            unit_trace.output = nbytes(tensors_in(output))
+            output = edge(backward_begins, output)
+            unit_trace.forward_peak, unit_trace.forward_end = mark(), meter.live
+            return output
 
         return run
 
@@ -311,9 +312,9 @@ def trace_step(
         value.backward()
         trace.bottom = mark()
     trace.peak = highest[0]
-    # A unit that does not save its input ends with it there, but it goes before the top begins.
+    # A unit that does not save its input still holds it at its end; it is freed before the top begins.
     begin, end = trace.units[0], trace.units[-1]
-    stays = sum(one.saved - one.shared_input + one.casts for one in trace.units)
+    stays = sum(unit.saved - unit.shared_input + unit.casts for unit in trace.units)
     trace.below = begin.forward_begin - begin.input + stays + end.output
     return trace
 
@@ -333,41 +334,41 @@ def _fake_trace(
 
 @contextmanager
 def _shortened(model: nn.Module, units: list[ModelUnit]) -> Iterator[list[int]]:
-    """The model with three blocks, for a while, where all are alike; for each of the whole model's, which one it is."""
-    every = range(len(units))
+    """Reduce a model of alike blocks to three temporarily. Yields the index of the representative of each block."""
+    indices = range(len(units))
     alike = len({repr(unit.module) + repr([p.shape for p in unit.parameters]) for unit in units}) == 1
     if not alike or len(units) <= 3:
-        yield list(every)
+        yield list(indices)
         return
     blocks = model.get_submodule(blocks_of(model)[0])
     before = dict(blocks._modules)
     try:
         every_block = list(before.values())
         blocks._modules = {str(number): every_block[index] for number, index in enumerate((0, 1, len(units) - 1))}
-        yield [0 if index == 0 else 2 if index == len(units) - 1 else 1 for index in every]
+        yield [0 if index == 0 else 2 if index == len(units) - 1 else 1 for index in indices]
     finally:
         blocks._modules = before
 
 
 @contextmanager
 def _without_numbers(model: nn.Module, device: str, dtypes: dict[Any, torch.dtype]) -> Iterator[None]:
-    """The model's tensors replaced by empty ones on `device`, for a while."""
-    made, before = dict[int, Tensor](), list[tuple[dict[str, Any], str, Tensor]]()
+    """Replace the model's tensors by empty ones on `device` temporarily."""
+    empty_by_id, before = dict[int, Tensor](), list[tuple[dict[str, Any], str, Tensor]]()
     for module in model.modules():
         for tensors in (module._parameters, module._buffers):
             for name, tensor in tensors.items():
                 if tensor is None:
                     continue
-                if id(tensor) not in made:
+                if id(tensor) not in empty_by_id:
                     empty = torch.empty(tensor.shape, dtype=dtypes.get(tensor, tensor.dtype), device=device)
                     parameter = isinstance(tensor, nn.Parameter)
-                    made[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if parameter else empty
+                    empty_by_id[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if parameter else empty
                 before.append((tensors, name, tensor))
     training = model.training
     model.train()
     try:
         for tensors, name, tensor in before:
-            tensors[name] = made[id(tensor)]
+            tensors[name] = empty_by_id[id(tensor)]
         yield
     finally:
         for tensors, name, tensor in before:
@@ -376,7 +377,7 @@ def _without_numbers(model: nn.Module, device: str, dtypes: dict[Any, torch.dtyp
 
 
 def _like(batch: Any, device: str) -> Any:
-    """The batch's shapes, all zeros."""
+    """Zeros with the shapes and formats of the batch."""
     return tree_map(lambda x: torch.zeros(x.shape, dtype=x.dtype, device=device) if isinstance(x, Tensor) else x, batch)
 
 
@@ -385,7 +386,7 @@ def _like(batch: Any, device: str) -> Any:
 
 
 def _flops(model: nn.Module, units: list[ModelUnit], batch: Any, loss: Loss) -> tuple[list[float], float]:
-    """Of every unit's forward pass, and of the whole one."""
+    """FLOPs of every unit's forward pass, and of the whole forward pass."""
     if isinstance(model, Decoder):
         sequences, tokens = batch.shape[0], batch.shape[1] - 1
         whole = flops_per_token(model.shape, backward=False, sequence=tokens) * sequences * tokens
@@ -397,70 +398,70 @@ def _flops(model: nn.Module, units: list[ModelUnit], batch: Any, loss: Loss) -> 
     def around(index: int, forward: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **named: Any) -> Any:
             before = counter.get_total_flops()
-            made = forward(*args, **named)
+            output = forward(*args, **named)
             counted[index] += counter.get_total_flops() - before
-            return made
+            return output
 
         return run
 
-    whole = sdpa_kernel(SDPBackend.MATH)  # taken apart, so that its products are counted
+    decomposed = sdpa_kernel(SDPBackend.MATH)  # so that the products of attention are counted
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with mode, _without_numbers(model, "cpu", {}), forwards(units, around), whole, counter, torch.no_grad():
+    with mode, _without_numbers(model, "cpu", {}), forwards(units, around), decomposed, counter, torch.no_grad():
         loss(model, _like(batch, "cpu"))
     return counted, float(counter.get_total_flops())
 
 
 def fully_sharded(
-    made: Profile, model: nn.Module, size: int, *, keeps_gathered: bool, batches: int, state_bytes: StateBytes
+    unsharded: Profile, model: nn.Module, size: int, *, keeps_gathered: bool, batches: int, state_bytes: StateBytes
 ) -> Profile:
     """The profile of `model` at one of `size` workers. keeps_gathered: a unit's weights stay gathered from its forward
-    to its backward pass. batches: of a step; gradients are whole until the last of them.
+    to its backward pass. batches: per step; gradients are unsharded until the last batch.
 
-    Counted as torch's `fully_shard` goes about it on a CPU: a gathered unit is there twice while it is taken apart, the
-    next one's weights come while a backward pass runs, and gradients are laid out once more to be scattered.
+    Counts as torch's `fully_shard` works on a CPU. A gathered unit exists twice while its parameters are split from the
+    buffer; the next unit's weights arrive during a backward pass; gradients are copied once more for the scatter.
     """
     units = units_of(model)
     inside = {id(parameter) for unit in units for parameter in unit.parameters}
-    rest = [parameter for parameter in model.parameters() if id(parameter) not in inside]
+    outside = [parameter for parameter in model.parameters() if id(parameter) not in inside]
     whole = [size * _share(unit.parameters, size) for unit in units]
     trained = [size * _share([p for p in unit.parameters if p.requires_grad], size) for unit in units]
     most = max(whole, default=0)
-    ends = made.ends
+    ends = unsharded.ends
     waiting = (sum(whole) if keeps_gathered else 0) + (sum(trained) if batches > 1 else 0)
     sharded = []
     for index, unit in enumerate(units):
-        own = made.units[index]
+        unit_profile = unsharded.units[index]
 
-        def passes(taken: Passes, whole: int, trained: int) -> Passes:
-            here = 0 if keeps_gathered else whole
+        def passes(full: Passes, whole: int, trained: int) -> Passes:
+            gathered = 0 if keeps_gathered else whole
 
-            def around(one: Transient) -> Transient:
-                scattered = trained + 2 * trained // size  # laid out, everyone's parts for this worker, their mean
-                made = max(one.backward, scattered) + (trained if batches == 1 else 0)
+            def sharded_transient(transient: Transient) -> Transient:
+                scattered = trained + 2 * trained // size  # the copy, all workers' parts for this worker, their mean
+                backward = max(transient.backward, scattered) + (trained if batches == 1 else 0)
                 ahead = 0 if keeps_gathered else most
-                return Transient(here + max(one.forward, whole), here + ahead + made)
+                return Transient(gathered + max(transient.forward, whole), gathered + ahead + backward)
 
-            return replace(taken, keep=around(taken.keep), recompute=around(taken.recompute))
+            return replace(full, keep=sharded_transient(full.keep), recompute=sharded_transient(full.recompute))
 
-        resident = passes(own.resident, whole[index], trained[index])
+        resident = passes(unit_profile.resident, whole[index], trained[index])
         weights = _share(unit.parameters, size)
         states = sum(_states(parameter, size, state_bytes) for parameter in unit.parameters)
-        sharded.append(replace(own, weights=weights, states=states, resident=resident))
+        sharded.append(replace(unit_profile, weights=weights, states=states, resident=resident))
     return replace(
-        made,
+        unsharded,
         units=tuple(sharded),
         ends=replace(
             ends,
-            weights=_share(rest, size),
-            states=sum(_states(parameter, size, state_bytes) for parameter in rest),
-            before=ends.before + size * _share(rest, size) + waiting,
-            top=max(ends.top, size * _share(rest, size)),
+            weights=_share(outside, size),
+            states=sum(_states(parameter, size, state_bytes) for parameter in outside),
+            before=ends.before + size * _share(outside, size) + waiting,
+            top=max(ends.top, size * _share(outside, size)),
         ),
     )
 
 
 def _share(tensors: Sequence[Tensor], size: int) -> int:
-    """Bytes of the first worker's rows, which are as many as any worker's."""
+    """Bytes of the first worker's rows; no worker has more."""
     return sum(-(-tensor.shape[0] // size) * (tensor.nbytes // max(tensor.shape[0], 1)) for tensor in tensors)
 
 

@@ -1,23 +1,23 @@
-"""The fastest plan that fits, as far as it can be found.
+"""Search for the fastest memory plan that fits.
 
-    equal units      counts of each choice, by bound, simulated, then refined
+    all fits         everything stays on the device, if that costs 1 % at most
+    equal units      counts of each choice: sorted by bound, simulated, then refined
     unequal units    an integer program with several weights
-    all fits         all of it stays on the device, if that costs 1 % at most
-    few units        families and neighbours of the best plans besides, one unit or pair at a time
-    always           the simple plans that people use (`floors`), so that no plan is slower than one of those
+    few units        also families of plans, and neighbours of the best plans, which differ in one unit or pair
+    always           the simple plans that people use (`floors`), so the result is never slower than one of those
 
-Everything is ranked by the simulation (`lanes`), whose seconds count; bounds only say what need not be simulated.
-Nothing here depends on how fast this machine is: the same question has the same answer.
+The simulation (`lanes`) ranks all plans; bounds only exclude plans from it. The result does not depend on the speed of
+this machine: the same question has the same answer.
 
-Equal units differ only in when they are needed, so a plan is counts (how many units use which tier and which
-activations) and two orders. All counts are weighed at once by the load of the busiest lane and by what stays on the
-device; only the promising ones are simulated.
+Equal units differ only in when they are needed. So a plan is a set of counts (how many units use each tier and each
+kind of activations) and two orders. The search rates all counts at once by the load of the busiest lane and by the
+bytes that stay on the device. It simulates only the promising ones.
 
-Unequal units: a choice for each, within the memory at every moment of a step, at the least load of the busiest lane.
+For unequal units, an integer program chooses a placement per unit that minimises the load of the busiest lane:
 
     minimise  T + weights x lanes   with   T >= load of every lane,  one choice a unit,  bytes at every task <= budget
 
-It knows no stalls, so its optimum is where the search begins and a bound, not the plan. HiGHS solves it.
+The program does not model stalls. So its optimum is a bound and the start of the search, not the plan. HiGHS solves it.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ _SOFT = 0.15  # share of the other lanes' load that ranks plans of one bound
 
 
 class Counts(NamedTuple):
-    """device, moved: units with all on the device, and with nothing there between passes; the others' optimizer is on
-    the host. stored: of the moved, those with states on disk. order: of the tiers, see `expand`. saved, swapped: the
-    others recompute. mixed: how swapped and recomputed ones lie among each other.
+    """Numbers of units. device: all on the device. moved: nothing on the device between passes; all other units have
+    their optimizer on the host. stored: moved units with states on disk. saved, swapped: units whose activations are
+    saved or swapped; the others recompute. order: of the tiers. mixed: order of swapped and recomputing units.
     """
 
     device: int
@@ -72,22 +72,23 @@ class Counts(NamedTuple):
 
 
 def expand(units: int, counts: Counts, near: MemoryTier = "host") -> tuple[Placement, ...]:
-    """The plan of these counts. near: where those that move and are not stored wait. Saved activations are those of the
-    last units, whose backward pass comes first.
+    """The plan of these counts. near: tier of the moved units that are not stored. The last units, whose backward pass
+    comes first, save their activations.
     """
     moved: list[MemoryTier] = [*["disk"] * counts.stored, *[near] * (counts.moved - counts.stored)]  # type: ignore[bad-assignment]
     device: list[MemoryTier] = ["device"] * counts.device
     optimizer: list[MemoryTier] = ["optimizer"] * (units - counts.device - counts.moved)
     tiers = ([*device, *moved, *optimizer], [*device, *optimizer, *moved], [*moved, *device, *optimizer])[counts.order]
-    rest = units - counts.saved
+    unsaved = units - counts.saved
     swap: list[Activations] = ["swap"] * counts.swapped
-    remake: list[Activations] = ["recompute"] * (rest - counts.swapped)
+    recompute: list[Activations] = ["recompute"] * (unsaved - counts.swapped)
     spread: list[Activations] = [
-        "swap" if (i + 1) * counts.swapped // rest > i * counts.swapped // rest else "recompute" for i in range(rest)
+        "swap" if (i + 1) * counts.swapped // unsaved > i * counts.swapped // unsaved else "recompute"
+        for i in range(unsaved)
     ]
-    first = (spread, [*swap, *remake], [*remake, *swap])[counts.mixed]
+    first = (spread, [*swap, *recompute], [*recompute, *swap])[counts.mixed]
     keep: list[Activations] = ["keep"] * counts.saved
-    return tuple(Placement(tier, one) for tier, one in zip(tiers, [*first, *keep], strict=True))
+    return tuple(Placement(tier, activations) for tier, activations in zip(tiers, [*first, *keep], strict=True))
 
 
 def ranked(
@@ -99,10 +100,10 @@ def ranked(
     budget: float,
     host: float,
 ) -> Iterator[tuple[float, Counts]]:
-    """Counts in the order in which they are worth a try, with a bound on their step. `options` hold device and keep.
+    """Yield counts, the most promising first, each with a lower bound on the seconds of its step.
 
-    loads: seconds of each lane (columns) for each option (rows), of one unit and step. fixed: of each lane, beside the
-    units. budget, host: bytes on the device and on the host.
+    options: must include device and keep. loads: seconds of a unit per step, by option (rows) and lane (columns).
+    fixed: seconds of each lane outside the units. budget, host: bytes on the device and on the host.
     """
     unit, units = profile.units[0], len(profile.units)
     row = {one: index for index, one in enumerate(options)}
@@ -126,14 +127,14 @@ def ranked(
     costs = {tier: unit_cost(unit, Placement(tier, "keep")) for tier in tiers}
     host_of = {tier: cost.host for tier, cost in costs.items()}
     stored = np.zeros_like(moved)
-    if "disk" in tiers:  # as few as the host's memory allows, for the disk is slow
+    if "disk" in tiers:  # as few as the host's memory allows, because the disk is slow
         need = hosted * host_of.get("optimizer", 0) + swapped * unit.resident.saved - host
         each = max(host_of.get("host", 0) - host_of["disk"], 1)
         stored = np.clip(np.ceil((need + moved * host_of.get("host", 0)) / each), 0, moved).astype(int)
         if "host" not in tiers:
             stored = moved
 
-    # The load of a pair of choices is the sum of what each of them adds to (device, keep).
+    # The load of a pair of choices is the load of (device, keep) plus what each choice adds to it.
     base = loads[row[Placement("device", "keep")]]
     totals = np.tile(np.asarray(fixed, float) + units * base, (len(device), 1))
     for tier, count in (("optimizer", hosted), (near, moved - stored), ("disk", stored)):
@@ -144,7 +145,7 @@ def ranked(
             totals += _times(count, loads[row[Placement("device", one)]] - base)  # type: ignore[arg-type]
     bound = totals.max(axis=1)
 
-    shared_input = profile.units[-1].shared_input  # those after a unit that keeps it have it for nothing
+    shared_input = profile.units[-1].shared_input  # costs nothing if the unit before keeps it
     stays = profile.base + device * costs["device"].resident
     stays = stays + saved * (unit.resident.saved - shared_input) + remade * (unit.boundary - shared_input)
     if "optimizer" in tiers:
@@ -158,13 +159,13 @@ def ranked(
 
 
 def _times(count: np.ndarray, seconds: np.ndarray) -> np.ndarray:
-    """count x seconds, where none of something infinite is nothing."""
+    """count x seconds, with 0 x infinity = 0."""
     with np.errstate(invalid="ignore"):
         return np.where(count[:, None] == 0, 0.0, count[:, None] * seconds[None, :])
 
 
 def neighbours(counts: Counts) -> Iterator[Counts]:
-    """Counts that differ a little."""
+    """Yield counts that differ slightly from `counts`."""
     for more, other in ((1, 0), (-1, 0), (0, 1), (0, -1), (1, -1), (-1, 1), (2, 0), (-2, 0)):
         yield counts._replace(device=counts.device + more, moved=counts.moved + other)
     for more, other in ((1, 0), (-1, 0), (0, 1), (0, -1), (1, -1), (-1, 1)):
@@ -179,7 +180,7 @@ def neighbours(counts: Counts) -> Iterator[Counts]:
 
 
 def possible(units: int, counts: Counts) -> bool:
-    """Whether there are so many units."""
+    """Whether `counts` are valid for this number of units."""
     return (
         min(counts.device, counts.moved, counts.saved, counts.swapped, counts.stored) >= 0
         and counts.device + counts.moved <= units
@@ -190,9 +191,11 @@ def possible(units: int, counts: Counts) -> bool:
 
 def lane_loads(profile: Profile, options: Sequence[Placement], machine: Machine, accumulation: int) -> np.ndarray:
     """Seconds of a step on (device, up, down, host, read, write): axes unit, option, lane."""
-    every = [[unit_time(unit, one, machine) for one in options] for unit in profile.units]
+    times_by_unit = [[unit_time(unit, one, machine) for one in options] for unit in profile.units]
     filed = [one.tier == "file" for one in options]
-    return np.array([[_load(times, accumulation, far) for times, far in zip(row, filed, strict=True)] for row in every])
+    return np.array(
+        [[_load(times, accumulation, far) for times, far in zip(row, filed, strict=True)] for row in times_by_unit]
+    )
 
 
 def _load(times: UnitTime, batches: int, filed: bool) -> tuple[float, ...]:
@@ -206,9 +209,9 @@ def _load(times: UnitTime, batches: int, filed: bool) -> tuple[float, ...]:
     )
 
 
-_NODES = 300  # of the branch and bound; a limit in seconds would make plans depend on the load of this machine
+_NODES = 300  # limit on branch-and-bound nodes; a limit in seconds would make plans depend on this machine's load
 _GAP = 2e-3
-_TIE = 1e-4  # weight of all lanes' loads, so that of equal plans the one with less traffic is taken
+_TIE = 1e-4  # weight of all lanes' loads, so that the program prefers less traffic among equal plans
 
 
 def solve(
@@ -221,8 +224,8 @@ def solve(
     host: float,
     weights: Sequence[float] | None = None,
 ) -> tuple[tuple[Placement, ...] | None, float]:
-    """The plan (None where there is none) and a bound on T (-inf where it has none). weights: of the lanes' loads in
-    the goal, which makes the bound no bound.
+    """Solve the integer program: (plan or None, lower bound on T or -inf). weights: of the lanes' loads in the goal;
+    with them there is no bound.
     """
     from scipy.optimize import Bounds, LinearConstraint, milp
 
@@ -233,7 +236,7 @@ def solve(
     flat = np.where(np.isfinite(flat), flat, 0.0)
     memory, stays = _memory(profile, options)
 
-    limits: list[tuple[np.ndarray, float, float]] = []  # (factors of the variables, least, most) of their sum
+    limits: list[tuple[np.ndarray, float, float]] = []  # (coefficients of the variables, minimum, maximum) of a sum
     for unit in range(units):
         row = np.zeros(variables)
         row[unit * count : (unit + 1) * count] = 1
@@ -250,7 +253,7 @@ def solve(
     goal = np.append(_TIE * flat.sum(axis=1), 1.0)
     if weights is not None:
         goal[:-1] += flat @ np.asarray(weights, float)
-    found = milp(
+    solution = milp(
         goal,
         constraints=LinearConstraint(np.array(rows), low, high),
         integrality=np.append(np.ones(variables - 1), 0),
@@ -258,33 +261,32 @@ def solve(
         options={"node_limit": _NODES, "mip_rel_gap": _GAP},
     )
     bound = -np.inf
-    if weights is None and found.mip_dual_bound is not None:
-        bound = float(found.mip_dual_bound) / (1 + _TIE * flat.shape[1])  # the tie's part is at most that of T
-    if found.x is None:
+    if weights is None and solution.mip_dual_bound is not None:
+        bound = float(solution.mip_dual_bound) / (1 + _TIE * flat.shape[1])  # a lane's tie term is at most _TIE * T
+    if solution.x is None:
         return None, bound
-    chosen = found.x[:-1].reshape(units, count).argmax(axis=1)
+    chosen = solution.x[:-1].reshape(units, count).argmax(axis=1)
     return tuple(options[int(index)] for index in chosen), bound
 
 
 def _memory(profile: Profile, options: Sequence[Placement]) -> tuple[np.ndarray, np.ndarray]:
-    """Bytes on the device at every task of a step's first batch: of each unit and option, and beside the units."""
+    """Bytes on the device at every task of a step's first batch: for each unit and option, and outside the units."""
     units, count = len(profile.units), len(options)
     ends = profile.ends
     taken = np.zeros((2 * units + 2, units * count))
     top, bottom = units, 2 * units + 1
-    for unit, one in enumerate(profile.units):
+    for unit, unit_profile in enumerate(profile.units):
         backward = 2 * units - unit
         for index, option in enumerate(options):
-            cost, column = unit_cost(one, option), unit * count + index
-            shared_input = (
-                0 if option.activations == "swap" else one.shared_input
-            )  # there already, if the unit before keeps it
-            held = cost.forward - cost.forward_end - cost.swap - shared_input
+            cost, column = unit_cost(unit_profile, option), unit * count + index
+            # Already on the device, if the unit before keeps it.
+            shared_input = 0 if option.activations == "swap" else unit_profile.shared_input
+            saved = cost.forward - cost.forward_end - cost.swap - shared_input
             taken[:, column] += cost.resident
             taken[unit, column] += cost.slot + cost.forward - shared_input
-            taken[unit + 1 : backward, column] += held
+            taken[unit + 1 : backward, column] += saved
             taken[top + 1 : backward, column] -= cost.casts_end
-            taken[backward, column] += held - cost.casts_end + cost.slot + cost.swap + cost.backward + cost.gradients
+            taken[backward, column] += saved - cost.casts_end + cost.slot + cost.swap + cost.backward + cost.gradients
             if cost.on_device:
                 taken[backward + 1 :, column] += cost.gradients
     stays = np.full(2 * units + 2, float(profile.base))
@@ -301,17 +303,17 @@ METHODS: dict[str, tuple[tuple[MemoryTier, ...], tuple[Activations, ...]]] = {
     "karma": (("device",), ACTIVATIONS),
     "checkpoint": (("device",), ("keep", "recompute")),
 }
-"""By method, where a unit's weights may be, and what may happen to its activations."""
+"""The tiers and the kinds of activations that each method may use."""
 
 
-_FEW = 8  # units whose neighbours are all tried
-_TRIED = 60  # counts that are simulated before refining; of few units, more
-_TRIED_FEW = 150
-_SCANNED = 20_000  # counts that are looked at
+_FEW = 8  # up to this many units, the search tries all neighbours
+_TRIED = 60  # counts to simulate before refining
+_TRIED_FEW = 150  # the same, for few units
+_SCANNED = 20_000  # counts to rate
 _STARTS = 3
-_CLIMB_STEPS = 20  # of a hill climb, at most
-_CLIMB_STEPS_OF_MANY, _NEIGHBOURS = 3, 20  # with more units than _FEW: steps, and neighbours simulated in each, at most
-# Of (device, up, down, host, read, write) in the goal of the integer program: stalls follow from lanes that are full.
+_CLIMB_STEPS = 20  # the most steps of a hill climb
+_CLIMB_STEPS_OF_MANY, _NEIGHBOURS = 3, 20  # with more units than _FEW: the most steps, and simulations in each
+# Weights of (device, up, down, host, read, write) in the program's goal, because full lanes cause stalls.
 _WEIGHTS = (
     None,
     (0.0, 0.1, 0.1, 0.2, 0.0, 0.0),
@@ -319,20 +321,20 @@ _WEIGHTS = (
     (0.0, 0.5, 0.5, 1.0, 0.0, 0.0),
     (0.3, 0.3, 0.3, 0.3, 0.0, 0.0),
 )
-_SIMPLER = 1.01  # how much longer a step may take if all of it stays on the device
-_MOST = 2.0**60  # bytes, where a budget is infinite
-_TIGHT = 1.002  # how much longer a step may take on less memory
+_SIMPLER = 1.01  # factor on the step time that keeping everything on the device may cost
+_MOST = 2.0**60  # bytes that stand for an infinite budget
+_TIGHT = 1.002  # factor on the step time that using less memory may cost
 
 
 class Search:
-    """A question about memory, the plans that were tried for it, and the ways to look for the fastest (`run`).
+    """A search for the fastest plan (`run`): the question, and the plans that were simulated.
 
     method: a key of `METHODS`. budget, host, disk: bytes of the device, of the host and of files; None: all that the
-    machine has. update: whether updates on the host wait for all gradients ("exact") or begin as these come ("early").
-    accumulation: batches a step.
+    machine has. update: whether updates on the host wait for all gradients ("exact") or begin as gradients arrive
+    ("early"). accumulation: batches per step.
 
-    loads, fixed: seconds on each lane, of every unit by choice and of what no choice changes. seconds: of each plan
-    that was simulated, infinite where one would get stuck.
+    loads, fixed: seconds on each lane, of every unit by choice, and of what no choice changes. seconds: of each
+    simulated plan; infinite for a plan that would get stuck.
     """
 
     def __init__(
@@ -354,9 +356,9 @@ class Search:
         self.update: Update = update
         self.accumulation = accumulation
         tiers, activations = METHODS[method]
-        there = tiers_of(machine, self.disk)
-        self.options = choices([one for one in tiers if one in there], activations)
-        self.near: MemoryTier = "host" if "host" in there else "file"
+        available = tiers_of(machine, self.disk)
+        self.options = choices([one for one in tiers if one in available], activations)
+        self.near: MemoryTier = "host" if "host" in available else "file"
         self.index = {one: number for number, one in enumerate(self.options)}
         self.loads = lane_loads(profile, self.options, machine, accumulation)
         device = accumulation * ends_seconds(profile, machine) + ends_update(profile, machine)
@@ -365,7 +367,7 @@ class Search:
         self.seconds: dict[tuple[Placement, ...], float] = {}
 
     def fits(self, plan: Sequence[Placement]) -> bool:
-        """Within every budget, without fetching ahead."""
+        """Whether the plan stays within every budget, without prefetching."""
         return (
             least_peak(self.profile, plan, self.accumulation) <= self.budget
             and host_bytes(self.profile, plan) <= self.host
@@ -373,12 +375,12 @@ class Search:
         )
 
     def bound(self, plan: Sequence[Placement]) -> float:
-        """No step is shorter than the load of its busiest lane (slots are taken to come up for every pass)."""
+        """A lower bound on the step: the load of its busiest lane, if slots are fetched for every pass."""
         rows = self.loads[np.arange(self.units), [self.index[one] for one in plan]]
         return float((rows.sum(axis=0) + self.fixed).max())
 
     def timeline(self, plan: tuple[Placement, ...], budget: float) -> LaneTimeline:
-        """Its step, with so many bytes of the device. Deadlock where they are too few."""
+        """Simulate a step with `budget` bytes of the device. Deadlock if they are too few."""
         return LaneRun(
             self.profile,
             plan,
@@ -392,15 +394,15 @@ class Search:
         if budget is None and plan in self.seconds:
             return self.seconds[plan]
         try:
-            found = self.timeline(plan, self.budget if budget is None else budget).step
+            seconds = self.timeline(plan, self.budget if budget is None else budget).step
         except Deadlock:
-            found = math.inf
+            seconds = math.inf
         if budget is None:
-            self.seconds[plan] = found
-        return found
+            self.seconds[plan] = seconds
+        return seconds
 
     def first(self, plans: Iterable[tuple[Placement, ...]], most: int, below: float = math.inf) -> None:
-        """Simulate those that fit, by their bound, until none can be faster than the best, or `most` were."""
+        """Simulate plans that fit, by bound, until no other can beat the best, or `most` have been simulated."""
         good = sorted(
             ((self.bound(plan), number, plan) for number, plan in enumerate(plans) if plan not in self.seconds),
             key=lambda entry: entry[:2],
@@ -413,9 +415,9 @@ class Search:
                 fastest, tried = min(fastest, self.time(plan)), tried + 1
 
     def run(self) -> MemoryPlan:
-        """The fastest plan found. InfeasibleBudget, with the smallest budgets that work, where no plan fits."""
+        """Find the fastest plan. If no plan fits, InfeasibleBudget with the smallest budgets that work."""
         floors = {name: self._fastest(plans) for name, plans in self.floors().items()}
-        # Seconds that no plan of any size beats: every unit's cheapest choice on the device's lane, never idle.
+        # A bound for all plans: every unit's cheapest choice on the device's lane, which never idles.
         bound = float(self.loads[:, :, 0].min(axis=1).sum() + self.fixed[0])
         alike = len({replace(unit, name="", shared_input=0) for unit in self.profile.units}) == 1
         whole = (Placement("device", "keep"),) * self.units
@@ -434,22 +436,22 @@ class Search:
         finite = {plan: seconds for plan, seconds in self.seconds.items() if math.isfinite(seconds)}
         if not finite:
             raise infeasible(self)
-        found = min(finite, key=lambda plan: finite[plan])
-        if finite.get(whole, math.inf) <= finite[found] * _SIMPLER:
-            found = whole  # updates on the host might save the device a moment: not worth a link
-        return self._made(found, bound, floors)
+        fastest_plan = min(finite, key=lambda plan: finite[plan])
+        if finite.get(whole, math.inf) <= finite[fastest_plan] * _SIMPLER:
+            fastest_plan = whole  # updates on the host would save too little to be worth the traffic
+        return self._made(fastest_plan, bound, floors)
 
     def exhaustive(self) -> tuple[tuple[Placement, ...], float]:
-        """The optimum over all plans, for tests: options ^ units of them."""
+        """The optimum over all options ^ units plans, for tests."""
         self.first(itertools.product(self.options, repeat=self.units), 10**9)
-        found = min(self.seconds, key=lambda plan: self.seconds[plan])
-        return found, self.seconds[found]
+        fastest = min(self.seconds, key=lambda plan: self.seconds[plan])
+        return fastest, self.seconds[fastest]
 
     def floors(self) -> dict[str, list[tuple[Placement, ...]]]:
-        """Simple plans that people use, as far as the method has their choices."""
+        """The simple plans that people use, if the method has their choices."""
         units = self.units
         counts = range(units + 1)
-        every: dict[str, list[tuple[Placement, ...]]] = {
+        plans_by_name: dict[str, list[tuple[Placement, ...]]] = {
             "all on the device": [(Placement("device", "keep"),) * units],
             "recompute all": [(Placement("device", "recompute"),) * units],
             "keep the last, recompute": [tail("device", "recompute", units, saved) for saved in counts],
@@ -460,12 +462,12 @@ class Search:
             "on disk": [(Placement(tier, "recompute"),) * units for tier in ("disk", "file")],
         }
         known = set(self.options)
-        return {name: [plan for plan in plans if known.issuperset(plan)] for name, plans in every.items()}
+        return {name: [plan for plan in plans if known.issuperset(plan)] for name, plans in plans_by_name.items()}
 
     def _fastest(self, plans: Sequence[tuple[Placement, ...]]) -> float | None:
         usable = [plan for plan in plans if math.isfinite(self.bound(plan)) and self.fits(plan)]
-        seconds = [self.time(plan) for plan in usable[-3:]]  # of those with a saved tail, the longest tails that fit
-        return min([one for one in seconds if math.isfinite(one)], default=None)
+        times = [self.time(plan) for plan in usable[-3:]]  # among plans with a saved tail, the longest tails that fit
+        return min([seconds for seconds in times if math.isfinite(seconds)], default=None)
 
     def _by_counts(self, most: int) -> None:
         fastest, tried, best = min(self.seconds.values(), default=math.inf), 0, None
@@ -492,7 +494,7 @@ class Search:
                     fastest, best = self.seconds[plan], counts
 
     def _by_program(self) -> float:
-        """Evaluate the integer program's plans as starting points; returns its largest lower bound on the seconds."""
+        """Simulate the integer program's plans as starting points. Returns its largest lower bound on the seconds."""
         bound = 0.0
         for weights in _WEIGHTS if self.units <= _FEW else _WEIGHTS[:3]:
             plan, dual = solve(
@@ -504,7 +506,7 @@ class Search:
         return bound
 
     def _family(self) -> Iterator[tuple[Placement, ...]]:
-        """Every count in every order."""
+        """Yield the plans of all counts in all orders."""
         tiers, seen = {one.tier for one in self.options}, set()
         pairs = [(a, b) for a in range(self.units + 1) for b in range(self.units + 1 - a)]
         for (device, moved), (saved, swapped) in itertools.product(pairs, pairs):
@@ -515,22 +517,22 @@ class Search:
                     yield plan
 
     def _climb(self, plan: tuple[Placement, ...]) -> None:
-        """To the best neighbour, as long as there is a faster one: another choice for a unit, or two units' swapped."""
+        """Move to the fastest neighbour (one unit's choice changed, or two swapped) while it is faster."""
         most, steps = (10**9, _CLIMB_STEPS) if self.units <= _FEW else (_NEIGHBOURS, _CLIMB_STEPS_OF_MANY)
         for _ in range(steps):
             before = self.time(plan)
             near = list(self._near(plan))
             self.first(near, most, below=before)
-            faster = [(self.seconds[one], number) for number, one in enumerate(near) if one in self.seconds]
+            faster = [(self.seconds[other], number) for number, other in enumerate(near) if other in self.seconds]
             if not faster or min(faster)[0] >= before * (1 - 1e-9):
                 return
             plan = near[min(faster)[1]]
 
     def _near(self, plan: tuple[Placement, ...]) -> Iterator[tuple[Placement, ...]]:
         for unit in range(self.units):
-            for one in self.options:
-                if one != plan[unit]:
-                    yield (*plan[:unit], one, *plan[unit + 1 :])
+            for option in self.options:
+                if option != plan[unit]:
+                    yield (*plan[:unit], option, *plan[unit + 1 :])
         for a, b in itertools.combinations(range(self.units), 2):
             if plan[a] != plan[b]:
                 near = list(plan)
@@ -561,7 +563,7 @@ class Search:
         )
 
     def _tightest(self, plan: tuple[Placement, ...]) -> int:
-        """The least memory on which the step is as short: what is fetched ahead of need gains nothing beyond it."""
+        """The least memory with which the step is as short. With more memory, prefetching gains nothing."""
         low, high = least_peak(self.profile, plan, self.accumulation), int(min(self.budget, _MOST))
         allowed = self.seconds[plan] * _TIGHT
         if self.time(plan, low) <= allowed:
@@ -576,7 +578,7 @@ class Search:
 
 
 def infeasible(tried: Search) -> InfeasibleBudget:
-    """Which budgets are too small, and what the least would be."""
+    """The error that names the budgets that are too small, and the smallest that work."""
     small = smallest(tried)
     device, host = least_peak(tried.profile, small, tried.accumulation), host_bytes(tried.profile, small)
     disk = disk_bytes(tried.profile, small)
@@ -604,8 +606,8 @@ def infeasible(tried: Search) -> InfeasibleBudget:
 
 
 def smallest(tried: Search) -> tuple[Placement, ...]:
-    """A plan with as small a peak as can be found: from the uniform ones, unit by unit, within host and disk where
-    that is possible.
+    """A plan with a small peak, within host and disk if possible. Starts from the best uniform plan, and improves it
+    unit by unit.
     """
 
     def size(plan: tuple[Placement, ...]) -> tuple[float, float]:
@@ -613,9 +615,9 @@ def smallest(tried: Search) -> tuple[Placement, ...]:
         over_disk = max(disk_bytes(tried.profile, plan) - tried.disk, 0)
         return over_host + over_disk, least_peak(tried.profile, plan, tried.accumulation)
 
-    usable = [one for one in tried.options if math.isfinite(tried.bound((one,) * tried.units))]
-    plan = min(((one,) * tried.units for one in usable), key=size)
+    usable = [option for option in tried.options if math.isfinite(tried.bound((option,) * tried.units))]
+    plan = min(((option,) * tried.units for option in usable), key=size)
     for unit in range(tried.units):
-        near = [(*plan[:unit], one, *plan[unit + 1 :]) for one in usable]
+        near = [(*plan[:unit], option, *plan[unit + 1 :]) for option in usable]
         plan = min([plan, *near], key=size)
     return plan

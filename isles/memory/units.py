@@ -1,4 +1,4 @@
-"""The units of a model: its blocks, with the parameters that are theirs alone. What is left stays on the device."""
+"""The units of a model: its blocks, with parameters that only they use. The rest of the model stays on the device."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _CAST = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 class ParameterSlot(NamedTuple):
-    """Where a parameter hangs."""
+    """The place of a parameter: its module, and its name there."""
 
     module: nn.Module
     name: str
@@ -27,7 +27,7 @@ class ParameterSlot(NamedTuple):
 
 @dataclass(frozen=True)
 class ModelUnit:
-    """One block. slots: of its parameters, each parameter once."""
+    """One block. slots: its parameters, each once."""
 
     name: str
     module: nn.Module
@@ -40,8 +40,8 @@ class ModelUnit:
 
 
 def units_of(model: nn.Module) -> list[ModelUnit]:
-    """The units in the order of the forward pass. ValueError for a model without blocks, and for blocks that share
-    parameters with each other or with the rest of the model.
+    """The units in the order of the forward pass. ValueError if the model has no blocks, or if blocks share parameters
+    with each other or with the rest of the model.
     """
     name, blocks = blocks_of(model)
     if not blocks:
@@ -55,30 +55,30 @@ def units_of(model: nn.Module) -> list[ModelUnit]:
         if id(module) not in inside:
             seen.update({id(parameter): "the rest of the model" for parameter in module.parameters(recurse=False)})
     for index, block in enumerate(blocks):
-        slots, called = list[ParameterSlot](), f"{name}.{index}"
+        slots, unit_name = list[ParameterSlot](), f"{name}.{index}"
         for module in block.modules():
-            for own, parameter in module._parameters.items():
+            for label, parameter in module._parameters.items():
                 if parameter is None:
                     continue
-                if seen.get(id(parameter), called) != called:
+                if seen.get(id(parameter), unit_name) != unit_name:
                     raise ValueError(
-                        f"memory.method: {called} shares {own!r} with {seen[id(parameter)]}, so neither can be moved "
-                        'alone; untie them, or choose memory.method = "none"'
+                        f"memory.method: {unit_name} shares {label!r} with {seen[id(parameter)]}, so neither can be "
+                        'moved alone; untie them, or choose memory.method = "none"'
                     )
                 if id(parameter) in seen:
                     raise ValueError(
-                        f"memory.method: {called} uses {own!r} under two names; give it one, or choose "
+                        f"memory.method: {unit_name} uses {label!r} under two names; give it one, or choose "
                         'memory.method = "none"'
                     )
-                seen[id(parameter)] = called
-                slots.append(ParameterSlot(module, own, parameter))
-        units.append(ModelUnit(called, block, tuple(slots)))
+                seen[id(parameter)] = unit_name
+                slots.append(ParameterSlot(module, label, parameter))
+        units.append(ModelUnit(unit_name, block, tuple(slots)))
     return units
 
 
 def travels_as(slot: ParameterSlot, autocast: str) -> torch.dtype:
-    """The format in which a parameter is brought to the device: bfloat16 for matrices that autocast would cast anyway,
-    which gives the same bits; its own for all others.
+    """The format in which a parameter travels to the device. Matrices that autocast would cast anyway travel as
+    bfloat16, with the same resulting bits; all others in their own format.
     """
     cast = autocast == "bf16" and isinstance(slot.module, _CAST) and slot.name == "weight"
     return torch.bfloat16 if cast and slot.parameter.dtype is torch.float32 else slot.parameter.dtype
@@ -89,7 +89,7 @@ def travels_as(slot: ParameterSlot, autocast: str) -> torch.dtype:
 
 
 class _Edge(torch.autograd.Function):
-    """Passes tensors on; calls back when all their gradients have come."""
+    """The identity; calls back when the gradients of all its tensors are there."""
 
     @staticmethod
     def forward(ctx: Any, call: Callable[[], None], *tensors: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
@@ -104,9 +104,9 @@ class _Edge(torch.autograd.Function):
 
 
 def edge(call: Callable[[], None], value: Any, *, always: bool = False) -> Any:
-    """`value` with every tensor that needs a gradient led through one edge: in the backward pass `call` runs once,
-    after the gradients of what follows and before those of what comes before. always: where no tensor needs one (the
-    first block of a model reads the input itself), the first that can have one is led through, for the call alone.
+    """Pass every tensor in `value` that needs a gradient through one edge of the graph. In the backward pass `call`
+    runs once: after the gradients of later operations, and before those of earlier ones. always: if no tensor needs a
+    gradient (the first block of a model reads the input itself), pass the first floating-point tensor through.
     """
     leaves, spec = tree_flatten(value)
     marked = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
@@ -116,8 +116,8 @@ def edge(call: Callable[[], None], value: Any, *, always: bool = False) -> Any:
             leaves[index] = leaves[index].detach().requires_grad_()
     if not marked:
         return value
-    through = _Edge.apply(call, *(leaves[index] for index in marked))
-    for index, tensor in zip(marked, through, strict=True):
+    passed = _Edge.apply(call, *(leaves[index] for index in marked))
+    for index, tensor in zip(marked, passed, strict=True):
         leaves[index] = tensor
     return tree_unflatten(leaves, spec)
 
@@ -131,7 +131,7 @@ def tensors_in(value: Any) -> list[Tensor]:
 def forwards(
     units: Sequence[ModelUnit], around: Callable[[int, Callable[..., Any]], Callable[..., Any]]
 ) -> Iterator[None]:
-    """Each unit's forward replaced by around(index, forward), for a while."""
+    """Replace each unit's forward by around(index, forward) temporarily."""
     for index, unit in enumerate(units):
         unit.module.forward = around(index, unit.module.forward)  # type: ignore[method-assign]
     try:
@@ -146,7 +146,7 @@ def forwards(
 
 
 def is_cast(tensor: Tensor) -> bool:
-    """Whether this is the copy of a parameter that autocast made, or a view of that copy."""
+    """Whether this is autocast's copy of a parameter, or a view of such a copy."""
     node = tensor.grad_fn
     for _ in range(4):
         if node is None or len(node.next_functions) != 1:

@@ -1,11 +1,11 @@
-"""The models: a Llama-style decoder, its named sizes, and what one token of it costs.
+"""Models: a Llama-style decoder, its named sizes, and the FLOPs of one token.
 
 `ModelConfig` and the counts of `sizes` are importable without torch; the names below load on first use.
 
-`config`    the `[model]` section; `factory`: from it to a model; `model_limits`: its limits, before it is built
-`decoder`   Isles' own model; `hf`: to and from transformers; `sizes`: named shapes
-`blocks`    a model's blocks; `cuts`: where it is cut into stages; `stages`: those stages
-`subnet`    narrower models out of its units; `subspace`: a residual stream in a subspace
+`config`    the `[model]` section; `factory`: builds its model; `model_limits`: the model's limits, before it is built
+`decoder`   Isles' own model; `hf`: import from and export to transformers; `sizes`: named shapes
+`blocks`    a model's blocks; `cuts`: the places where a model is cut into stages; `stages`: the stages
+`subnet`    narrower models from some of a model's units; `subspace`: a residual stream in a subspace
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The `[model]` section: which decoder, on which device, in which number format. Importable without torch."""
+"""The `[model]` section: the model, its device and its number format. Importable without torch."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ DType = Literal["float32", "bfloat16", "float64"]
 DEFAULT_SIZE = "0.12M"
 
 _SHAPE_KEYS = ("d_model", "layers", "heads", "ffn", "vocab", "context", "tie_embeddings")
-_DECODER_KEYS = ("size", "d_model", "layers", "heads", "ffn", "tie_embeddings")  # say nothing about another model
+_DECODER_KEYS = ("size", "d_model", "layers", "heads", "ffn", "tie_embeddings")  # for Isles' decoder only
 
 
 def check_device(device: object, key: str = "model.device") -> None:
-    """ValueError unless `device` is the name of one, which may be absent here."""
+    """ValueError unless `device` is the name of a device. This machine need not have it."""
     if not (isinstance(device, str) and re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", device)):
         raise ValueError(f"{key} = {device!r} is not known; use one of auto, cpu, cuda, cuda:N")
 
@@ -29,8 +29,8 @@ class ModelConfig:
     """What is trained. Every impossible value raises a ValueError of one line that names the key and the mend."""
 
     size: str | None = None
-    """A named shape of Isles' decoder, see `isles.models.sizes.SIZES`; "0.12M" where nothing is said. The next five and
-    tie_embeddings override parts of it; None keeps the size's own.
+    """A named shape of Isles' decoder, see `isles.models.sizes.SIZES`; default "0.12M". The next five keys and
+    tie_embeddings override parts of it; None keeps the size's value.
     """
     d_model: int | None = None
     """Width of the residual stream."""
@@ -41,9 +41,9 @@ class ModelConfig:
     ffn: int | None = None
     """Inner width of the gated MLP."""
     vocab: int | None = None
-    """Token ids (256 for bytes; must cover the tokenizer's). With hf: those of its config.json, unless given."""
+    """Number of token ids (256 for bytes; must cover the tokenizer's). With hf, the default is that of config.json."""
     context: int | None = None
-    """Longest sequence, in tokens. With hf: left out, what its config.json allows; with factory: required."""
+    """Longest sequence, in tokens. With hf, the default is the limit in config.json; with factory, it is required."""
     tie_embeddings: bool | None = None
     """Embedding and head share one matrix."""
     factory: str | None = None
@@ -63,7 +63,7 @@ class ModelConfig:
     dtype: DType = "float32"
     """Format of the weights, and so of the gradients and of the optimizer's state."""
     options: dict[str, Any] | None = None
-    """What factory is called with, as a table: [model.options]."""
+    """Keyword arguments of the factory, as a table: [model.options]."""
 
     def __post_init__(self) -> None:
         check_device(self.device)
@@ -84,23 +84,23 @@ class ModelConfig:
             self._check_own(self.own)
             return
         if self.options is not None:
-            raise ValueError("model.options are the arguments of model.factory: give a factory, or take them out")
+            raise ValueError("model.options are the arguments of model.factory: set a factory, or remove them")
         if self.size is None:
-            object.__setattr__(self, "size", DEFAULT_SIZE)  # said, so that a saved configuration names it
+            object.__setattr__(self, "size", DEFAULT_SIZE)  # so that a saved configuration names it
         self.shape()  # refuses an unknown size and impossible numbers
 
     @property
     def own(self) -> Literal["factory", "hf"] | None:
-        """The key that brings another model than Isles' decoder."""
+        """The key that replaces Isles' decoder by another model; None: there is none."""
         return "factory" if self.factory is not None else "hf" if self.hf is not None else None
 
     def _check_own(self, key: Literal["factory", "hf"]) -> None:
         if self.factory is not None and self.hf is not None:
-            raise ValueError("model.factory and model.hf each bring a model: take one of them out")
+            raise ValueError("model.factory and model.hf each define a model: remove one of them")
         for name in _DECODER_KEYS:
             if getattr(self, name) is not None:
                 raise ValueError(
-                    f"model.{name} is of Isles' own decoder and says nothing beside model.{key}: take it out"
+                    f"model.{name} is a setting of Isles' own decoder and has no effect with model.{key}: remove it"
                 )
         for name in ("vocab", "context"):
             value = getattr(self, name)
@@ -108,7 +108,7 @@ class ModelConfig:
                 raise ValueError(f"model.{name} = {value} is impossible; use a whole number of at least 1")
         if key == "hf":
             if self.options is not None:
-                raise ValueError("model.options are for model.factory; what model.hf builds stands in its config.json")
+                raise ValueError("model.options are for model.factory: remove them, and edit model.hf's config.json")
             return
         assert self.factory is not None
         if not is_import_target(self.factory):
@@ -120,14 +120,14 @@ class ModelConfig:
 
     @property
     def name(self) -> str:
-        """That of its size, or what it is where parts of that are overridden."""
+        """The name of its size; if keys override parts of the size, layers and width instead."""
         shape, named = self.shape(), shape_of(self.size or DEFAULT_SIZE)
         same = all(getattr(shape, key) == getattr(named, key) for key in ("d_model", "layers", "heads", "ffn"))
         return str(self.size) if same else f"{shape.layers} layers of {shape.d_model}"
 
     def shape(self) -> Shape:
-        """The decoder's size with the overrides laid over it."""
+        """The decoder's shape: its size, with the overrides of this section."""
         assert self.size is not None, "only Isles' own decoder has a shape"
         named = shape_of(self.size)
-        own = {key: getattr(self, key) for key in _SHAPE_KEYS}
-        return Shape(**{key: getattr(named, key) if value is None else value for key, value in own.items()})
+        overrides = {key: getattr(self, key) for key in _SHAPE_KEYS}
+        return Shape(**{key: getattr(named, key) if value is None else value for key, value in overrides.items()})

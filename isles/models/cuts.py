@@ -1,4 +1,4 @@
-"""Where a model is cut into stages, and which part of it each stage is. No torch: planners ask as well."""
+"""The places where a model is cut into stages, and the piece that each stage has. Loads no torch, for planners."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from isles.models.sizes import Shape
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """Which part of a model a stage is. blocks: [start, stop); enters: it makes the stream of tokens; leaves: it makes
-    logits and loss of the stream.
+    """The part of a model that a stage has. blocks: [start, stop). enters: it turns tokens into the stream. leaves: it
+    computes logits and loss from the stream.
     """
 
     blocks: range
@@ -21,9 +21,8 @@ class Piece:
 
 
 def pieces(cuts: Sequence[int], layers: int, *, loss_at_origin: bool, key: str = "pipeline.cut") -> list[Piece]:
-    """The pieces of a model of `layers` blocks cut before the blocks `cuts`. loss_at_origin: the first piece also makes
-    the loss, which is how an embedding that is the head as well stays in one place. key: of the settings, that says
-    the cuts.
+    """The pieces of a model of `layers` blocks, cut before the blocks `cuts`. loss_at_origin: the first piece also
+    computes the loss, so that an embedding tied to the head stays in one place. key: the setting to name in errors.
 
     ValueError for cuts that leave a stage without a block.
     """
@@ -45,9 +44,9 @@ def pieces(cuts: Sequence[int], layers: int, *, loss_at_origin: bool, key: str =
 
 
 def cut_points(costs: Sequence[float], stages: int) -> list[int]:
-    """Where to cut blocks of `costs` (any unit, of each block with what it enters or leaves by) into `stages` runs of
-    one or more, so that the slowest is as fast as can be; of several such cuts, the one whose later stages are the
-    lighter. Exact, by dynamic programming. ValueError for more stages than blocks.
+    """The cuts into `stages` runs of one or more blocks that make the slowest stage as fast as possible. Among equals,
+    the cuts whose later stages are lighter. Exact, by dynamic programming. costs: of each block, in any unit, with the
+    costs of entering and leaving. ValueError for more stages than blocks.
     """
     layers = len(costs)
     if not 1 <= stages <= layers:
@@ -55,7 +54,7 @@ def cut_points(costs: Sequence[float], stages: int) -> list[int]:
     total = [0.0]
     for cost in costs:
         total.append(total[-1] + cost)
-    # best[n]: (slowest stage, where the last one begins) of the first n blocks in so many stages
+    # best[n]: (cost of the slowest stage, start of the last stage) for the first n blocks in `count` stages
     best = [(total[n], 0) for n in range(layers + 1)]
     starts: list[list[int]] = []
     for count in range(2, stages + 1):
@@ -75,7 +74,7 @@ def cut_points(costs: Sequence[float], stages: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PieceCosts:
-    """FLOPs of the forward pass of a token (any unit will do): of each block, and of the head."""
+    """FLOPs of a token's forward pass, or costs in another unit: of each block, and of the head."""
 
     blocks: tuple[float, ...]
     head: float
@@ -85,14 +84,14 @@ class PieceCosts:
         return sum(self.blocks) + self.head
 
     def to_cut(self, *, loss_at_origin: bool) -> list[float]:
-        """Of each block, with the head where the loss is."""
+        """Costs of each block, with the head's added to the block next to the loss."""
         costs = list(self.blocks)
         costs[0 if loss_at_origin else -1] += self.head
         return costs
 
 
 def decoder_costs(shape: Shape) -> PieceCosts:
-    """Of the decoder: products with matrices, and attention over half of the context on average."""
+    """Costs of the decoder: matrix products, and attention over half of the context on average."""
     attention = 2 * shape.context * shape.d_model
     matrices = 2 * (4 * shape.d_model**2 + 3 * shape.d_model * shape.ffn)
     return PieceCosts(blocks=(float(attention + matrices),) * shape.layers, head=2.0 * shape.d_model * shape.vocab)

@@ -9,20 +9,20 @@ B batch, T sequence (tokens), D d_model, H heads, C head width (D = H C), F ffn,
 Initialisation, from `seed` alone. Matrices are drawn from N(0, s^2):
 
     s = 1 / sqrt(D)                  the embedding (and so a tied head)
-    s = 1 / sqrt(fan-in)             what reads the normed stream: qkv, gate, up, an untied head
-    s = 0.1 / sqrt(2 L fan-in)       what writes to the stream: attention.out, mlp.down
+    s = 1 / sqrt(fan-in)             matrices that read the normed stream: qkv, gate, up, an untied head
+    s = 0.1 / sqrt(2 L fan-in)       matrices that write to the stream: attention.out, mlp.down
     1                                the gains of the norms
 
-Dividing by sqrt(2 L) keeps the stream's variance from growing with depth. The further 0.1 is ours and lets blocks start
-close to the identity: 0.02 nats a byte better after 800 steps of "0.12M". Starting at zero does as well, but then a
-fresh model would not notice a skipped or swapped block. Each parameter has a generator of its own, seeded from (seed,
-name) and drawn on the CPU in float32. So the global generators are never touched, every device and dtype starts from
-the same numbers, and a pipeline stage that holds some of the blocks can draw just its own.
+Dividing by sqrt(2 L) keeps the stream's variance from growing with depth. The additional 0.1 is a choice of Isles; with
+it blocks start close to the identity: 0.02 nats per byte better after 800 steps of "0.12M". Starting at zero works as
+well, but then skipping or swapping blocks would not change a fresh model. Each parameter has its own generator, seeded
+from (seed, name), which draws on the CPU in float32. So the global generators stay unchanged, every device and dtype
+starts from the same numbers, and a pipeline stage can draw the parameters of its own blocks alone.
 
-`Rotary` is the position embedding (RoFormer, arXiv 2104.09864): position t turns pair i of a head by the angle t
-base^(-2i/C), so that the product of a turned query and key depends on their distance alone. Pairs are neighbours, (2i,
-2i+1), as in the paper and in Meta's Llama, so that a pair can be read as one complex number and turned by one
-multiplication; Hugging Face's Llama pairs (i, i + C/2) and needs the rows of its query and key matrices reordered.
+`Rotary` is the position embedding (RoFormer, arXiv 2104.09864). Position t rotates pair i of a head by the angle t
+base^(-2i/C), so the product of a rotated query and key depends only on their distance. Pairs are neighbours, (2i,
+2i+1), as in the paper and in Meta's Llama; so a pair can be read as one complex number and rotated by one
+multiplication. Hugging Face's Llama pairs (i, i + C/2), so the rows of query and key matrices are reordered for it.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ BASE = 10_000.0
 
 
 class Rotary(nn.Module):
-    """Turns queries and keys by their positions; holds the table of angles, no weights.
+    """Rotates queries and keys by their positions. Holds the table of angles, and no weights.
 
-    The table (context, 1, C/2, 2), cosine and sine, is a non-persistent buffer. It is made in float32 or wider, also
-    for bf16 weights, and the turning is done so too: bf16 would blur neighbouring positions.
+    The table (context, 1, C/2, 2), cosine and sine, is a non-persistent buffer. Table and rotation are in float32 or
+    wider, also for bf16 weights: bf16 would blur neighbouring positions.
     """
 
     table: Tensor
@@ -70,12 +70,12 @@ class Rotary(nn.Module):
     def forward(self, x_BTNC: Tensor) -> Tensor:
         """(B, T, N, C) to the same shape and dtype; N heads of queries, keys or both, the first token at position 0."""
         wide = _at_least_float32(x_BTNC.dtype)
-        table = self.table[: x_BTNC.shape[1]].to(wide)  # a copy only where someone cast the whole module down
+        table = self.table[: x_BTNC.shape[1]].to(wide)  # a copy only if the user cast the module to a narrower format
         pairs = x_BTNC.to(wide).unflatten(-1, (-1, 2))
         if torch.compiler.is_compiling():  # the compiler fuses real arithmetic and cannot generate complex code
             (a, b), (cos, sin) = pairs.unbind(-1), table.unbind(-1)
             turned = torch.stack((a * cos - b * sin, a * sin + b * cos), dim=-1)
-        else:  # one kernel instead of seven, and as few in the backward pass
+        else:  # one kernel instead of seven, in both passes
             turned = torch.view_as_real(torch.view_as_complex(pairs) * torch.view_as_complex(table))
         return turned.flatten(-2).to(x_BTNC.dtype)
 
@@ -89,15 +89,15 @@ STREAM_WRITER_SCALE = 0.1  # see the module docstring
 
 
 class Output(NamedTuple):
-    """What a training forward gives: the mean next-token cross-entropy in nats (a scalar), and the logits (B, T, V)."""
+    """The result of a forward pass: the mean next-token cross-entropy in nats (a scalar), and the logits (B, T, V)."""
 
     loss: Tensor
     logits: Tensor
 
 
 class _Linear(nn.Linear):
-    """With nothing in it yet: torch's own draws would come from the global generator, and on the meta device (as
-    `skip_init` makes them) load torch._dynamo, which takes longer than all else that a dry run does.
+    """A Linear without initial values. Torch would draw them from the global generator. Its `skip_init` would use the
+    meta device, which loads torch._dynamo, and this takes longer than the rest of a dry run.
     """
 
     @override
@@ -106,7 +106,7 @@ class _Linear(nn.Linear):
 
 
 class _Embedding(nn.Embedding):
-    """With nothing in it yet, as `_Linear`."""
+    """An Embedding without initial values, see `_Linear`."""
 
     @override
     def reset_parameters(self) -> None:
@@ -114,7 +114,7 @@ class _Embedding(nn.Embedding):
 
 
 class Attention(nn.Module):
-    """Causal self-attention with rotary positions; queries, keys and values come from one product."""
+    """Causal self-attention with rotary positions. One product computes queries, keys and values."""
 
     def __init__(self, shape: Shape, device: torch.device | None = None, dtype: torch.dtype | None = None) -> None:
         super().__init__()
@@ -124,7 +124,7 @@ class Attention(nn.Module):
 
     def forward(self, x_BTD: Tensor, rotary: Rotary) -> Tensor:
         B, T, _ = x_BTD.shape
-        H, C = self.heads, self.head_dim  # H C is D, or less in a subnet (isles.models.subnet) of some of the heads
+        H, C = self.heads, self.head_dim  # H C is D; less in a subnet with some of the heads (isles.models.subnet)
         qkv_BTNC = self.qkv(x_BTD).view(B, T, 3 * H, C)
         qk_BTNC, v_BTHC = qkv_BTNC.split((2 * H, H), dim=2)
         q_BTHC, k_BTHC = rotary(qk_BTNC).chunk(2, dim=2)
@@ -163,16 +163,16 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """The whole model: embed, blocks, norm, head; `rotary` has no weights. `enter`, `through` a block after the other
-    and `leave` are its forward pass in pieces, which stages do apart (`isles.models.stages`).
+    """The whole model: embed, blocks, norm, head; `rotary` has no weights. `enter`, `through` for each block, and
+    `leave` are its forward pass in pieces, for stages (`isles.models.stages`).
 
-    Raises ValueError where a sequence is longer than the context.
+    Raises ValueError if a sequence is longer than the context.
     """
 
     writers: ClassVar = ("attention.out", "mlp.down")
-    """In each block, the matrices that write to the stream."""
+    """Names, in a block, of the matrices that write to the stream."""
     entry: ClassVar = "embed"
-    """The embedding."""
+    """Name of the embedding."""
 
     def __init__(
         self,
@@ -195,13 +195,13 @@ class Decoder(nn.Module):
         initialise(self, shape, seed)
 
     def forward(self, tokens: Tensor) -> Output:
-        """Loss and logits of windows `tokens` (B, T+1), int64: each of the first T tokens predicts the one after it."""
+        """Loss and logits of windows `tokens` (B, T+1), int64. Each of the first T tokens predicts the next one."""
         logits_BTV = self.logits(tokens[:, :-1])
         return Output(next_token_loss(logits_BTV, tokens[:, 1:]), logits_BTV)
 
     def logits(self, tokens_BT: Tensor, order: Sequence[int] | None = None) -> Tensor:
-        """Scores (B, T, V) for the token after each of `tokens_BT`, int64; what generation calls. order: the numbers of
-        the blocks that run, in that order, such as those that a microbatch visits that skips some; None: all.
+        """Scores (B, T, V) for the token after each of `tokens_BT`, int64; generation calls this. order: numbers of the
+        blocks to run, in that order, such as those on the route of a microbatch that skips some; None: all.
         """
         if order is not None:
             check_order("order", order, len(self.blocks), "block")
@@ -211,7 +211,7 @@ class Decoder(nn.Module):
         return self.leave(x_BTD)
 
     def enter(self, tokens_BT: Tensor) -> Tensor:
-        """The stream (B, T, D) that the first block reads, of tokens int64."""
+        """Tokens (B, T), int64, to the stream (B, T, D) that the first block reads."""
         if tokens_BT.shape[1] > self.shape.context:
             raise ValueError(
                 f"a sequence of {tokens_BT.shape[1]} tokens is longer than model.context = {self.shape.context}; "
@@ -227,12 +227,12 @@ class Decoder(nn.Module):
         return self.head(self.norm(x_BTD))
 
     def allocate(self, device: torch.device, seed: int) -> None:
-        """Give a decoder's part from the meta device memory on `device`, with the whole decoder's initial numbers."""
+        """Allocate a part of a decoder from the meta device on `device`, with the whole decoder's initial values."""
         self.to_empty(device=device)
         dtype = next(self.parameters()).dtype
         self.rotary = Rotary(self.shape.head_dim, self.shape.context, device=device, dtype=dtype)
         if self.shape.tie_embeddings and isinstance(self.head, nn.Linear):
-            self.head.weight = self.embed.weight  # to_empty gives each its own
+            self.head.weight = self.embed.weight  # to_empty has untied them
         initialise(self, self.shape, seed)
 
 
@@ -244,13 +244,13 @@ def next_token_loss(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
 
 def initialise(module: nn.Module, shape: Shape, seed: int) -> None:
     """Draw every parameter of `module`, a decoder or a part with the decoder's parameter names; see the module
-    docstring. A generator draws on one core, so as many draw at a time as torch has threads.
+    docstring. A generator uses one core, so as many generators run at a time as torch has threads.
     """
     is_inference = torch.is_inference_mode_enabled()
 
     def draw(named: tuple[str, nn.Parameter]) -> None:
         name, parameter = named
-        with torch.inference_mode(is_inference), torch.no_grad():  # modes are a thread's own
+        with torch.inference_mode(is_inference), torch.no_grad():  # every thread has its own modes
             if parameter.ndim == 1:
                 parameter.fill_(1.0)
                 return
@@ -259,7 +259,7 @@ def initialise(module: nn.Module, shape: Shape, seed: int) -> None:
             drawn = torch.empty(parameter.shape, dtype=torch.float32)
             parameter.copy_(drawn.normal_(std=_init_std(name, parameter.shape[1], shape.layers), generator=generator))
 
-    # A tied matrix comes once, as embed.weight.
+    # named_parameters yields a tied matrix once, as embed.weight.
     named = [(name, parameter) for name, parameter in module.named_parameters() if not parameter.is_meta]
     with ThreadPoolExecutor(torch.get_num_threads()) as threads:
         list((map if torch.get_num_threads() == 1 else threads.map)(draw, named))

@@ -1,9 +1,9 @@
-"""From a `[model]` section to a model that trains: device, number format, compilation and autocast; Isles' own decoder,
+"""Build the model of a `[model]` section: device, number format, compilation and autocast. The model is Isles' decoder,
 one from a Hugging Face folder, or the user's own by `model.factory = "package.module:function"`.
 
-The contract of one's own (docs/own-model.md): the function returns an `nn.Module`; called with windows `tokens` (B,
+The contract of the user's function (docs/own-model.md): it returns an `nn.Module`. Called with windows `tokens` (B,
 T+1), int64, the module returns an object with `.loss`, the mean cross-entropy in nats of the T tokens after the first
-(a scalar that gradients flow from). With `.logits` (B, T, V) on it, the scores of those T tokens, generation and
+(a scalar with a gradient). If the object also has `.logits` (B, T, V), the scores of those T tokens, generation and
 multiple choice work too. `generate` samples the text after a prompt.
 """
 
@@ -25,9 +25,9 @@ from isles.models.hf import load_hf
 
 
 def make(target: str, options: Mapping[str, Any], seed: int) -> nn.Module:
-    """What the function at `target` returns for `options`, in training mode. The weights depend on the options and
-    `seed`, as far as they are drawn from torch's CPU generator, which stays as it was. ValueError: it cannot be
-    imported, raises, or returns no module.
+    """Call the function at `target` with `options`, and return its model in training mode. The weights depend only on
+    the options and `seed` if they are drawn from torch's CPU generator, whose state is then restored. ValueError if the
+    function cannot be imported, raises, or does not return a module.
     """
     key = f"model.factory = {target!r}"
     function = import_target(key, target)
@@ -45,8 +45,8 @@ def make(target: str, options: Mapping[str, Any], seed: int) -> nn.Module:
 
 
 def sketch_own(target: str, options: Mapping[str, Any], dtype: torch.dtype) -> nn.Module:
-    """As `make`, without numbers: on the meta device, floating-point tensors in `dtype`. A function that cannot do
-    without numbers is called on the CPU and its result stripped of them.
+    """As `make`, without numbers: on the meta device, with floating-point tensors in `dtype`. A function that fails on
+    the meta device is called on the CPU, and the numbers of its result are dropped.
     """
     try:
         with torch.device("meta"):
@@ -71,7 +71,7 @@ def _without_numbers(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def check_contract(model: nn.Module, target: str, context: int) -> None:
-    """One forward pass of one sequence, before training. ValueError: it fails, or gives no loss to train on."""
+    """Run one sequence forward, before training. ValueError if that fails, or returns no loss to train on."""
     key = f"model.factory = {target!r}"
     device = next(model.parameters()).device
     with torch.random.fork_rng(devices=[]):
@@ -84,23 +84,25 @@ def check_contract(model: nn.Module, target: str, context: int) -> None:
             model.train()
     loss = getattr(output, "loss", None)
     if not isinstance(loss, Tensor) or loss.numel() != 1:
-        what = f"a {type(output).__name__} without a scalar .loss" if loss is None else "a .loss that is no scalar"
-        raise ValueError(f"{key}: its model returns {what}: return an object such as isles.models.Output(loss, logits)")
+        fault = f"a {type(output).__name__} without a scalar .loss" if loss is None else "a .loss that is no scalar"
+        raise ValueError(
+            f"{key}: its model returns {fault}: return an object such as isles.models.Output(loss, logits)"
+        )
     if not loss.requires_grad:
         raise ValueError(f"{key}: no gradient flows from its model's .loss: compute it from the parameters, undetached")
 
 
 @torch.no_grad()
 def next_token_scores(model: Any, tokens_BT: Tensor) -> Tensor:
-    """Scores (B, T, V) after each of `tokens_BT`, int64, of any model. ValueError for one that gives no logits."""
+    """Scores (B, T, V) for the token after each of `tokens_BT`, int64, of any model. ValueError without logits."""
     if callable(getattr(model, "logits", None)):
         return model.logits(tokens_BT)
-    window = torch.cat((tokens_BT, tokens_BT[:, -1:]), dim=1)  # the last one only stands where the answer would
+    window = torch.cat((tokens_BT, tokens_BT[:, -1:]), dim=1)  # the last token is only a placeholder for the target
     logits = getattr(model(window), "logits", None)
     if not isinstance(logits, Tensor) or logits.ndim != 3 or logits.shape[:2] != tokens_BT.shape:
         raise ValueError(
-            "this run's model gives no .logits of shape (B, T, V) beside its .loss, and they are needed to generate or "
-            "to choose: return them, see docs/own-model.md"
+            "this run's model returns no .logits of shape (B, T, V) beside its .loss, and generation and multiple "
+            "choice need them: return them, see docs/own-model.md"
         )
     return logits
 
@@ -110,8 +112,8 @@ AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def choose_device(config: ModelConfig, rank: int = 0) -> torch.device:
-    """Where worker `rank` of this machine computes: GPU rank modulo its GPUs, so workers may share one; the GPU that
-    `model.device` numbers; else the CPU. ValueError where torch does not see the GPU.
+    """The device of worker `rank` of this machine: GPU (rank modulo number of GPUs), so that workers may share one; the
+    GPU that `model.device` numbers; or the CPU. ValueError if torch does not see the GPU.
     """
     gpus = 0 if config.device == "cpu" else torch.cuda.device_count()
     kind, _, number = config.device.partition(":")
@@ -127,7 +129,7 @@ def choose_device(config: ModelConfig, rank: int = 0) -> torch.device:
 
 
 def take_device(config: ModelConfig, rank: int) -> torch.device:
-    """`choose_device`, and make a GPU this thread's current one: torch's fully_shard and NCCL use that one."""
+    """`choose_device`; a GPU also becomes this thread's current one, which torch's fully_shard and NCCL use."""
     device = choose_device(config, rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -135,7 +137,7 @@ def take_device(config: ModelConfig, rank: int) -> torch.device:
 
 
 def placement(config: ModelConfig, workers: int) -> str:
-    """Where `workers` workers of this machine train, and how many share a GPU or are idle. ValueError: they cannot."""
+    """Describe where this machine's `workers` train, and its shared and idle GPUs. ValueError if they cannot train."""
     _refuse_fp16_on_cpu(config, choose_device(config))
     used = Counter(str(choose_device(config, rank)) for rank in range(workers))
     most, idle = max(used.values()), torch.cuda.device_count() - len(used.keys() - {"cpu"})
@@ -146,29 +148,29 @@ def placement(config: ModelConfig, workers: int) -> str:
 
 
 def build(config: ModelConfig, seed: int, rank: int = 0, home: torch.device | None = None) -> nn.Module:
-    """The model of `config` for worker `rank`, in `model.dtype`, compiled where that was asked for. home: where its
-    weights lie; None for where the worker computes.
+    """Build the model of `config` for worker `rank`, in `model.dtype`, compiled if `model.compile`. home: device of the
+    weights; None: the device that computes.
 
     The weights depend on the configuration and `seed` alone: every rank and every device starts from the same model,
-    and the global random generators stay as they were. A compiled model is compiled in place: its parameter names and
-    its class are those of the plain one. ValueError as in `choose_device`, `autocast`, `load_hf` and `make`.
+    and the global random generators stay unchanged. Compilation is in place, so parameter names and the class stay
+    those of the plain model. ValueError as in `choose_device`, `autocast`, `load_hf` and `make`.
     """
     device = choose_device(config, rank)
     _refuse_fp16_on_cpu(config, device)
-    model = _made(config, seed, home or device)
+    model = _create(config, seed, home or device)
     if config.compile:
         model.compile()
     return model
 
 
 def sketch(config: ModelConfig) -> nn.Module:
-    """The model of `config` with shapes but without numbers (on the meta device): no memory, whatever its size."""
+    """The model of `config` with shapes but without numbers, on the meta device: it takes no memory."""
     if config.factory is not None:
         return sketch_own(config.factory, config.options or {}, DTYPES[config.dtype])
-    return _made(config, 0, torch.device("meta"))
+    return _create(config, 0, torch.device("meta"))
 
 
-def _made(config: ModelConfig, seed: int, device: torch.device) -> nn.Module:
+def _create(config: ModelConfig, seed: int, device: torch.device) -> nn.Module:
     dtype = DTYPES[config.dtype]
     if config.factory is not None:
         return make(config.factory, config.options or {}, seed).to(device=device, dtype=dtype)
@@ -178,13 +180,13 @@ def _made(config: ModelConfig, seed: int, device: torch.device) -> nn.Module:
 
 
 def autocast(config: ModelConfig, device: torch.device) -> AbstractContextManager[object]:
-    """The context in which the forward pass runs; it does nothing for `model.autocast = "none"`.
+    """The context for the forward pass. It does nothing for `model.autocast = "none"`.
 
         with autocast(config, device):
             loss = model(tokens).loss
         loss.backward()
 
-    "bf16" needs nothing else. "fp16" is for CUDA and needs a `torch.amp.GradScaler`, for small gradients underflow
+    "bf16" needs nothing else. "fp16" is for CUDA and needs a `torch.amp.GradScaler`, because small gradients underflow
     without one. ValueError for "fp16" on a CPU; a warning for "bf16" on a GPU that only emulates it.
     """
     if config.autocast == "none":
@@ -222,9 +224,9 @@ def generate(
 ) -> Iterator[int]:
     """Yield `new_tokens` ids that follow `tokens_T` (T,), int64, at least one.
 
-    logits: from tokens (B, T) to the scores (B, T, V) of what follows each. context: the model sees at most the last
-    `context` tokens. temperature: 0 takes the likeliest token. top_k: choose among so many likeliest (0: all). seed: of
-    the draws; the global generator is not used.
+    logits: maps tokens (B, T) to the scores (B, T, V) of each next token. context: the model sees at most the last
+    `context` tokens. temperature: 0 takes the likeliest token. top_k: draw among the k likeliest (0: all). seed: of the
+    draws; the global generator is not used.
     """
     if not len(tokens_T):
         raise ValueError("the prompt is empty: give at least one character")

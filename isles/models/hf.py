@@ -1,6 +1,6 @@
-"""To and from Hugging Face: train a causal LM of transformers, and write our decoder as their Llama.
+"""Hugging Face: train a causal LM of transformers, and export Isles' decoder as transformers' Llama.
 
-Needs the extra `hf` only for the first; writing needs no transformers. Everything is local: nothing is fetched.
+Training needs the extra `hf`; the export does not need transformers. Everything is local: nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _WRITERS = ("self_attn.o_proj", "mlp.down_proj")
 
 
 class HuggingFaceLM(nn.Module):
-    """A causal LM of transformers with the face of `Decoder`: called with windows (B, T+1), gives loss and logits."""
+    """A causal LM of transformers with the interface of `Decoder`: windows (B, T+1) in, loss and logits out."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -29,12 +29,12 @@ class HuggingFaceLM(nn.Module):
 
     @property
     def blocks(self) -> nn.ModuleList:
-        """Its layers, where they stand in one list."""
+        """Its layers, if the model has them in one list."""
         return self.model.base_model.get_submodule(blocks_of(self.model.base_model)[0])
 
     @property
     def writers(self) -> tuple[str, ...]:
-        """The matrices of a layer that write to the stream, where they are those of Llama's. ValueError where not."""
+        """Names of the matrices of a layer that write to the stream. ValueError unless layers are those of a Llama."""
         if all(module_at(layer, name) for layer in self.blocks for name in _WRITERS):
             return _WRITERS
         raise ValueError(
@@ -45,11 +45,11 @@ class HuggingFaceLM(nn.Module):
     @property
     def entry(self) -> str:
         """The path of its token embedding."""
-        own = self.model.get_input_embeddings()
-        return next(path for path, module in self.named_modules() if module is own)
+        embedding = self.model.get_input_embeddings()
+        return next(path for path, module in self.named_modules() if module is embedding)
 
     def forward(self, tokens: Tensor) -> Output:
-        """As Decoder.forward; the model's own loss (which may shift or mask otherwise) is not used."""
+        """As Decoder.forward. It does not use the model's own loss, which may shift or mask differently."""
         logits_BTV = self.logits(tokens[:, :-1])
         return Output(next_token_loss(logits_BTV, tokens[:, 1:]), logits_BTV)
 
@@ -61,12 +61,12 @@ class HuggingFaceLM(nn.Module):
 def load_hf(
     path: str, *, seed: int, dtype: torch.dtype, device: torch.device, vocab: int | None = None
 ) -> HuggingFaceLM:
-    """The model in the folder `path`: its weights (safetensors) where there are some, else fresh ones drawn from
-    `seed`; ready to train.
+    """Load the model in the folder `path`, ready to train: its weights (safetensors) if there are any, else fresh ones
+    drawn from `seed`.
 
-    vocab: token ids of a fresh model; None: as config.json says. On the meta device only the shapes are made.
-    ValueError, one line: transformers is absent, the folder holds no configuration of a causal LM, or its weights have
-    another `vocab`.
+    vocab: token ids of a fresh model; None: as in config.json. On the meta device the model has only shapes.
+    ValueError, one line, if transformers is not installed, the folder has no configuration of a causal LM, or its
+    weights have another `vocab`.
     """
     config = _read_config(path)
     from transformers import AutoModelForCausalLM
@@ -94,7 +94,7 @@ def load_hf(
 
 
 def hf_limits(path: str) -> tuple[int | None, int]:
-    """(longest sequence, None if config.json has none; token ids) of the model at `path`. ValueError as `load_hf`."""
+    """(longest sequence or None, number of token ids) of the model at `path`. ValueError as in `load_hf`."""
     config = _read_config(path).get_text_config()
     return getattr(config, "max_position_embeddings", None), config.vocab_size
 
@@ -105,7 +105,7 @@ def _read_config(path: str) -> Any:
         from transformers.utils.logging import disable_progress_bar
     except ImportError as error:
         raise ValueError('model.hf needs transformers: pip install ".[hf]"') from error
-    disable_progress_bar()  # one for each worker would run over the run's own
+    disable_progress_bar()  # the workers' bars would overwrite the run's own output
     folder = Path(path).expanduser()
     if not (folder / "config.json").is_file():
         raise ValueError(f"model.hf = {path!r}: no config.json there; name the folder of a saved transformers model")
@@ -118,8 +118,8 @@ def _read_config(path: str) -> Any:
 def save_as_llama(model: Decoder, folder: Path) -> None:
     """Write `model` as config.json and model.safetensors of a LlamaForCausalLM with equal logits.
 
-    Their rotary embedding pairs entries (i, i + C/2) of a head, ours (2i, 2i+1): the rows of the query and key matrices
-    are reordered head by head, which leaves every product of a query with a key as it was.
+    Llama's rotary embedding in transformers pairs entries (i, i + C/2) of a head, Isles' decoder (2i, 2i+1). So the
+    rows of the query and key matrices are reordered within each head. All products of queries and keys stay the same.
     """
     from safetensors.torch import save_file
 
@@ -183,22 +183,22 @@ def llama_state(model: Decoder) -> dict[str, Tensor]:
 
 
 def _halves(weight_DD: Tensor, heads: int) -> Tensor:
-    """Rows of each head reordered from neighbouring pairs to two halves: all first members, then all second ones."""
+    """Reorder the rows of each head from neighbouring pairs to two halves: all first members, then all second ones."""
     return weight_DD.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
 
 
 def in_pieces(model: HuggingFaceLM) -> HuggingFacePieces:
-    """`model` in pieces; it is changed, so give a twin of what a user holds. ValueError where its layers are hidden."""
+    """`model` in pieces. This changes `model`: pass `sharing(model)` of a user's model. ValueError as in the class."""
     return HuggingFacePieces(model.model)
 
 
 class HuggingFacePieces(HuggingFaceLM):
-    """`HuggingFaceLM` in pieces: its token embedding, the layers of its own list, and what comes after them.
+    """`HuggingFaceLM` in pieces: its token embedding, the layers of its list, and the modules after them.
 
-    A layer runs by way of the base model, fed with `inputs_embeds`, with that layer alone in its list: masks and rotary
-    angles are then transformers' own. What stands behind the list (the last norm) waits for `leave`. Models that do
-    more in their forward pass than that (GPT-2 adds positions, Gemma scales embeddings) differ in bits and are refused
-    by `isles.models.stages.check_stages`.
+    To run a layer, the base model runs on `inputs_embeds` with only that layer in its list, so transformers computes
+    masks and rotary angles. Modules after the list (the last norm) run in `leave`. Some models do more in their forward
+    pass (GPT-2 adds positions, Gemma scales embeddings); their bits differ, and `isles.models.stages.check_stages`
+    refuses them. ValueError if the base model has no list of layers.
     """
 
     def __init__(self, model: Any) -> None:
@@ -229,12 +229,12 @@ class HuggingFacePieces(HuggingFaceLM):
 
     def through(self, block: nn.Module, x_BTD: Tensor) -> Tensor:
         modules = self.model.base_model._modules
-        every = modules[self._list]
+        layers = modules[self._list]
         modules[self._list] = nn.ModuleList([block])
         try:
             return self.model.base_model(inputs_embeds=x_BTD, use_cache=False).last_hidden_state
         finally:
-            modules[self._list] = every
+            modules[self._list] = layers
 
     def leave(self, x_BTD: Tensor) -> Tensor:
         """Scores (B, T, V) of the stream after the last layer."""
@@ -244,7 +244,7 @@ class HuggingFacePieces(HuggingFaceLM):
 
 
 class _Later(nn.Module):
-    """Passes on what it is given, while the parameters of what stands here keep their names."""
+    """The identity in place of a module, whose parameters keep their names."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()

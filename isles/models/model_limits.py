@@ -1,4 +1,4 @@
-"""What can be said of the model of a `[model]` section before it is built. Loads no torch for Isles' own decoder."""
+"""Limits and size of the model of a `[model]` section, before it is built. Loads no torch for Isles' own decoder."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}
 
 
 class Limits(NamedTuple):
-    """What the data must fit: `context`, the longest sequence in tokens; `vocab`, token ids (None: not known)."""
+    """Limits for the data. context: the longest sequence, in tokens. vocab: number of token ids; None: not known."""
 
     context: int
     vocab: int | None
 
 
 def limits(config: ModelConfig) -> Limits:
-    """The limits of the model of `config`, without building it. ValueError where they are not known, or cannot be."""
+    """The limits of the model of `config`, without building it. ValueError if they are unknown or impossible."""
     if config.factory is not None:
         assert config.context is not None
         return Limits(config.context, config.vocab)
@@ -40,9 +40,9 @@ def limits(config: ModelConfig) -> Limits:
 
 
 def state_bytes(config: ModelConfig) -> int:
-    """Bytes of the model's state dict, a tied matrix counted twice. ValueError or OSError if it cannot be made here."""
+    """Bytes of the model's state dict, a tied matrix counted twice. ValueError or OSError if it cannot be sketched."""
     if config.own is None:
         return _ITEM_BYTES[config.dtype] * parameters(replace(config.shape(), tie_embeddings=False))
     from isles.models.factory import sketch
 
-    return sum(one.numel() * one.element_size() for one in sketch(config).state_dict().values())
+    return sum(tensor.numel() * tensor.element_size() for tensor in sketch(config).state_dict().values())

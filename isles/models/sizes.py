@@ -6,19 +6,19 @@ Symbols: d = d_model, F = ffn, L = layers, V = vocab, T = sequence length in tok
     forward FLOPs = 2 [ L (4 d^2 + 3 d F) + V d ] + 4 L d T      for one token in a sequence of T
     with backward = 3 x forward
 
-A multiply-add is two FLOPs. 4 L d T is attention (scores and weighted values) over the whole T x T square, the usual
-convention although the mask makes half of it useless. The head costs V d multiply-adds, tied or not; looking up an
-embedding costs none. What recomputation adds (flash attention's backward pass, checkpointing) is not model work and is
-not counted.
+A multiply-add is two FLOPs. 4 L d T is attention (scores and weighted values) over the whole T x T square. That is the
+usual convention, although the mask makes half of it useless. The head costs V d multiply-adds, tied or not; an
+embedding look-up costs none. Recomputation (flash attention's backward pass, checkpointing) is not counted, because it
+is not work of the model.
 
-A size whose name is a number has that many parameters, within 3 %. The labels of the papers' sizes are other counts:
+A size whose name is a number has that many parameters, within 3 %. The labels of the papers' sizes count differently:
 
 - "eager-35M" ... "eager-4B": Eager Updates (arXiv 2502.12996) and Streaming DiLoCo (arXiv 2501.18512). Their "hidden
   dim" is the FFN width; d = 64 heads. Their labels are near 12 d^2 L + 32000 d: one embedding, and a plain MLP with two
-  matrices. Ours is gated and has three, so at the same width each layer holds 16 d^2: "eager-35M" counts 35.3M in the
-  paper's way and 41.6M here.
+  matrices. Isles' MLP is gated and has three, so at the same width each layer has 16 d^2: "eager-35M" has 35.3M by the
+  paper's count and 41.6M here.
 - "noloco-small", "-medium", "-large": NoLoCo (arXiv 2506.10911), labelled 125M, 1.3B and 6.8B there. The labels leave
-  out most of the 128000-word vocabulary; ours is Llama's gated MLP at the printed width.
+  out most of the 128000-word vocabulary; here the MLP is Llama's gated one at the printed width.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """The numbers that fix a decoder; every impossible one raises a ValueError that names its `model.` key.
+    """The numbers that define a decoder. An impossible one raises a ValueError that names its `model.` key.
 
-    d_model: width of the residual stream. layers: blocks. heads: attention heads, each d_model / heads wide (even, for
-    the rotary embedding turns pairs). ffn: inner width of the gated MLP. vocab: token ids. context: the longest
-    sequence in tokens. tie_embeddings: the head shares the embedding's matrix.
+    d_model: width of the residual stream. layers: blocks. heads: attention heads, each d_model / heads wide (an even
+    number, because the rotary embedding rotates pairs). ffn: inner width of the gated MLP. vocab: token ids. context:
+    the longest sequence in tokens. tie_embeddings: the head shares the embedding's matrix.
     """
 
     d_model: int
@@ -74,7 +74,7 @@ def _is_whole(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _of(
+def _shape(
     d_model: int, layers: int, heads: int, ffn: int, vocab: int = 32_000, context: int = 1024, *, tied: bool = True
 ) -> Shape:
     return Shape(
@@ -83,33 +83,33 @@ def _of(
 
 
 SIZES: dict[str, Shape] = {
-    # Ours, over bytes. "0.12M" is the embedded default: the lowest validation loss at 40 ms a step and core.
-    "0.12M": _of(64, 2, 2, 192, 256, 128),
-    "0.53M": _of(128, 3, 4, 256, 256, 256),
-    "2M": _of(192, 4, 6, 576, 256, 256),
-    "10M": _of(384, 6, 6, 896, 256, 512),
-    # Ours, over 32,000 subwords.
-    "35M": _of(512, 6, 8, 1344),
-    "100M": _of(768, 12, 12, 1728),
-    "300M": _of(1024, 22, 16, 2624),
-    "1B": _of(2048, 18, 32, 5696),
+    # Over bytes. "0.12M" is the embedded default: the lowest validation loss at 40 ms per step and core.
+    "0.12M": _shape(64, 2, 2, 192, 256, 128),
+    "0.53M": _shape(128, 3, 4, 256, 256, 256),
+    "2M": _shape(192, 4, 6, 576, 256, 256),
+    "10M": _shape(384, 6, 6, 896, 256, 512),
+    # Over 32,000 subwords.
+    "35M": _shape(512, 6, 8, 1344),
+    "100M": _shape(768, 12, 12, 1728),
+    "300M": _shape(1024, 22, 16, 2624),
+    "1B": _shape(2048, 18, 32, 5696),
     # Eager Updates.
-    "eager-35M": _of(512, 6, 8, 2048),
-    "eager-100M": _of(768, 9, 12, 3072),
-    "eager-200M": _of(1024, 12, 16, 4096),
-    "eager-300M": _of(1280, 15, 20, 5120),
-    "eager-500M": _of(1536, 18, 24, 6144),
-    "eager-1B": _of(2048, 24, 32, 8192),
-    "eager-4B": _of(3072, 36, 48, 12_288),
+    "eager-35M": _shape(512, 6, 8, 2048),
+    "eager-100M": _shape(768, 9, 12, 3072),
+    "eager-200M": _shape(1024, 12, 16, 4096),
+    "eager-300M": _shape(1280, 15, 20, 5120),
+    "eager-500M": _shape(1536, 18, 24, 6144),
+    "eager-1B": _shape(2048, 24, 32, 8192),
+    "eager-4B": _shape(3072, 36, 48, 12_288),
     # NoLoCo, table 1.
-    "noloco-small": _of(768, 12, 16, 3072, 128_000, tied=False),
-    "noloco-medium": _of(2048, 24, 32, 8192, 128_000, tied=False),
-    "noloco-large": _of(4096, 32, 32, 16_384, 128_000, tied=False),
+    "noloco-small": _shape(768, 12, 16, 3072, 128_000, tied=False),
+    "noloco-medium": _shape(2048, 24, 32, 8192, 128_000, tied=False),
+    "noloco-large": _shape(4096, 32, 32, 16_384, 128_000, tied=False),
 }
 
 
 def shape_of(size: str) -> Shape:
-    """The shape called `size`; ValueError with the closest name and all names where there is none."""
+    """The shape called `size`. The ValueError for an unknown name has the closest name and all names."""
     if isinstance(size, str) and size in SIZES:
         return SIZES[size]
     by_fold = {name.casefold(): name for name in SIZES}
@@ -140,25 +140,27 @@ def parameters(shape: Shape) -> int:
 
 
 def like_size(shape: Shape, count: int) -> Shape:
-    """A smaller decoder of about `count` parameters: heads of the same width, and as near as may be the same ffn /
-    d_model. ValueError where none is so small.
+    """A smaller decoder of about `count` parameters, with heads of the same width and nearly the same ffn / d_model.
+    ValueError if none is so small.
     """
-    found = []
+    shapes = []
     for heads in range(1, shape.heads + 1):
         width = heads * shape.head_dim
-        least = replace(shape, d_model=width, heads=heads, ffn=1)
-        ffn = 1 + round((count - parameters(least)) / (3 * width * shape.layers))
+        narrow = replace(shape, d_model=width, heads=heads, ffn=1)
+        ffn = 1 + round((count - parameters(narrow)) / (3 * width * shape.layers))
         if ffn >= 1:
-            found.append(replace(least, ffn=ffn))
-    if not found:
+            shapes.append(replace(narrow, ffn=ffn))
+    if not shapes:
         raise ValueError(f"no decoder with heads of {shape.head_dim} has so few as {count} parameters")
-    return min(found, key=lambda one: abs(math.log(one.ffn * shape.d_model / (one.d_model * shape.ffn))))
+    return min(
+        shapes, key=lambda candidate: abs(math.log(candidate.ffn * shape.d_model / (candidate.d_model * shape.ffn)))
+    )
 
 
 def flops_per_token(shape: Shape, *, backward: bool = True, sequence: int | None = None) -> int:
     """FLOPs that one token costs: forward and backward, or forward alone with backward=False.
 
-    sequence: tokens in the sequence it stands in (the attention term grows with it); None means the whole context.
+    sequence: tokens of its sequence (the attention term grows with it); None: the whole context.
     """
     length = shape.context if sequence is None else sequence
     if not _is_whole(length) or length < 1:

@@ -1,16 +1,16 @@
-r"""A model cut in depth: stages that hold some of its blocks, the first with what makes the stream of tokens, the last
-with what makes scores of it.
+r"""A model cut in depth: stages with some of its blocks. The first one also turns tokens into the stream, and the last
+one computes scores from it.
 
     tokens -> enter -> x -> through block 0 -> ... | ... -> through block L-1 -> x -> leave -> logits -> loss
               \_________ stage 0 _____________/     \____________ stage 1 ___________________/
 
-What can be cut offers those pieces (`Cuttable`): the decoder does, `HuggingFaceLM` does by its own list of layers,
-and a model of one's own may; one that reads something else than text says how many integers a row has (`reads`) and
-what its loss is (`loss`). Which parameters `enter` and `leave` use is found out by running them. A stage holds its
-own parameters alone, under the names that they have in the whole model, so checkpoints, fragments and initialisation
-need no other names.
+A model can be cut if it has the methods of these pieces (`Cuttable`). The decoder has them; `HuggingFaceLM` gets them
+from its list of layers; a user's model may define them. A model that reads something other than text also defines the
+integers per row (`reads`) and its loss (`loss`). `Stage` runs `enter` and `leave` to detect the parameters that they
+use. A stage has only its own parameters, under their names in the whole model, so checkpoints, fragments and
+initialisation need no other names.
 
-`load_of` counts what a model asks of the nodes that share it, by block, on a sketch, which takes no memory.
+`load_of` counts a model's FLOPs and bytes by block, for the nodes that share it. It uses a sketch, without memory.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from isles.network.clusters import ModelLoad
 
 @runtime_checkable
 class Cuttable(Protocol):
-    """A model whose forward pass comes in pieces. B sequences of T tokens, width D, V token ids."""
+    """A model with a forward pass in pieces. B sequences of T tokens, width D, V token ids."""
 
     blocks: nn.ModuleList
 
@@ -47,8 +47,8 @@ class Cuttable(Protocol):
 
 
 class Stage(nn.Module):
-    """The blocks of one piece of a model, with what enters or leaves it. Call it, so that hooks, compilation and
-    autocast see what it does.
+    """One piece of a model: its blocks, and the modules that enter or leave the stream. Call the stage itself, so that
+    hooks, compilation and autocast apply.
     """
 
     def __init__(self, whole: nn.Module, piece: Piece) -> None:
@@ -56,23 +56,23 @@ class Stage(nn.Module):
         self.piece = piece
         part = cuttable(sharing(whole))
         self.width = _width(part)
-        """Of the stream, D."""
-        own = _parameters_of(part, piece)
-        held = _Numbered({number: part.blocks[number] for number in piece.blocks})
-        _replace(part, part.blocks, held)
-        _leave_out(part, own)
-        self._whole: tuple[Cuttable, ...] = (part,)  # in a tuple: its modules are this module's own
+        """Width D of the stream."""
+        used = _parameters_of(part, piece)
+        blocks = _Numbered({number: part.blocks[number] for number in piece.blocks})
+        _replace(part, part.blocks, blocks)
+        _leave_out(part, used)
+        self._whole: tuple[Cuttable, ...] = (part,)  # in a tuple, so that it is not registered as a submodule
         tree = cast(nn.Module, part)
         self._modules, self._parameters, self._buffers = tree._modules, tree._parameters, tree._buffers
 
     @property
     def blocks(self) -> nn.ModuleList:
-        """Those of its piece, in their order, under the numbers that they have in the whole."""
+        """The blocks of its piece, in order, under their numbers in the whole model."""
         return self._whole[0].blocks
 
     @property
     def source(self) -> Cuttable:
-        """The model that it is a part of, of which it holds its own alone."""
+        """The model that it is a part of, reduced to this stage's parameters."""
         return self._whole[0]
 
     def forward(
@@ -84,8 +84,8 @@ class Stage(nn.Module):
         through: bool = True,
         leave: bool = False,
     ) -> Tensor:
-        """The stream (B, T, D) after this stage. enter: `x` are tokens (B, T); through: False leaves the blocks out;
-        leave: instead of the stream the mean loss over `targets` (B, T), nats.
+        """The stream (B, T, D) after this stage. enter: `x` has tokens (B, T). through: False skips the blocks. leave:
+        return the mean loss over `targets` (B, T), in nats, instead of the stream.
         """
         whole = self._whole[0]
         x = whole.enter(x) if enter else x
@@ -98,31 +98,31 @@ class Stage(nn.Module):
         return loss_of(whole)(whole.leave(x), targets)
 
     def logits(self, x_BTD: Tensor) -> Tensor:
-        """Scores (B, T, V) of the stream after the last block, at the stage that leaves."""
+        """Scores (B, T, V) of the stream after the last block; only at the stage that leaves the stream."""
         return self._whole[0].leave(x_BTD)
 
 
 def loss_of(model: Any) -> Callable[[Tensor, Tensor], Tensor]:
-    """Of what `leave` gives and the targets: the model's own `loss`, or that of the next token."""
+    """The loss as a function of the logits of `leave` and the targets: the model's `loss`, or the next-token loss."""
     return getattr(model, "loss", next_token_loss)
 
 
 def cuttable(model: nn.Module) -> Cuttable:
-    """`model` with its forward pass in pieces. ValueError, with the mend, for one that does not come in pieces."""
-    found: Any = in_pieces(model) if type(model) is HuggingFaceLM else model
-    if not isinstance(found, Cuttable):
+    """`model` with its forward pass in pieces. ValueError, with advice, if it has no pieces."""
+    part: Any = in_pieces(model) if type(model) is HuggingFaceLM else model
+    if not isinstance(part, Cuttable):
         raise ValueError(
             f"a {type(model).__name__} cannot be cut into stages: give it `blocks` (an nn.ModuleList), "
             "`enter(tokens)`, `through(block, x)` and `leave(x)`, see docs/pipelines.md; or train with "
             "pipeline.stages = 1"
         )
-    return found
+    return part
 
 
 def decoder_stage(
     shape: Shape, piece: Piece, *, seed: int, device: torch.device, dtype: torch.dtype | None = None
 ) -> Stage:
-    """A piece of the decoder of `shape`, allocated and drawn alone: its parameters are those of the whole decoder."""
+    """A piece of the decoder of `shape`, allocated and drawn alone, with the values of the whole decoder."""
     whole = Decoder(shape, device="meta", dtype=dtype)
     stage = Stage(whole, piece)
     if device.type != "meta":
@@ -131,28 +131,28 @@ def decoder_stage(
 
 
 def is_tied(model: nn.Module) -> bool:
-    """Whether what makes the stream and what makes the scores share a parameter: then both belong to one stage."""
-    found = cuttable(sharing(model))
-    return bool(_used_by_enter(found) & _used_by_leave(found))
+    """Whether `enter` and `leave` share a parameter; then both belong to one stage."""
+    part = cuttable(sharing(model))
+    return bool(_used_by_enter(part) & _used_by_leave(part))
 
 
 def width_of(model: nn.Module) -> int:
-    """Of the stream, D."""
+    """Width D of the stream."""
     return _width(cuttable(sharing(model)))
 
 
 def costs_of(model: nn.Module) -> PieceCosts:
-    """Of any model in pieces: two FLOPs a parameter, which is all of a product's work but not attention's."""
-    found = cuttable(sharing(model))
-    leaving = _used_by_leave(found)
+    """Costs of any model in pieces: two FLOPs per parameter, which counts matrix products but not attention."""
+    part = cuttable(sharing(model))
+    leaving = _used_by_leave(part)
     head = sum(parameter.numel() for parameter in model.parameters() if id(parameter) in leaving)
-    blocks = tuple(2.0 * sum(parameter.numel() for parameter in block.parameters()) for block in found.blocks)
+    blocks = tuple(2.0 * sum(parameter.numel() for parameter in block.parameters()) for block in part.blocks)
     return PieceCosts(blocks=blocks, head=2.0 * head)
 
 
 def check_stages(whole: nn.Module, cuts: Sequence[int], tokens: Tensor) -> None:
-    """Hold the stages of `whole` in turn against it on `tokens` (B, T), int64. ValueError where one bit differs: then
-    its pieces are not its forward pass (a model that adds positions in its forward pass, say). On the meta device only
+    """Compare the stages of `whole`, one after the other, with `whole` on `tokens` (B, T), int64. ValueError if a bit
+    differs: then the pieces are not the forward pass, as in a model that adds positions there. On the meta device only
     shapes are compared.
     """
     mode = whole.training
@@ -172,20 +172,19 @@ def check_stages(whole: nn.Module, cuts: Sequence[int], tokens: Tensor) -> None:
         whole.train(mode)
     same = x.shape == expected.shape and (x.is_meta or torch.equal(x, expected))
     if not same:
-        how = "" if x.shape != expected.shape else f" by up to {float((x - expected).abs().max()):.2g}"
+        excess = "" if x.shape != expected.shape else f" by up to {float((x - expected).abs().max()):.2g}"
         raise ValueError(
-            f"the stages of this {type(whole).__name__} in turn differ from the whole{how}: it does more in its "
-            "forward "
-            "pass than enter, through its blocks and leave; train it with pipeline.stages = 1"
+            f"the stages of this {type(whole).__name__} in turn differ from the whole{excess}: it does more in its "
+            "forward pass than enter, through its blocks and leave; train it with pipeline.stages = 1"
         )
 
 
 class _Numbered(nn.ModuleList):
-    """Some of a model's blocks under the numbers that they have in the whole: the names of their parameters stay."""
+    """Some of a model's blocks, under their numbers in the whole model, so that parameter names stay the same."""
 
     def __init__(self, blocks: dict[int, nn.Module] | Iterable[nn.Module] = ()) -> None:
         super().__init__()
-        items = blocks.items() if isinstance(blocks, dict) else enumerate(blocks)  # a slice makes one of a list
+        items = blocks.items() if isinstance(blocks, dict) else enumerate(blocks)  # slicing passes a list
         for number, block in items:
             self.add_module(str(number), block)
 
@@ -197,23 +196,23 @@ def _replace(root: Cuttable, old: nn.Module, new: nn.Module) -> None:
                 module._modules[name] = new
 
 
-def _leave_out(module: Any, own: set[int]) -> None:
-    """Take out what holds none of the parameters `own` (by id), though it holds others: nothing runs it here."""
+def _leave_out(module: Any, used: set[int]) -> None:
+    """Remove parameters that are not in `used` (by id), and modules whose parameters are all removed."""
     for name, parameter in module._parameters.items():
-        if parameter is not None and id(parameter) not in own:
+        if parameter is not None and id(parameter) not in used:
             module._parameters[name] = None
     for name, child in module._modules.items():
         if child is None:
             continue
         parameters = list(child.parameters())
-        if parameters and not any(id(parameter) in own for parameter in parameters):
+        if parameters and not any(id(parameter) in used for parameter in parameters):
             module._modules[name] = nn.Identity()
         else:
-            _leave_out(child, own)
+            _leave_out(child, used)
 
 
 def _parameters_of(whole: Cuttable, piece: Piece) -> set[int]:
-    """Parameters of `piece`, by id. ValueError where blocks share them with something else, or no piece uses them."""
+    """Ids of the parameters of `piece`. ValueError if a block shares parameters, or no piece uses a parameter."""
     model = cast(nn.Module, whole)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     blocks = [{id(parameter) for parameter in block.parameters()} for block in whole.blocks]
@@ -233,12 +232,12 @@ def _parameters_of(whole: Cuttable, piece: Piece) -> set[int]:
             f"{names[unused.pop()]!r} is used by none of the model's pieces: it does more in its forward pass than "
             "enter, through its blocks and leave; train it with pipeline.stages = 1"
         )
-    own = {key for number in piece.blocks for key in blocks[number]}
+    used = {key for number in piece.blocks for key in blocks[number]}
     if piece.enters:
-        own |= entering
+        used |= entering
     if piece.leaves:
-        own |= leaving
-    return own
+        used |= leaving
+    return used
 
 
 @torch.no_grad()
@@ -262,7 +261,7 @@ def _used_by_leave(whole: Cuttable) -> set[int]:
 
 
 def _used(whole: Cuttable, run: Callable[[], Tensor]) -> set[int]:
-    """Parameters, frozen ones too, that gradients of what `run` gives reach, by id."""
+    """Ids of the parameters, frozen ones too, that the result of `run` depends on."""
     parameters = [p for p in cast(nn.Module, whole).parameters() if p.is_floating_point()]
     trained = [parameter.requires_grad for parameter in parameters]
     try:
@@ -277,18 +276,17 @@ def _used(whole: Cuttable, run: Callable[[], Tensor]) -> set[int]:
 
 
 def _example(whole: Cuttable) -> Tensor:
-    """Two tokens; or as many integers as a model that reads something else says (`reads`)."""
+    """A row of two tokens, or of `reads` integers for a model that reads something other than text."""
     device = next(cast(nn.Module, whole).parameters()).device
     return torch.zeros(1, getattr(whole, "reads", 2), dtype=torch.int64, device=device)
 
 
 def logits_in_order(model: nn.Module, tokens_BT: Tensor, order: Sequence[int]) -> Tensor:
-    """Scores (B, T, V) for the token after each of `tokens_BT`, int64, where only the blocks `order` run, in that
-    order. ValueError for a model that does not come in pieces, and for a block that it does not have.
+    """Scores (B, T, V) for the token after each of `tokens_BT`, int64, if only the blocks `order` run, in that order.
+    ValueError for a model without pieces, and for a block that it does not have.
 
-    A block that is left out passes the stream on as it is, as if what it writes to the stream were zero. Nothing else
-    of a forward pass knows the order: positions are rotary inside each block, and the last norm comes where it always
-    does.
+    A skipped block passes the stream on unchanged, as if it wrote zero to it. The rest of the forward pass does not
+    depend on the order: positions are rotary inside each block, and the last norm is at its usual place.
     """
     part = cuttable(sharing(model))
     check_order("order", order, len(part.blocks), "block")
@@ -299,13 +297,13 @@ def logits_in_order(model: nn.Module, tokens_BT: Tensor, order: Sequence[int]) -
 
 
 def blocks_of_stages(pieces: Sequence[Piece], stages: Iterable[int]) -> list[int]:
-    """The blocks of `stages`, in their order."""
+    """The blocks of `stages`, in the order of `stages`."""
     return [number for stage in stages for number in pieces[stage].blocks]
 
 
 def load_of(sketch: nn.Module, costs: PieceCosts, *, sequences: int, length: int, states: float) -> ModelLoad:
-    """Of `sketch` (on the meta device), by microbatches of so many sequences of `length` tokens. costs: of a token.
-    states: bytes of the optimizer's state for each byte of weights. ValueError for a model that cannot be cut.
+    """The load of `sketch` (on the meta device) for microbatches of `sequences` sequences of `length` tokens. costs: of
+    a token. states: bytes of the optimizer's state per byte of weights. ValueError for a model that cannot be cut.
     """
     layers = len(costs.blocks)
     blocks = [Stage(sketch, piece) for piece in pieces(range(1, layers), layers, loss_at_origin=False)]
@@ -325,7 +323,7 @@ def load_of(sketch: nn.Module, costs: PieceCosts, *, sequences: int, length: int
 
 
 def _saved(block: Stage, x: Tensor, targets: Tensor) -> tuple[Tensor, int]:
-    """What comes out, and the bytes that its forward pass keeps for the backward pass beside weights."""
+    """The output of a block, and the bytes that its forward pass saves for the backward pass, without weights."""
     weights = {parameter.untyped_storage()._cdata for parameter in block.parameters()}
     tensors: dict[int, Tensor] = {}
 

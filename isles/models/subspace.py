@@ -2,23 +2,23 @@
 
     x = table[token] + s,   s in S,   S = span of the basis U (D, K),   U^T U = 1
 
-U and the frozen `table` (V, D) come from one seed and are the same at all workers. S holds because everything that
-writes to the stream writes into S: the embedding, and the last matrix of every branch ("writers"). So K numbers a token
-say all of x where its token is known:
+U and the frozen `table` (V, D) come from one seed and are the same at all workers. s stays in S because everything that
+writes to the stream writes into S: the embedding, and the last matrix of every branch ("writers"). So if the token is
+known, K numbers per token determine x:
 
     c = (x - table[token]) U        x = table[token] + c U^T
 
-What writes, in one of three forms, y = x W^T with W (D, in) as nn.Linear holds it, and embedding rows e (D,):
+Writers have one of three forms. y = x W^T with W (D, in) as in nn.Linear, and embedding rows e (D,):
 
-    coordinates   W = U Z,  e = U z:  Z (K, in), z (K,) are the parameters, of any optimizer; nothing can leave S
-    row-wise      W (D, in), e (D,), every gradient projected on S as it arises. AdamW divides entry by entry and so
-                  would leave S: it takes one second moment a row (`isles.pipeline.rowwise`)
-    projected     W (D, in), e (D,): any optimizer, and W <- U U^T W, e <- U U^T e after each of its steps
+    coordinates   W = U Z,  e = U z:  the parameters are Z (K, in) and z (K,). Any optimizer; nothing can leave S
+    row-wise      W (D, in), e (D,), with every gradient projected on S. AdamW's entrywise division would leave S, so it
+                  has one second moment per row (`isles.pipeline.rowwise`)
+    projected     W (D, in), e (D,). Any optimizer; W <- U U^T W, e <- U U^T e after each of its steps
 
-`fold` makes a plain model of either. What would carry the stream out of S is found by running it (`check_inside`).
+`fold` converts any form to a plain model. `check_inside` runs a model to find modules that leave S.
 
-Deviations: the table is drawn with the embedding's standard deviation, D^-1/2, where the paper takes 1, so that the
-stream begins as large as a plain decoder's; positions are rotary, so there is no term for them.
+Deviations: the table has the embedding's standard deviation, D^-1/2, while the paper takes 1, so that the stream begins
+as large as a plain decoder's. Positions are rotary, so there is no term for them.
 """
 
 from __future__ import annotations
@@ -38,28 +38,28 @@ from isles.models.blocks import module_at
 
 SubspaceForm = Literal["coordinates", "row-wise", "projected"]
 _INSIDE = 1e-6
-"""Largest share of what a block adds that may lie outside, in float64; norms with a gain are at 0.1."""
+"""The largest share of a block's output that may be outside S, in float64. Norms with a gain reach 0.1."""
 
 
 class Subspace:
-    """basis: U (D, K), orthonormal columns. table: (V, D), frozen, or None for a subspace through zero."""
+    """A subspace. basis: U (D, K), orthonormal columns. table: (V, D), frozen; None: the subspace contains zero."""
 
     def __init__(self, basis: Tensor, table: Tensor | None) -> None:
         self.basis, self.table = basis, table
 
     @property
     def rank(self) -> int:
-        """K."""
+        """The dimension K."""
         return self.basis.shape[1]
 
     @property
     def nbytes(self) -> int:
-        """Of basis and table."""
+        """Bytes of basis and table."""
         return self.basis.nbytes + (0 if self.table is None else self.table.nbytes)
 
     @property
     def checksum(self) -> str:
-        """Equal where basis and table are equal to the bit."""
+        """A hash of the bits of basis and table."""
         parts = [self.basis] if self.table is None else [self.basis, self.table]
         digest = hashlib.sha256()
         for part in parts:
@@ -67,53 +67,53 @@ class Subspace:
         return digest.hexdigest()
 
     def coordinates(self, x_BTD: Tensor, tokens_BT: Tensor) -> Tensor:
-        """(B, T, K) of a stream: what of it lies in S. In float32 or wider, for the table is large beside it."""
+        """Coordinates (B, T, K) of the stream's part in S, computed in float32 or wider, because the table is large."""
         wide = torch.promote_types(x_BTD.dtype, torch.float32)
         inside = x_BTD.to(wide) if self.table is None else x_BTD.to(wide) - self.table[tokens_BT].to(wide)
         return (inside @ self.basis.to(wide)).to(x_BTD.dtype)
 
     def stream(self, c_BTK: Tensor, tokens_BT: Tensor) -> Tensor:
-        """(B, T, D) of coordinates."""
+        """The stream (B, T, D) of coordinates."""
         x_BTD = F.linear(c_BTK, self.basis)
         return x_BTD if self.table is None else x_BTD + self.table[tokens_BT]
 
     def project(self, columns: Tensor) -> Tensor:
-        """U U^T of (D, n)."""
+        """Project columns (D, n) on S: U U^T columns."""
         return self.basis @ (self.basis.T @ columns)
 
     def outside(self, rows: Tensor) -> float:
-        """|r - r U U^T| / |r| of (n, D), in float64; 0 for zeros."""
+        """The share of rows r (n, D) outside S: |r - r U U^T| / |r|, in float64; 0 for zeros."""
         rows, basis = rows.detach().double(), self.basis.double()
         size = float(rows.norm())
         return float((rows - rows @ basis @ basis.T).norm()) / size if size else 0.0
 
 
 def drawn_basis(width: int, rank: int, seed: int) -> Tensor:
-    """U (D, K) of `seed`, float64, on the host."""
+    """Draw the basis U (D, K) from `seed`, in float64, on the host."""
     return orthonormal(torch.randn(width, rank, generator=_generator(seed, "basis"), dtype=torch.float64))
 
 
 def drawn_table(vocab: int, width: int, seed: int, like: Tensor) -> Tensor:
-    """The frozen table (V, D) of `seed`, drawn in float32 on the host, in the format and at the place of `like`."""
+    """Draw the frozen table (V, D) from `seed` in float32 on the host; returned in format and on device of `like`."""
     if like.is_meta:
         return like.new_empty(vocab, width)
     return torch.empty(vocab, width).normal_(std=width**-0.5, generator=_generator(seed, "table")).to(like)
 
 
-def _generator(seed: int, what: str) -> torch.Generator:
-    digest = hashlib.sha256(f"{seed} subspace {what}".encode()).digest()
+def _generator(seed: int, purpose: str) -> torch.Generator:
+    digest = hashlib.sha256(f"{seed} subspace {purpose}".encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:4], "little"))
 
 
 def orthonormal(columns: Tensor) -> Tensor:
-    """Q (D, K) of `columns` = Q R with a positive diagonal of R: a small change of the columns changes Q a little."""
+    """Q (D, K) of `columns` = Q R. The diagonal of R is positive, so that Q depends continuously on the columns."""
     q, r = torch.linalg.qr(columns)
     signs = torch.sign(r.diagonal())
-    return (q * torch.where(signs == 0, torch.ones_like(signs), signs)).contiguous()  # not as LAPACK lays it out
+    return (q * torch.where(signs == 0, torch.ones_like(signs), signs)).contiguous()  # LAPACK's is column-major
 
 
 class SubspaceLinear(nn.Linear):
-    """y = x Z^T U^T: a writer by its coordinates; weight: Z (K, in)."""
+    """A writer by its coordinates: y = x Z^T U^T. weight: Z (K, in)."""
 
     def __init__(self, full: nn.Linear, subspace: Subspace) -> None:
         nn.Module.__init__(self)
@@ -131,7 +131,7 @@ class SubspaceLinear(nn.Linear):
 
 
 class SubspaceEmbedding(nn.Embedding):
-    """x = table[token] + z[token] U^T; weight: z (V, K)."""
+    """An embedding by its coordinates: x = table[token] + z[token] U^T. weight: z (V, K)."""
 
     def __init__(self, full: nn.Embedding, subspace: Subspace) -> None:
         nn.Module.__init__(self)
@@ -149,10 +149,10 @@ class SubspaceEmbedding(nn.Embedding):
 
 
 class InsideLinear(nn.Linear):
-    """y = x W^T with the columns of W (D, in) in S, of full size."""
+    """A writer of full size: y = x W^T with the columns of W (D, in) in S."""
 
     mean_axis = 0
-    """Of `weight`: a row of the paper's, which the optimizer may scale only as a whole, runs along it."""
+    """Axis of `weight` along which the paper's rows run; the optimizer may scale a row only as a whole."""
 
     def __init__(self, full: nn.Linear, subspace: Subspace, form: SubspaceForm) -> None:
         nn.Module.__init__(self)
@@ -171,7 +171,7 @@ class InsideLinear(nn.Linear):
 
 
 class InsideEmbedding(nn.Embedding):
-    """x = table[token] + e[token] with the rows of e (V, D) in S, of full size."""
+    """An embedding of full size: x = table[token] + e[token] with the rows of e (V, D) in S."""
 
     mean_axis = 1
 
@@ -201,25 +201,25 @@ Writer = SubspaceLinear | SubspaceEmbedding | InsideLinear | InsideEmbedding
 
 
 def put_inside(model: nn.Module, subspace: Subspace, inside: Iterable[int], form: SubspaceForm) -> None:
-    """Give the writers of `model`, a decoder or a stage of it, the form `form`, in place: those of the blocks whose
-    numbers are `inside`, and the embedding. Their weights are projected on S. ValueError: see `writers`.
+    """Convert writers of `model`, a decoder or a stage of it, to the form `form`, in place: those of the blocks with
+    numbers in `inside`, and the embedding. Their weights are projected on S. ValueError as in `writers`.
     """
     numbers = {str(number) for number in inside}
     names, entry = writers(model)
     for number, block in cast(nn.Module, model.blocks).named_children():
         for name in names if number in numbers else ():
             full = _checked(block, name)
-            made = SubspaceLinear(full, subspace) if form == "coordinates" else InsideLinear(full, subspace, form)
-            _replace(block, name, made)
+            writer = SubspaceLinear(full, subspace) if form == "coordinates" else InsideLinear(full, subspace, form)
+            _replace(block, name, writer)
     whole = module_at(model, entry)
-    if isinstance(whole, nn.Embedding):  # a stage behind the first has none
-        made = SubspaceEmbedding(whole, subspace) if form == "coordinates" else InsideEmbedding(whole, subspace, form)
-        _replace(model, entry, made)
+    if isinstance(whole, nn.Embedding):  # later stages have no embedding
+        writer = SubspaceEmbedding(whole, subspace) if form == "coordinates" else InsideEmbedding(whole, subspace, form)
+        _replace(model, entry, writer)
 
 
 def writers(model: nn.Module) -> tuple[Sequence[str], str]:
-    """The names, within a block, of the modules that write to the stream; and the path of the embedding. ValueError for
-    a model that does not name them.
+    """(names, in a block, of the modules that write to the stream; path of the embedding). ValueError for a model that
+    does not define them.
     """
     source: Any = model.source if hasattr(model, "source") else model
     names, entry = getattr(source, "writers", None), getattr(source, "entry", None)
@@ -233,7 +233,7 @@ def writers(model: nn.Module) -> tuple[Sequence[str], str]:
 
 
 def fold(model: nn.Module) -> nn.Module:
-    """`model` with plain matrices in place of its writers, in place: the same function."""
+    """Replace the writers of `model` by plain matrices, in place. The function that it computes stays the same."""
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if isinstance(child, Writer):
@@ -242,27 +242,27 @@ def fold(model: nn.Module) -> nn.Module:
 
 
 def held_inside(model: nn.Module) -> Iterator[Writer]:
-    """The writers of `model` that have a form of this module."""
+    """The writers of `model` in a form of this module."""
     return (module for module in model.modules() if isinstance(module, Writer))
 
 
 def most_outside(model: nn.Module) -> float:
-    """The largest share outside S of any writer's weights; see `Subspace.outside`."""
-    found = [0.0]
+    """The largest share of any writer's weights outside S; see `Subspace.outside`."""
+    shares = [0.0]
     for writer in held_inside(model):
         weight = writer.folded()
         if isinstance(writer, nn.Embedding):
             table = writer.subspace.table
-            found.append(writer.subspace.outside(weight if table is None else weight - table))
+            shares.append(writer.subspace.outside(weight if table is None else weight - table))
         else:
-            found.append(writer.subspace.outside(weight.T))
-    return max(found)
+            shares.append(writer.subspace.outside(weight.T))
+    return max(shares)
 
 
 @torch.no_grad()
 def check_inside(model: Any, subspace: Subspace, inside: Iterable[int], tokens_BT: Tensor) -> None:
-    """ValueError, naming what does it, where a block numbered in `inside` carries a stream that lies in S out of it:
-    norms behind a writer, dropout, gains. model: a whole one, whose writers are held inside.
+    """ValueError, naming the cause, if a block with a number in `inside` moves a stream in S out of S, by a norm after
+    a writer, dropout or a gain. model: a whole model with its writers in a form of this module.
     """
     generator = torch.Generator().manual_seed(0)
     wide = Subspace(subspace.basis.double(), None)
@@ -287,7 +287,7 @@ def check_inside(model: Any, subspace: Subspace, inside: Iterable[int], tokens_B
 
 
 def _stir(block: nn.Module, generator: torch.Generator) -> None:
-    """Move what is trained, but for the writers, off the numbers that it begins with: gains of 1, biases of 0."""
+    """Change the trained parameters except the writers from their initial values: gains of 1, biases of 0."""
     writers = {id(writer.weight) for writer in held_inside(block)}
     for parameter in block.parameters():
         if parameter.requires_grad and id(parameter) not in writers:
@@ -296,56 +296,58 @@ def _stir(block: nn.Module, generator: torch.Generator) -> None:
 
 
 def _culprit(block: nn.Module, outside: Callable[[], float]) -> str:
-    """What of `block` does not leave S once it is out of the way."""
+    """The parameter or modules of `block` that leave S: without them the block stays in S."""
     for path, parameter in block.named_parameters():
         before = parameter.clone()
-        for value in (1.0, 0.0):  # a gain, something added
+        for value in (1.0, 0.0):  # for a gain, for a bias
             parameter.fill_(value)
             if outside() <= _INSIDE and "." not in path:
                 return repr(path)
         parameter.copy_(before)
-    taken = _taken_out(block, outside)
-    return " and ".join(f"{path!r} ({type(module).__name__})" for path, module in taken.items()) or "what is not known"
+    removed = _taken_out(block, outside)
+    return (
+        " and ".join(f"{path!r} ({type(module).__name__})" for path, module in removed.items()) or "what is not known"
+    )
 
 
 def _taken_out(block: nn.Module, outside: Callable[[], float]) -> dict[str, nn.Module]:
-    """Modules of `block` without which it stays in S, none of which may stay; none where that is not found."""
-    taken: dict[str, nn.Module] = {}
+    """A minimal set of modules of `block` without which it stays in S; empty if there is none."""
+    removed: dict[str, nn.Module] = {}
 
     def share() -> float:
         try:
             return outside()
-        except Exception:  # of the user's model, which cannot do without it
+        except Exception:  # the user's block may fail without the module
             return math.inf
 
-    left = share()
+    outside_share = share()
     for path, module in list(block.named_modules()):
         if not path or any(isinstance(inside, Writer) for inside in module.modules()):
             continue
         _replace(block, path, nn.Identity())
-        now = share()
-        if now < left:
-            taken[path], left = module, now
+        share_without = share()
+        if share_without < outside_share:
+            removed[path], outside_share = module, share_without
         else:
             _replace(block, path, module)
-        if left <= _INSIDE:
+        if outside_share <= _INSIDE:
             break
-    for path, module in list(taken.items()):
+    for path, module in list(removed.items()):
         _replace(block, path, module)
-        if left <= _INSIDE and share() <= _INSIDE:
-            del taken[path]
+        if outside_share <= _INSIDE and share() <= _INSIDE:
+            del removed[path]
         else:
             _replace(block, path, nn.Identity())
-    return taken if left <= _INSIDE else {}
+    return removed if outside_share <= _INSIDE else {}
 
 
 def _checked(block: nn.Module, name: str) -> nn.Linear:
     module = module_at(block, name)
     if not isinstance(module, nn.Linear):
-        raise ValueError(f'pipeline.boundary.kind = "subspace": {name!r} of a block is no nn.Linear; mend `writers`')
+        raise ValueError(f'pipeline.boundary.kind = "subspace": {name!r} of a block is no nn.Linear; correct `writers`')
     if module.bias is not None:
         raise ValueError(
-            f'pipeline.boundary.kind = "subspace": the bias of {name!r} carries the stream out of the subspace; make '
+            f'pipeline.boundary.kind = "subspace": the bias of {name!r} carries the stream out of the subspace; create '
             "it with bias=False"
         )
     return module
@@ -366,11 +368,11 @@ def _copy_settings(full: nn.Linear | nn.Embedding, to: Any) -> None:
 
 def _plain(writer: Writer) -> nn.Module:
     kind: Any = nn.Embedding if isinstance(writer, nn.Embedding) else nn.Linear
-    made = kind.__new__(kind)  # without numbers of its own
-    nn.Module.__init__(made)
-    _copy_settings(writer, made)
-    made.weight = _trained(writer.folded())
-    return made
+    plain = kind.__new__(kind)  # without initial values
+    nn.Module.__init__(plain)
+    _copy_settings(writer, plain)
+    plain.weight = _trained(writer.folded())
+    return plain
 
 
 def _replace(root: nn.Module, path: str, module: nn.Module) -> None:

@@ -1,10 +1,10 @@
-"""What a worker needs of its machine: counted FLOPs per token, measured seconds per step, and whether its memory fits.
-If it does not fit, settings that would make it fit.
+"""The demands of a worker on its machine: counted FLOPs per token, measured seconds per step, and whether its memory
+fits. If it does not fit, settings that would make it fit.
 
     device    weights, tables, gradients and inner state; activations, from a profile of the model on fake tensors
-    host      what the method holds there: anchors, momenta, messages
+    host      the method's state: anchors, momenta, messages
 
-With a memory plan both are the plan's, plus what the method adds. On a machine without a GPU, RAM is the device.
+With a memory plan both are the plan's, plus the method's state. On a machine without a GPU, RAM is the device.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def known_machine(config: Config, named: str = "") -> Machine | None:
         return None
     try:
         return machine_of(config)
-    except ValueError:  # a GPU of an unknown name
+    except ValueError:  # the GPU's name is unknown
         return None
 
 
@@ -60,33 +60,35 @@ def memory_fit(
 
     suggestions: whether to look for settings that make it fit.
     """
-    fullest = max(workers, key=lambda one: one.memory.peak)
-    candidates = [fullest, *(one for one in workers[:1] if one is not fullest)]
-    found = (_fit(config, one, placed, here, suggestions) for one in candidates)
-    return max(found, key=lambda one: (not one.fits, one.device_bytes))
+    fullest = max(workers, key=lambda worker: worker.memory.peak)
+    candidates = [fullest, *(worker for worker in workers[:1] if worker is not fullest)]
+    fits = (_fit(config, worker, placed, here, suggestions) for worker in candidates)
+    return max(fits, key=lambda fit: (not fit.fits, fit.device_bytes))
 
 
-def _fit(config: Config, worker: WorkerPlan, placed: MemoryPlan | None, here: Machine, suggestions: bool) -> MemoryFit:
-    memory, activations, made = worker.memory, None, None
+def _fit(
+    config: Config, worker: WorkerPlan, placed: MemoryPlan | None, machine: Machine, suggestions: bool
+) -> MemoryFit:
+    memory, activations, profile = worker.memory, None, None
     device, host = memory.computing, memory.peak - memory.computing
     if placed is not None:
         device, host = placed.peak, host + placed.host_bytes
     elif not kind_of(config.pipeline).has_peers:
-        made = _profile(config, worker.stage or 0)
-        activations = None if made is None else _beside_states(config, made, "keep")
+        profile = _profile(config, worker.stage or 0)
+        activations = None if profile is None else _beside_states(config, profile, "keep")
         device += activations or 0
-    if not here.host_bytes:
+    if not machine.host_bytes:
         device, host = device + host, 0
-    fits = device <= here.device_bytes and host <= (here.host_bytes or math.inf)
+    fits = device <= machine.device_bytes and host <= (machine.host_bytes or math.inf)
     return MemoryFit(
-        machine=here.name,
+        machine=machine.name,
         fits=fits,
         activations=activations,
         device_bytes=device,
         host_bytes=host,
-        device_room=here.device_bytes,
-        host_room=here.host_bytes,
-        suggestions=tuple(_suggestions(config, worker, made, here, device, host))
+        device_room=machine.device_bytes,
+        host_room=machine.host_bytes,
+        suggestions=tuple(_suggestions(config, worker, profile, machine, device, host))
         if suggestions and not fits and placed is None
         else (),
     )
@@ -103,41 +105,42 @@ def _profile(config: Config, stage: int) -> Profile | None:
         torch.set_rng_state(random)
 
 
-def _beside_states(config: Config, made: Profile, activations: str) -> int:
+def _beside_states(config: Config, profile: Profile, activations: str) -> int:
     """Bytes on the device at the peak of a step, without weights, gradients and states."""
     batches = config.inner.accumulation if config.pipeline.stages == 1 else config.pipeline.microbatches
-    placements = (Placement("device", "keep" if activations == "keep" else "recompute"),) * len(made.units)
-    states, waiting = sum(2 * one.weights + one.states for one in (*made.units, made.ends)) + made.ends.buffers, 0
+    placements = (Placement("device", "keep" if activations == "keep" else "recompute"),) * len(profile.units)
+    states = sum(2 * part.weights + part.states for part in (*profile.units, profile.ends)) + profile.ends.buffers
+    waiting = 0
     if config.pipeline.recompute:  # one pass has its activations, the others only their inputs
-        waiting, made = (made.in_flight - 1) * made.held, replace(made, in_flight=1)
-    return max(least_peak(made, placements, batches) - states, 0) + waiting
+        waiting, profile = (profile.in_flight - 1) * profile.held, replace(profile, in_flight=1)
+    return max(least_peak(profile, placements, batches) - states, 0) + waiting
 
 
 def _suggestions(
-    config: Config, worker: WorkerPlan, made: Profile | None, here: Machine, device: int, host: int
+    config: Config, worker: WorkerPlan, profile: Profile | None, machine: Machine, device: int, host: int
 ) -> list[str]:
     """Settings, each of which would make the worker fit."""
-    memory, room, host_room = worker.memory, here.device_bytes, here.host_bytes or math.inf
+    memory, room, host_room = worker.memory, machine.device_bytes, machine.host_bytes or math.inf
     states = memory.weights + memory.gradients + memory.inner
-    found = []
+    settings = []
     if config.memory.vectors == "memory" and device <= room:
-        vectors = sum(one.nbytes for one in memory.held if one.when == "always")
-        found += ['memory.vectors = "disk"'] if host - vectors <= host_room else []
+        vectors = sum(item.nbytes for item in memory.held if item.when == "always")
+        settings += ['memory.vectors = "disk"'] if host - vectors <= host_room else []
     if config.model.dtype == "float32" and device - states // 2 <= room and host <= host_room:
-        found.append('model.dtype = "bfloat16"')
-    if made is not None and host <= host_room and config.pipeline.stages == 1:
-        others = device - _beside_states(config, made, "keep")
-        lean = (Placement("host" if here.host_bytes else "device", "recompute"),) * len(made.units)
-        if others + _beside_states(config, made, "recompute") <= room:
-            found.append('memory.method = "checkpoint"')
-        elif here.host_bytes and (moved := _profile(changed(config, {"memory.method": "auto"}), 0)) is not None:
+        settings.append('model.dtype = "bfloat16"')
+    if profile is not None and host <= host_room and config.pipeline.stages == 1:
+        others = device - _beside_states(config, profile, "keep")
+        lean = (Placement("host" if machine.host_bytes else "device", "recompute"),) * len(profile.units)
+        if others + _beside_states(config, profile, "recompute") <= room:
+            settings.append('memory.method = "checkpoint"')
+        elif machine.host_bytes and (moved := _profile(changed(config, {"memory.method": "auto"}), 0)) is not None:
             peak = least_peak(moved, lean, config.inner.accumulation)
-            if max(peak - room, host + planned_host_bytes(moved, lean) - here.host_bytes) <= 0:
-                found.append('memory.method = "auto"')
-    if made is not None and host <= host_room and config.pipeline.stages > 1 and not config.pipeline.recompute:
+            if max(peak - room, host + planned_host_bytes(moved, lean) - machine.host_bytes) <= 0:
+                settings.append('memory.method = "auto"')
+    if profile is not None and host <= host_room and config.pipeline.stages > 1 and not config.pipeline.recompute:
         lean = changed(config, {"pipeline.recompute": True})
-        less = _beside_states(config, made, "keep") - _beside_states(lean, made, "keep")
-        found += ["pipeline.recompute = true"] if device - less <= room else []
+        less = _beside_states(config, profile, "keep") - _beside_states(lean, profile, "keep")
+        settings += ["pipeline.recompute = true"] if device - less <= room else []
     for key in ('world.inner = {} (inside = "fsdp")', "pipeline.stages = {}"):
         counts = (
             count
@@ -146,8 +149,8 @@ def _suggestions(
         )
         best = next(counts, None)
         alone = config.pipeline.stages == 1 and config.world.inner == 1
-        found += [key.format(best)] if best is not None and alone else []
-    return found
+        settings += [key.format(best)] if best is not None and alone else []
+    return settings
 
 
 _PROBES = 3

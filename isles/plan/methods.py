@@ -1,5 +1,5 @@
-"""Which method for which link: seconds, bytes and memory of each method, from the time of a step and the links between
-the workers.
+"""Compare methods on given links: seconds, bytes and memory of each method, from the time of a step and the links
+between the workers.
 
     question, candidate -> configuration -> the method around a sketched model -> its exchanges, memory, bytes
                         -> seconds waited a round, for each H -> utilisation = Hc / (Hc + waits)
@@ -79,7 +79,7 @@ class MethodTiming:
 
 
 class PlannedMethod:
-    """A candidate with its sketch. ValueError if the method cannot run so."""
+    """A candidate with its sketch. ValueError if the method cannot run with the question's workers."""
 
     def __init__(self, question: PlanQuestion, candidate: Candidate) -> None:
         self.question, self.candidate = question, candidate
@@ -90,7 +90,7 @@ class PlannedMethod:
         # The devices of a site count as one worker here: they send its exchanges over its uplink.
         sites = question.sites if lands_together(config) else min(question.sites, _PAIRED)
         if (question.devices, question.sites) != (1, sites):
-            made = _in_world(
+            site_config = _in_world(
                 config,
                 PipelineConfig(),
                 workers=sites,
@@ -101,14 +101,14 @@ class PlannedMethod:
                 shares_uplink=False,
             )
         else:
-            made = config
-        self._sketch = sketch_quietly(made)
+            site_config = config
+        self._sketch = sketch_quietly(site_config)
         (self.optimizer,) = self._sketch.optimizers
-        alike = [self.optimizer] if question.devices == 1 else _in_site(config, question)
-        self.memory = [worker_memory(config, one) for one in alike]
+        optimizers = [self.optimizer] if question.devices == 1 else _in_site(config, question)
+        self.memory = [worker_memory(config, optimizer) for optimizer in optimizers]
         """Memory of a worker, or of one worker of each stage."""
-        held = sum(own.numel() for own in self.optimizer.model.parameters()) / self._sketch.parameters
-        self.computing = question.step_seconds * (held if candidate.kind == _PART else 1.0)
+        share = sum(parameter.numel() for parameter in self.optimizer.model.parameters()) / self._sketch.parameters
+        self.computing = question.step_seconds * (share if candidate.kind == _PART else 1.0)
         self.seconds = self.computing / inside_share(question)
         """Of an inner step, with the time in which the devices of a site wait for each other."""
         self.config = _in_world(config, step_seconds=self.computing * question.stages)
@@ -131,17 +131,17 @@ class PlannedMethod:
         tried = self._tried(every)
         last = len(tried) - 1
         index = bisect_left(range(last), True, key=lambda at: self.share(tried[at]) >= targets[0])
-        found = tried[index]
-        account, about = self.account(found)
+        chosen = tried[index]
+        account, about = self.account(chosen)
         for larger in tried[index + 1 :]:  # the search knew the long run only; the end may take longer
             if account.share >= targets[0]:
                 break
-            found, (account, about) = larger, self.account(larger)
+            chosen, (account, about) = larger, self.account(larger)
         reaches = account.share >= targets[0]
         searched = every is None and self.has_rounds and not self.candidate.every
-        rates = partial(self.share, found, messages=_WANTED)
+        rates = partial(self.share, chosen, messages=_WANTED)
         return MethodTiming(
-            every=found,
+            every=chosen,
             account=account,
             about=about,
             reaches=reaches,
@@ -163,15 +163,15 @@ class PlannedMethod:
         self._at(every)
         if question.workers <= MOST_REPLAYED and question.inside != "fsdp" and (question.stages == 1 or question.steps):
             run = self._whole
-            for one in run.optimizers if self.has_rounds else ():
-                one.retime(every)
+            for optimizer in run.optimizers if self.has_rounds else ():
+                optimizer.retime(every)
             rhythm = self._rhythm
             if run.cut:
-                found = replayed(run, self.config.network, staged_steps(run), most=_MESSAGES)
+                replay = replayed(run, self.config.network, staged_steps(run), most=_MESSAGES)
                 rounds = run.config.run.steps / every
-                if found is not None:
-                    return TimeAccount(found.computing / rounds, found.waiting / rounds), False
-            elif _ROUNDS * sum(one.messages for one in run.exchanges(rhythm.start + rhythm.every)) <= _MESSAGES:
+                if replay is not None:
+                    return TimeAccount(replay.computing / rounds, replay.waiting / rounds), False
+            elif _ROUNDS * sum(each.messages for each in run.exchanges(rhythm.start + rhythm.every)) <= _MESSAGES:
                 near = links(question.near) if question.devices > 1 else None
                 topology = Topology(question.workers, self.config.network, near, question.devices)
                 records = partial(self._replayed, run.exchanges, topology, self.computing, _MESSAGES)
@@ -183,7 +183,7 @@ class PlannedMethod:
         """Bytes that a worker sends to others, or to other sites, per inner step in the long run, on average."""
         self._at(every)
         rhythm = self._rhythm
-        sent = [sum(one.sent_by_all for one in self._schedule(rhythm.start + n * rhythm.every)) for n in (1, 3)]
+        sent = [sum(each.sent_by_all for each in self._schedule(rhythm.start + n * rhythm.every)) for n in (1, 3)]
         return (sent[1] - sent[0]) / (2 * rhythm.every) / self.optimizer.group.size / self.question.devices
 
     def _of_representatives(
@@ -194,16 +194,16 @@ class PlannedMethod:
         inside = every * (self.seconds - self.computing)
         if between is None:
             return TimeAccount(every * self.computing, inside), False
-        some = next((some for some in self._levels if self._played(some) <= messages), self._levels[-1])
-        exact = len(self.question.classes) == 1 and not self.question.links.jitter and some.coarse == LEVELS[0]
-        found = self._replayed(
-            lambda taken: some(self._schedule(taken)),
+        level = next((level for level in self._levels if self._played(level) <= messages), self._levels[-1])
+        exact = len(self.question.classes) == 1 and not self.question.links.jitter and level.coarse == LEVELS[0]
+        replay = self._replayed(
+            lambda taken: level(self._schedule(taken)),
             Topology(_count(between), _scaled(between, rate)),
             self.seconds,
-            math.ceil(_ROUNDS * self._played(some)),
+            math.ceil(_ROUNDS * self._played(level)),
             steps,
         )
-        whole = TimeAccount(every * self.computing, found.waiting + inside + self._spread)
+        whole = TimeAccount(every * self.computing, replay.waiting + inside + self._spread)
         return whole, not exact or self.question.devices > 1
 
     def _replayed(
@@ -219,12 +219,12 @@ class PlannedMethod:
         rhythm, replays = self._rhythm, RunReplay(topology, [seconds] * topology.workers, opening, messages=messages)
         if steps is None:
             rounds = rhythm.every / self.every
-            found = replays.long_run(records, rhythm, rounds=_MOST_ROUNDS)
+            account = replays.long_run(records, rhythm, rounds=_MOST_ROUNDS)
         else:
             rounds = steps / self.every
-            found = replays.run(records, rhythm, steps)
-        assert found is not None, "the caller checked that it can be replayed"
-        return TimeAccount(found.computing / rounds, found.waiting / rounds)
+            account = replays.run(records, rhythm, steps)
+        assert account is not None, "the caller checked that it can be replayed"
+        return TimeAccount(account.computing / rounds, account.waiting / rounds)
 
     @cached_property
     def _whole(self) -> RunSketch:
@@ -244,7 +244,7 @@ class PlannedMethod:
             return [1]
         choices = [self.candidate.every] if self.candidate.every else EVERY if every is None else [every]
         steps = self.question.steps
-        possible = [one for one in choices if steps is None or one <= steps]
+        possible = [choice for choice in choices if steps is None or choice <= steps]
         if not possible:
             raise ValueError(f"sync_every = {min(choices)}: no exchange falls into a run of {steps} steps")
         self.config_at(possible[0])  # raises if the method refuses this H
@@ -269,24 +269,24 @@ class PlannedMethod:
         """The schedule's rhythm. For a method that does not define one, a run as long as one round."""
         return self.optimizer.rhythm(self.every)
 
-    def _played(self, some: Representatives) -> float:
+    def _played(self, level: Representatives) -> float:
         """Messages of a round; with an end of the run, also of the steps before the first round."""
         rhythm = self._rhythm
         begun = 0 if self.question.steps is not None else rhythm.start
-        sent = [one for one in self._schedule(rhythm.start + rhythm.every) if one.sent > begun]
-        return sum(one.messages for one in some(sent))
+        sent = [exchange for exchange in self._schedule(rhythm.start + rhythm.every) if exchange.sent > begun]
+        return sum(exchange.messages for exchange in level(sent))
 
     @cached_property
     def _few_links(self) -> Links | None:
         """Links between representatives of a few classes; None if nothing is exchanged."""
         rhythm, network = self._rhythm, self.question.links
         sent = self._schedule(rhythm.start + rhythm.every)
-        largest = max((len(group) for one in sent for group in one.groups), default=1)
+        largest = max((len(group) for exchange in sent for group in exchange.groups), default=1)
         if largest == 1:
             return None
         if largest == self.optimizer.group.size:
             return links_of_all(network, self.question.classes, _CLASSES)
-        nbytes = max(sent_by_all(one.pattern(largest), largest) / largest for one in sent)
+        nbytes = max(sent_by_all(exchange.pattern(largest), largest) / largest for exchange in sent)
         return links_of_partners(network, self.question.classes, nbytes)
 
     @cached_property
@@ -344,9 +344,9 @@ def _in_world(config: Config, pipeline: PipelineConfig | None = None, **keys: An
     """`config` with other keys of [world] and [world.virtual], and another [pipeline]."""
     world = config.world
     virtual = {key: value for key, value in keys.items() if hasattr(world.virtual, key)}
-    own = {key: value for key, value in keys.items() if key not in virtual}
-    made = replace(world, **own, virtual=replace(world.virtual, **virtual))
-    return replace(config, world=made, pipeline=pipeline or config.pipeline)
+    world_keys = {key: value for key, value in keys.items() if key not in virtual}
+    changed_world = replace(world, **world_keys, virtual=replace(world.virtual, **virtual))
+    return replace(config, world=changed_world, pipeline=pipeline or config.pipeline)
 
 
 def _count(between: Links) -> int:
@@ -356,7 +356,7 @@ def _count(between: Links) -> int:
 def _scaled(between: Links, rate: float) -> Links:
     if rate == 1.0:
         return between
-    up, down = ([rate * own for own in rates] for rates in (between.bandwidth, between.downlink))  # type: ignore
+    up, down = ([rate * own_rate for own_rate in rates] for rates in (between.bandwidth, between.downlink))  # type: ignore
     return replace(between, bandwidth=up, downlink=down)
 
 
@@ -445,12 +445,12 @@ def plan_methods(
     variants, full = _leaner(question), set[int]()
     for one in candidates() if among is None else among:
         try:
-            made, fit = _that_fits(variants, full, one)
-            key = made.signature(every)
+            planned, fit = _that_fits(variants, full, one)
+            key = planned.signature(every)
             timing = next((timing for other, timing in known if other == key), None)
             if timing is None:
-                known.append((key, timing := made.timing(targets, every)))
-            plans.append(_plan(made, timing, fit))
+                known.append((key, timing := planned.timing(targets, every)))
+            plans.append(_plan(planned, timing, fit))
         except ValueError as error:
             left_out[" ".join((one.method, one.settings)).strip()] = str(error)
     if not plans:
@@ -475,17 +475,17 @@ def _leaner(question: PlanQuestion) -> list[PlanQuestion]:
     """
     if question.machine is None or question.step_tokens is None:
         return [question]
-    most, found = question.sequences, list[tuple[float, PlanQuestion]]()
+    most, cases = question.sequences, list[tuple[float, PlanQuestion]]()
     for count in (min(1 << power, most) for power in range((most - 1).bit_length() + 1)):
         for kind in _INSIDE if question.devices > 1 else _INSIDE[:1]:
             case = replace(question, batches=count, inside=kind)
             with suppress(ValueError):  # more stages than layers
-                found.append((max(_ENOUGH - inside_share(case), 0.0), case))
-    return [case for _, case in sorted(found, key=lambda one: one[0])]
+                cases.append((max(_ENOUGH - inside_share(case), 0.0), case))
+    return [case for _, case in sorted(cases, key=lambda entry: entry[0])]
 
 
 def _that_fits(
-    variants: Sequence[PlanQuestion], full: set[int], one: Candidate
+    variants: Sequence[PlanQuestion], full: set[int], candidate: Candidate
 ) -> tuple[PlannedMethod, MemoryFit | None]:
     """The first of `variants` that fits, or the one that takes least memory of the device.
 
@@ -497,35 +497,35 @@ def _that_fits(
         if case.inside in over or number in full:
             continue
         try:
-            made, fit = _fitted(case, one)
+            planned, fit = _fitted(case, candidate)
         except ValueError as error:
             over.add(case.inside)
             refusal = refusal or error
             continue
         if fit is None or fit.fits:
             full |= unfit
-            return made, fit
+            return planned, fit
         unfit.add(number)
         if least is None or least[1] is None or fit.device_bytes < least[1].device_bytes:
-            least = made, fit
+            least = planned, fit
         is_sharded = case.devices == 1 or case.inside != "ddp"
         if is_sharded and fit.device_bytes - (fit.activations or 0) > fit.device_room:
             over.add(case.inside)  # states alone are too large, so smaller batches do not help
     if least is None:
         raise refusal or ValueError("nothing goes with this model inside a site: choose other --devices")
-    return _fitted(least[0].question, one, suggestions=True)
+    return _fitted(least[0].question, candidate, suggestions=True)
 
 
 def _fitted(
-    question: PlanQuestion, one: Candidate, *, suggestions: bool = False
+    question: PlanQuestion, candidate: Candidate, *, suggestions: bool = False
 ) -> tuple[PlannedMethod, MemoryFit | None]:
     """The planned method, and whether it fits if the machine is known. suggestions: also look for settings, each of
     which would make it fit.
     """
-    made, here = PlannedMethod(question, one), question.machine
+    planned, here = PlannedMethod(question, candidate), question.machine
     if here is None:
-        return made, None
-    return made, memory_fit(made.config, stage_fillings(made.memory), None, here, suggestions=suggestions)
+        return planned, None
+    return planned, memory_fit(planned.config, stage_fillings(planned.memory), None, here, suggestions=suggestions)
 
 
 def _refuse_unknown(question: PlanQuestion, best: Best | None) -> None:
@@ -535,11 +535,11 @@ def _refuse_unknown(question: PlanQuestion, best: Best | None) -> None:
         raise ValueError("--best, --price-gb, --price-hour: give --tokens of the run and --step-tokens too")
 
 
-def _amount(one: MethodPlan, best: Best) -> float:
-    """What `best` asks to be small."""
-    found = {"hours": one.hours, "bytes": one.nbytes, "money": one.money}[best]
-    assert found is not None, "_refuse_unknown has refused this"
-    return found
+def _amount(plan: MethodPlan, best: Best) -> float:
+    """The amount that `best` minimises."""
+    amount = {"hours": plan.hours, "bytes": plan.nbytes, "money": plan.money}[best]
+    assert amount is not None, "_refuse_unknown has refused this"
+    return amount
 
 
 def _is_better(one: MethodPlan, other: MethodPlan) -> bool:
@@ -551,32 +551,32 @@ def _is_better(one: MethodPlan, other: MethodPlan) -> bool:
     return mine != theirs and all(a <= b for a, b in zip(mine, theirs, strict=True))
 
 
-def _rank(one: MethodPlan) -> tuple[float, ...]:
-    if one.candidate.kind == _ALONE:
+def _rank(plan: MethodPlan) -> tuple[float, ...]:
+    if plan.candidate.kind == _ALONE:
         return (2,)
-    return (0, one.candidate.kind, one.every) if one.timing.reaches else (1, -one.utilisation)
+    return (0, plan.candidate.kind, plan.every) if plan.timing.reaches else (1, -plan.utilisation)
 
 
-def _plan(one: PlannedMethod, timing: MethodTiming, fit: MemoryFit | None) -> MethodPlan:
-    question, steps, account = one.question, one.question.steps, timing.account
+def _plan(planned: PlannedMethod, timing: MethodTiming, fit: MemoryFit | None) -> MethodPlan:
+    question, steps, account = planned.question, planned.question.steps, timing.account
     hours = None if steps is None else steps / timing.every * (account.computing + account.waiting) / 3600
-    sent = one.bytes_a_step(timing.every)
+    sent = planned.bytes_a_step(timing.every)
     nbytes = None if steps is None else sent * steps * question.workers
     prices = question.price_gb, question.price_hour
     money = None
     if hours is not None and nbytes is not None and prices != (None, None):
         money = (prices[0] or 0.0) * nbytes / 1e9 + (prices[1] or 0.0) * hours * question.workers
     return MethodPlan(
-        candidate=one.candidate,
-        question=one.question,
-        config=one.config_at(timing.every),
+        candidate=planned.candidate,
+        question=planned.question,
+        config=planned.config_at(timing.every),
         timing=timing,
         bytes_a_step=sent,
-        memory=max(one.memory, key=lambda held: held.peak),
+        memory=max(planned.memory, key=lambda memory: memory.peak),
         fit=fit,
         hours=hours,
         nbytes=nbytes,
         money=money,
-        pairs=not lands_together(one.config),
-        grows=goes_on(one.config),
+        pairs=not lands_together(planned.config),
+        grows=goes_on(planned.config),
     )

@@ -75,7 +75,7 @@ class _SwarmPlanner:
         form = form_of(self.pieces[0], scheme, config.pipeline, batch_size=self.rows, context=self.context, vocab=vocab)
         self.down, self.up = HEAD + form.nbytes(Task("F", 0, 1)), HEAD + form.nbytes(Task("B", 0, 0))
         self.stages = [at for at, ranks in enumerate(config.pipeline.peers_of(config.world.workers)) for _ in ranks]
-        self.sums = [sum(own.nbytes for own in piece.parameters() if own.requires_grad) for piece in self.pieces]
+        self.sums = [sum(p.nbytes for p in piece.parameters() if p.requires_grad) for piece in self.pieces]
         workers, step, last = len(self.stages), step_seconds(config), len(self.pieces) - 1
         ledger = _LEDGER_NUMBERS + (1 if config.pipeline.swarm.consistency == "strict" else words_for(parts))
         self.agreed = sum(agreed_bytes(workers, numbers) for numbers in (ledger, _VOTE_NUMBERS))
@@ -88,7 +88,7 @@ class _SwarmPlanner:
 
     def plan(self) -> RunPlan:
         config, stages, parts = self.config, self.stages, self.config.pipeline.microbatches
-        made = self._forecast() if config.world.is_simulated else None
+        predicted = self._forecast() if config.world.is_simulated else None
         each = (len(self.pieces) - 1) * (self.down + HEAD + self.up) - HEAD  # the last stage acknowledges to nobody
         summed = sum(
             2 * (count - 1) * (nbytes + count * HEAD)
@@ -102,10 +102,10 @@ class _SwarmPlanner:
             placement=f"a swarm of {len(self.pieces)} stages",
             parameters=sum(parameter.numel() for parameter in self.model.parameters()),
             tokens_per_step=self.rows * self.context,
-            workers=tuple(self._worker(rank, made) for rank in range(len(stages))),
+            workers=tuple(self._worker(rank, predicted) for rank in range(len(stages))),
             microbatch_bytes=each,
             swarm_bytes=parts * each + len(stages) * self.agreed + done + summed,
-            time=None if made is None else self._time(made),
+            time=None if predicted is None else self._time(predicted),
         )
 
     def _forecast(self) -> SwarmForecast:
@@ -124,40 +124,41 @@ class _SwarmPlanner:
         )
         return forecast(load, lambda seconds: origins(range(parts), seconds), steps=_STEPS)
 
-    def _time(self, made: SwarmForecast) -> RunTime:
-        computed = [counted * both for counted, (_, both) in zip(made.counted, self.passes, strict=True)]
+    def _time(self, predicted: SwarmForecast) -> RunTime:
+        computed = [counted * both for counted, (_, both) in zip(predicted.counted, self.passes, strict=True)]
         computing, steps = sum(computed) / len(computed), self.config.run.steps
         rates = [0.0] * len(self.pieces)  # microbatches a second that the peers of a stage can do together
         for at, (_, both) in zip(self.stages, self.passes, strict=True):
             rates[at] += 1.0 / both
         return RunTime(
-            account=TimeAccount(steps * computing, steps * (made.seconds - computing)),
-            step=made.seconds,
-            reached=self.config.pipeline.microbatches / min(rates) / made.seconds,
+            account=TimeAccount(steps * computing, steps * (predicted.seconds - computing)),
+            step=predicted.seconds,
+            reached=self.config.pipeline.microbatches / min(rates) / predicted.seconds,
         )
 
-    def _worker(self, rank: int, made: SwarmForecast | None) -> WorkerPlan:
+    def _worker(self, rank: int, predicted: SwarmForecast | None) -> WorkerPlan:
         at, last = self.stages[rank], len(self.pieces) - 1
-        stage, piece, counted = self.pieces[at], self.cut.pieces[at], None if made is None else made.counted[rank]
-        trained = [own for own in stage.parameters() if own.requires_grad]
+        stage, piece = self.pieces[at], self.cut.pieces[at]
+        counted = None if predicted is None else predicted.counted[rank]
+        trained = [parameter for parameter in stage.parameters() if parameter.requires_grad]
         came, left = (0 if piece.enters else self.down - HEAD), (0 if at == last else self.down - HEAD)
         back = self.up - HEAD
         saved = came + left + (0 if at == last else back) + (0 if piece.enters else back)
-        held = []
-        if made is not None and counted is not None:
-            held.append(MemoryItem("microbatches in flight", made.held[rank] * (came + left), "step"))
+        items = []
+        if predicted is not None and counted is not None:
+            items.append(MemoryItem("microbatches in flight", predicted.held[rank] * (came + left), "step"))
             if self.config.pipeline.swarm.consistency == "exact":
-                held.append(MemoryItem("passes saved until the step's end", ceil(counted) * saved, "step"))
+                items.append(MemoryItem("passes saved until the step's end", ceil(counted) * saved, "step"))
         return WorkerPlan(
             ranks=(rank,),
             stage=at,
             blocks=(piece.blocks.start, piece.blocks.stop),
-            parameters=sum(own.numel() for own in stage.parameters()),
+            parameters=sum(parameter.numel() for parameter in stage.parameters()),
             memory=WorkerMemory(
-                weights=sum(own.nbytes for own in stage.parameters()),
+                weights=sum(parameter.nbytes for parameter in stage.parameters()),
                 gradients=self.sums[at],
                 inner=inner_bytes(trained, inner_kind(self.config.inner, "adamw")),
-                held=tuple(held),
+                held=tuple(items),
             ),
             microbatches=counted,
             step_bytes=None if counted is None else self._sent(at, counted),
@@ -190,8 +191,8 @@ def plan_clusters(config: Config) -> RunPlan:
         first, scheme = Stage(model, cut.pieces[0]), run_scheme(config, cut)
         form = form_of(first, scheme, pipeline, batch_size=sequences, context=context, vocab=vocab)
         for stage in range(len(cut.pieces)):
-            own = [segment for segment in segments if segment.holders[number] == stage]
-            counts = [copies * sum(sizes[name] for name in segment.names) + weighed for segment in own]
+            stage_segments = [segment for segment in segments if segment.holders[number] == stage]
+            counts = [copies * sum(sizes[name] for name in segment.names) + weighed for segment in stage_segments]
             average = vote + sum(_mean_bytes(count, dtype, clusters, number) for count in counts)
             position = number, stage, len(workers)
             workers.append(_worker(config, cut, load, form, position, average if clusters > 1 else 0))
@@ -200,7 +201,7 @@ def plan_clusters(config: Config) -> RunPlan:
     averages = ceil(steps / every) if clusters > 1 else 0
     agreements = sum(step % every > 0 for step in validations) if clusters > 1 else 0
     standby = world.workers - len(workers)
-    active = [steps * (one.step_bytes or 0) + averages * (one.average_bytes or 0) for one in workers]
+    active = [steps * (worker.step_bytes or 0) + averages * (worker.average_bytes or 0) for worker in workers]
     notices = []
     if pipeline.ravnest.clusters and world.is_simulated:
         notices.append("clusters are named: their stages reach each other over world.virtual.links")
@@ -225,8 +226,8 @@ def plan_clusters(config: Config) -> RunPlan:
 
 def _mean_bytes(count: int, dtype: torch.dtype, clusters: int, number: int) -> int:
     """Bytes that the holder in cluster `number` sends in a mean of `count` entries, headers included."""
-    made = pattern(count, dtype, codec("none"), clusters)
-    return int(made.sent(number, clusters)) + HEAD * (made.messages(clusters) // clusters)
+    mean_pattern = pattern(count, dtype, codec("none"), clusters)
+    return int(mean_pattern.sent(number, clusters)) + HEAD * (mean_pattern.messages(clusters) // clusters)
 
 
 def _worker(

@@ -112,24 +112,24 @@ class StagedSteps:
     def _tasks(self, step: int) -> TasksByRank:
         if step not in self._of_step:
             routes = tuple(self.routes(step))
-            made = next((tasks for known, tasks in self._of_step.values() if known == routes), None)
+            cached = next((tasks for known, tasks in self._of_step.values() if known == routes), None)
             if len(self._of_step) > _MOST_STEPS:
                 del self._of_step[min(self._of_step)]
-            self._of_step[step] = routes, self._made(routes) if made is None else made
+            self._of_step[step] = routes, self._tasks_of(routes) if cached is None else cached
         return self._of_step[step][1]
 
-    def _made(self, routes: Sequence[Route]) -> TasksByRank:
+    def _tasks_of(self, routes: Sequence[Route]) -> TasksByRank:
         by_number = {route.microbatch: route for route in routes}
         before = {following: task for route in routes for task in route.tasks() if (following := route.following(task))}
         listed = orders(routes, self.most_in_flight) if self.listed is None else self.listed
-        made: TasksByRank = {}
+        by_rank: TasksByRank = {}
         for column in self.columns:
             for position, tasks in listed.items():
-                made[column[position]] = [
+                by_rank[column[position]] = [
                     self._planned(column, position, task, before.get(task), by_number[task.microbatch])
                     for task in tasks
                 ]
-        return made
+        return by_rank
 
     def _planned(
         self, column: Sequence[int], position: int, task: Task, before: Task | None, route: Route

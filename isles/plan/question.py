@@ -135,12 +135,12 @@ def decoder_of(wanted: float, layers: int) -> ModelConfig:
     heads = max(1, round(width / 64))
     width = 64 * heads if width > 48 else max(2, 2 * round(width / 2))
 
-    def of(ffn: int) -> Shape:
+    def shape_with(ffn: int) -> Shape:
         return Shape(
             d_model=width, layers=layers, heads=heads, ffn=ffn, vocab=256, context=_CONTEXT, tie_embeddings=False
         )
 
-    shape = of(max(1, 1 + round((wanted - parameters(of(1))) / (3 * width * layers))))
+    shape = shape_with(max(1, 1 + round((wanted - parameters(shape_with(1))) / (3 * width * layers))))
     if abs(parameters(shape) - wanted) > _OFF * wanted:
         raise ValueError(f"parameters = {wanted:g} in {layers} layers: no decoder has this size; choose fewer layers")
     return ModelConfig(**asdict(shape))
@@ -217,14 +217,14 @@ _EVERY = {"sparta": 1}
 
 def candidates(name: str | None = None) -> list[Candidate]:
     """Candidates, in the order of equally ranked ones. name: only this method, which may be the user's own."""
-    made = [
+    result = [
         Candidate(method=known, settings=settings, kind=kind, why=why, every=_EVERY.get(known))
         for kind, why, rows in _ROWS
         for known, settings in rows
     ]
-    listed = {one.method for one in made}
+    listed = {candidate.method for candidate in result}
     for other in (*METHODS, *([] if name is None or name in METHODS else [name])):
         if other not in listed:
             kind = 1 if method(other).level == "parameter" else 0
-            made.append(Candidate(method=other, kind=kind, why=METHODS.get(other, ("", "it is your own"))[1]))
-    return [one for one in made if name in (None, one.method)]
+            result.append(Candidate(method=other, kind=kind, why=METHODS.get(other, ("", "it is your own"))[1]))
+    return [candidate for candidate in result if name in (None, candidate.method)]

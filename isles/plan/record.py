@@ -51,7 +51,7 @@ class WorkerPlan:
 
 def stage_fillings(memory: Sequence[WorkerMemory]) -> list[WorkerPlan]:
     """Worker plans of a replica's stages, with their memory only. memory: of each stage."""
-    return [WorkerPlan(ranks=(stage,), stage=stage, parameters=0, memory=one) for stage, one in enumerate(memory)]
+    return [WorkerPlan(ranks=(at,), stage=at, parameters=0, memory=of_stage) for at, of_stage in enumerate(memory)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,9 +169,9 @@ class RunPlan:
         return self.outline is not None and self.workers[0].microbatches is not None
 
     def as_json(self) -> dict[str, Any]:
-        own, config = {field.name: _plain(getattr(self, field.name)) for field in fields(self)[1:]}, self.config
+        values, config = {field.name: _plain(getattr(self, field.name)) for field in fields(self)[1:]}, self.config
         named = {"method": config.method, "backend": config.world.backend, "steps": config.run.steps}
-        return named | {"code": names_of(config), "device": self.device} | own
+        return named | {"code": names_of(config), "device": self.device} | values
 
 
 def _plain(value: Any) -> Any:
@@ -183,5 +183,5 @@ def _plain(value: Any) -> Any:
         table = {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
         return table | ({"peak_bytes": value.peak} if isinstance(value, WorkerMemory) else {})
     if isinstance(value, tuple):
-        return value._asdict() if hasattr(value, "_asdict") else [_plain(one) for one in value]
+        return value._asdict() if hasattr(value, "_asdict") else [_plain(item) for item in value]
     return value

@@ -4,7 +4,7 @@
 
 `isles train --dry-run` and `isles plan` use it to predict what the virtual clock would show. Not counted: what a method
 does in evaluations, pauses, jitter of the steps. A long run is replayed in part: its beginning, some rounds, its end.
-The rounds between are taken to wait like the later half of the replayed ones.
+The rounds in between are assumed to wait like the later half of the replayed ones.
 """
 
 from __future__ import annotations
@@ -143,8 +143,8 @@ class ReplayMember:
         self.others = [(index + step) % self.size for step in range(1, self.size)]
 
     def send(self, position: int, nbytes: float, part: Hashable = 0) -> ReplayWork:
-        here, there = self._group[self.index], self._group[position]
-        return self._wire.send(here, there, nbytes, (self._key, part), self._channel)
+        source, target = self._group[self.index], self._group[position]
+        return self._wire.send(source, target, nbytes, (self._key, part), self._channel)
 
     def recv(self, position: int, part: Hashable = 0) -> ReplayWork:
         return self._wire.recv(self._group[self.index], self._group[position], (self._key, part))
@@ -185,7 +185,7 @@ def play(pattern: MessagePattern, member: ReplayMember) -> ReplaySteps:
         yield heads
         yield works + [member.recv(position) for position in member.others if pattern.nbytes]
     elif isinstance(pattern, Then):
-        yield from _together([_mean(one, member, part) for part, one in enumerate(pattern.first)])
+        yield from _together([_mean(mean, member, part) for part, mean in enumerate(pattern.first)])
         yield from _mean(pattern.second, member, "second")
     elif isinstance(pattern, Tree):
         if index:
@@ -238,15 +238,15 @@ PLAYED = 4
 
 
 class Agenda:
-    """What every worker does, in order: computes, starts exchanges, waits for them."""
+    """The program of every worker, in order: compute, start exchanges, wait for them."""
 
     def __init__(self, opening: Sequence[PlannedExchange], exchanges: Sequence[PlannedExchange]) -> None:
         self._amid: defaultdict[int, list[tuple[int, PlannedExchange]]] = defaultdict(list)
         self._after: defaultdict[int, list[tuple[int, PlannedExchange]]] = defaultdict(list)
-        for number, one in enumerate((*opening, *exchanges)):
-            moment = math.ceil(one.sent)
-            (self._after if one.sent == moment else self._amid)[moment].append((number, one))
-        self._moments = sorted({*self._amid, *self._after, *(one.lands for one in exchanges)})
+        for number, exchange in enumerate((*opening, *exchanges)):
+            moment = math.ceil(exchange.sent)
+            (self._after if exchange.sent == moment else self._amid)[moment].append((number, exchange))
+        self._moments = sorted({*self._amid, *self._after, *(exchange.lands for exchange in exchanges)})
 
     def acts(self, steps: int) -> Iterator[Act]:
         """The acts of a run of `steps` inner steps; moment 0 is the opening."""
@@ -263,21 +263,21 @@ class Agenda:
 
         at = 0.0
         for moment in [moment for moment in self._moments if moment <= steps + 1]:
-            for number, one in self._amid.get(moment, ()):
-                yield Act(moment, computes=one.sent - at, starts=(number, one))
-                at = one.sent
-                flying.append((number, one))
+            for number, exchange in self._amid.get(moment, ()):
+                yield Act(moment, computes=exchange.sent - at, starts=(number, exchange))
+                at = exchange.sent
+                flying.append((number, exchange))
             if at < min(moment, steps):
                 yield Act(moment, computes=min(moment, steps) - at)
                 at = float(min(moment, steps))
-            todo = self._after.get(moment, ())
-            left = Counter(one.flight for _, one in todo)
-            for index, (number, one) in enumerate(todo):
-                if not index or todo[index - 1][1].flight != one.flight:
+            starting = self._after.get(moment, ())
+            left = Counter(exchange.flight for _, exchange in starting)
+            for index, (number, exchange) in enumerate(starting):
+                if not index or starting[index - 1][1].flight != exchange.flight:
                     yield from land(moment, left)
-                yield Act(moment, starts=(number, one))
-                flying.append((number, one))
-                left[one.flight] -= 1
+                yield Act(moment, starts=(number, exchange))
+                flying.append((number, exchange))
+                left[exchange.flight] -= 1
             yield from land(moment, left)
         if at < steps:
             yield Act(steps, computes=steps - at)
@@ -285,8 +285,8 @@ class Agenda:
 
 
 class Act(NamedTuple):
-    """What a worker does at one moment, in the order of the fields. computes: inner steps. starts, waits_for: numbers
-    of exchanges.
+    """The actions of a worker at one moment, in the order of the fields. computes: inner steps. starts, waits_for:
+    numbers of exchanges.
     """
 
     moment: int
@@ -316,7 +316,7 @@ class ReplayWorker:
         self._since: float | None = None
         self._moment, self._for_stages = 0, False
         self._norm_key: Hashable = None
-        """What it waits for: after which step, whether for a message of a stage, and the key of a gradient norm."""
+        """The current wait: after which step, whether for a message of a stage, and the key of a gradient norm."""
         self._at, self._done = 0.0, 0
         """Inner steps computed; tasks of the next one that are done."""
         self._sends: list[ReplayWork] = []
@@ -327,18 +327,16 @@ class ReplayWorker:
         if self._since is not None:
             seconds = wire.timeline.now - self._since
             # A worker that asks for the norm waits for the stages that still compute, and then for the answers.
-            peers_and_pattern = wire.norms.get(self._norm_key, self._since)
-            self._wait(
-                self._moment, seconds, seconds if self._for_stages else max(peers_and_pattern - self._since, 0.0)
-            )
+            last_request = wire.norms.get(self._norm_key, self._since)
+            self._wait(self._moment, seconds, seconds if self._for_stages else max(last_request - self._since, 0.0))
             self._since = None
-        for what in self._program:
-            if isinstance(what, float):
-                wire.timeline.at(wire.timeline.now + what, LAST, self.rank, self.advance)
+        for action in self._program:
+            if isinstance(action, float):
+                wire.timeline.at(wire.timeline.now + action, LAST, self.rank, self.advance)
                 return
-            if not what.done:
+            if not action.done:
                 self._since = wire.timeline.now
-                what.on_end = self._wake
+                action.on_end = self._wake
                 return
 
     def _wait(self, moment: int, seconds: float, for_stages: float) -> None:
@@ -416,13 +414,13 @@ class ReplayWorker:
             member = ReplayMember(wire, peers, peers.index(self.rank), ("norm", step), "inner")
             yield ReplayProtocol(play(pattern, member))
 
-    def _start(self, number: int, one: PlannedExchange) -> None:
-        group = next((group for group in one.groups if self.rank in group), ())
-        if one.what == "norm":
+    def _start(self, number: int, exchange: PlannedExchange) -> None:
+        group = next((group for group in exchange.groups if self.rank in group), ())
+        if exchange.what == "norm":
             self._wire.norms[number] = self._wire.timeline.now
         if len(group) > 1:
-            member = ReplayMember(self._wire, group, group.index(self.rank), number, one.channel)
-            self._flying[number] = ReplayProtocol(play(one.pattern(len(group)), member))
+            member = ReplayMember(self._wire, group, group.index(self.rank), number, exchange.channel)
+            self._flying[number] = ReplayProtocol(play(exchange.pattern(len(group)), member))
 
     def _wake(self) -> None:
         self._wire.timeline.at(self._wire.timeline.now, LAST, self.rank, self.advance)
@@ -440,9 +438,9 @@ ExchangeRecords = Callable[[int], Sequence[PlannedExchange]]
 
 @dataclass(frozen=True, slots=True)
 class Waits:
-    """Seconds. computed[r]: of each inner step at worker r. waited[r][t]: at worker r in and after inner step t = 1, 2,
-    ...; the last entry is the end of the run; waited[r][0], before the first step, is not counted. for_stages: the part
-    of `waited` that is for messages of other stages.
+    """The seconds of a replay. computed[r]: of each inner step at worker r. waited[r][t]: at worker r in and after
+    inner step t = 1, 2, ...; the last entry is the end of the run. waited[r][0], before the first step, does not count.
+    for_stages: the part of `waited` that is for messages of other stages.
     """
 
     steps: int
@@ -534,43 +532,47 @@ class RunReplay:
         """
         every = rhythm.every
         rounds = max(steps - rhythm.start, 0) // every
-        rest = steps - rounds * every
-        found = self._some(records, every, rest, rounds)
-        if found is None:
+        remainder = steps - rounds * every
+        result = self._some(records, every, remainder, rounds)
+        if result is None:
             return None
-        waits, played = found
+        waits, played = result
         account = replace(waits.account, computing=steps * waits.step_seconds)
-        return account if played == rounds else account.plus(rounds - played, _later_half(waits, rest, every, played))
+        if played == rounds:
+            return account
+        return account.plus(rounds - played, _later_half(waits, remainder, every, played))
 
     def long_run(self, records: ExchangeRecords, rhythm: Rhythm, rounds: int = 20) -> TimeAccount | None:
         """The account of one round in the long run: the later half of `rounds`, or fewer. None: see `run`."""
         start, every = rhythm
 
         def later(steps: int) -> list[PlannedExchange]:
-            shifted = (one._replace(sent=one.sent - start, lands=one.lands - start) for one in records(start + steps))
-            return [one for one in shifted if one.sent > 0]
+            shifted = (
+                each._replace(sent=each.sent - start, lands=each.lands - start) for each in records(start + steps)
+            )
+            return [each for each in shifted if each.sent > 0]
 
-        found = self._some(later, every, 0, rounds)
-        if found is None:
+        result = self._some(later, every, 0, rounds)
+        if result is None:
             return None
-        waits, played = found
+        waits, played = result
         return replace(_later_half(waits, 0, every, played), computing=every * waits.step_seconds)
 
-    def _some(self, records: ExchangeRecords, every: int, rest: int, rounds: int) -> tuple[Waits, int] | None:
-        """Waits of `rest` steps and then some of the `rounds` of `every` steps, and their number. None: see `run`."""
+    def _some(self, records: ExchangeRecords, every: int, remainder: int, rounds: int) -> tuple[Waits, int] | None:
+        """Waits of `remainder` steps, then of some of the `rounds` of `every` steps; their number. None: see `run`."""
         steady, messages = self._steady(every), self.messages
         if rounds <= _ROUNDS:
-            fixed, each = 0, sum(one.messages for one in records(rest + rounds * every)) / max(rounds, 1)
+            fixed, each = 0, sum(exchange.messages for exchange in records(remainder + rounds * every)) / max(rounds, 1)
         else:
-            some, more = (sum(one.messages for one in records(rest + count * every)) for count in (1, 3))
-            each = (more - some) / 2
-            fixed = some - each
+            first, third = (sum(one.messages for one in records(remainder + count * every)) for count in (1, 3))
+            each = (third - first) / 2
+            fixed = first - each
         if self.staged is not None:
             each += self.staged.messages * (every if steady is None else min(every, PLAYED))
         if fixed + min(rounds, _ROUNDS) * each > _FACTOR * messages:
             return None
         played = min(rounds, max(_ROUNDS, int((messages - fixed) / each)) if each > 0 else _ROUNDS)
-        taken = rest + played * every
+        taken = remainder + played * every
         return self.waits(records(taken), taken, steady), played
 
     def _steady(self, every: int) -> SteadyStep | None:

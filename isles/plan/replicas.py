@@ -68,7 +68,7 @@ class SubspaceUpdate:
     @property
     def exchanges(self) -> list[PlannedExchange]:
         """The exchanges, one after the other, after the first step. Groups are of ranks."""
-        own = [column[self.stages - 1 :: self.stages] for column in self.columns]  # the last stages' workers
+        last_stages = [column[self.stages - 1 :: self.stages] for column in self.columns]  # the last stages' workers
         statistic, basis = _NUMBER * self.width**2, _NUMBER * self.width * self.rank
         firsts = range(0, len(self.columns[0]), self.stages)
         replicas = [
@@ -77,15 +77,15 @@ class SubspaceUpdate:
             for first in firsts
         ]
         return [
-            self._one(0, list(zip(*own, strict=True)), lambda size: gathered(statistic, size)),
-            self._one(1, own, lambda size: gathered(statistic, size)),
-            self._one(2, replicas, lambda size: Tree(basis)),
+            self._exchange(0, list(zip(*last_stages, strict=True)), lambda size: gathered(statistic, size)),
+            self._exchange(1, last_stages, lambda size: gathered(statistic, size)),
+            self._exchange(2, replicas, lambda size: Tree(basis)),
         ]
 
     @property
     def bytes_sent(self) -> tuple[float, ...]:
         """By rank."""
-        return tuple(map(sum, zip(*(one.bytes_sent for one in self.exchanges), strict=True)))
+        return tuple(map(sum, zip(*(exchange.bytes_sent for exchange in self.exchanges), strict=True)))
 
     def account(self, topology: Topology) -> TimeAccount:
         """The waiting time of a worker, if all workers begin the update at once."""
@@ -93,12 +93,12 @@ class SubspaceUpdate:
         seconds = waits.account_of(1, 1).waiting
         return TimeAccount(0.0, seconds, seconds)
 
-    def _one(
+    def _exchange(
         self, number: int, groups: Sequence[Sequence[int]], pattern: Callable[[int], MessagePattern]
     ) -> PlannedExchange:
         alone = set(range(self.workers)).difference(*groups)
-        made = (*map(tuple, groups), *((rank,) for rank in sorted(alone)))
-        return PlannedExchange(1.0, 1, 0, "turn", made, by_size(made, pattern), number, "inner")
+        all_groups = (*map(tuple, groups), *((rank,) for rank in sorted(alone)))
+        return PlannedExchange(1.0, 1, 0, "turn", all_groups, by_size(all_groups, pattern), number, "inner")
 
 
 _AS_PLANNED = 1e-6
@@ -116,26 +116,26 @@ def message_form(run: RunSketch, stage: int = 0) -> StageForm:
 def stream_ratio(run: RunSketch) -> float:
     """Bytes of the full residual stream for each byte that crosses between stages."""
     assert run.scheme is not None
-    made = message_form(run)
+    messages = message_form(run)
     full = FullStream(run.scheme.crossings.width)
-    whole = replace(made, boundary=full, codec=Identity(), gradient_codec=Identity())
-    there, here = (form.nbytes(Task("F", 0, 1)) + form.nbytes(Task("B", 0, 0)) for form in (whole, made))
-    return there / here
+    whole = replace(messages, boundary=full, codec=Identity(), gradient_codec=Identity())
+    uncompressed, crossing = (form.nbytes(Task("F", 0, 1)) + form.nbytes(Task("B", 0, 0)) for form in (whole, messages))
+    return uncompressed / crossing
 
 
 def staged_steps(run: RunSketch) -> StagedSteps:
     """The steps of a run in stages. With a plan of paths, its nodes together are one replica, and shares of an inner
     step are seconds.
     """
-    config, made, plan = run.config, message_form(run), plan_of(run.config.pipeline)
+    config, messages, plan = run.config, message_form(run), plan_of(run.config.pipeline)
     pipeline, replicas, inner = config.pipeline, config.replicas_in_all, config.world.inner
-    forward, home, backward = (made.nbytes(task) for task in (Task("F", 0, 1), Task("L", 0, 1), Task("B", 0, 0)))
+    forward, home, backward = (messages.nbytes(task) for task in (Task("F", 0, 1), Task("L", 0, 1), Task("B", 0, 0)))
     if plan is None:
         assert run.cut is not None
         ways = ways_of(pipeline, run.cut, replicas)
         router = router_of(pipeline, replicas, home=run.cut.home, seed=config.run.seed)
         positions, stages = range(replicas * pipeline.stages), pipeline.stages
-        columns = [[position * inner + own for position in positions] for own in range(inner)]
+        columns = [[position * inner + index for position in positions] for index in range(inner)]
     else:
         columns = [list(layout_of(config).sharing(0, "inner"))]
         stages = len(columns[0])
@@ -168,20 +168,20 @@ def stage_workers(run: RunSketch, staged: StagedSteps, memory: Sequence[WorkerMe
     """Worker plans of each stage, or of each node of a plan of paths. memory: of a worker of each stage."""
     plan, layout, sent, forwards = plan_of(run.config.pipeline), layout_of(run.config), staged.sent(), list[int]()
     for rank in range(layout.size):
-        held = accumulate({"F": 1, "L": 0, "B": -1}[task.kind] for task in staged.tasks(rank, 1))
-        forwards.append(max(held, default=0))
+        in_flight = accumulate({"F": 1, "L": 0, "B": -1}[task.kind] for task in staged.tasks(rank, 1))
+        forwards.append(max(in_flight, default=0))
     stage_of = [coordinate.stage for coordinate in layout.coordinates]
     visits = Counter[int]() if plan is None else Counter(node for route in plan.routes for node in route.visits)
     groups = [(rank,) for rank in range(layout.size)]
     if plan is None:
-        groups = [tuple(rank for rank in range(layout.size) if stage_of[rank] == one) for one in sorted({*stage_of})]
-    found = []
+        groups = [tuple(rank for rank in range(layout.size) if stage_of[rank] == at) for at in sorted({*stage_of})]
+    workers = []
     for ranks in groups:
         stage = stage_of[ranks[0]]
-        piece, form, held = run.pieces[stage], message_form(run, stage), max(forwards[rank] for rank in ranks)
+        piece, form, in_flight = run.pieces[stage], message_form(run, stage), max(forwards[rank] for rank in ranks)
         assert isinstance(piece, Stage)
         came = form.sequences * (form.length + 1) * 8 + (0 if piece.piece.enters else form.held_bytes)
-        found.append(
+        workers.append(
             WorkerPlan(
                 ranks=ranks,
                 stage=stage,
@@ -189,12 +189,12 @@ def stage_workers(run: RunSketch, staged: StagedSteps, memory: Sequence[WorkerMe
                 parameters=sum(parameter.numel() for parameter in piece.parameters()),
                 memory=memory[stage],
                 microbatches=None if plan is None else visits[ranks[0]],
-                forwards=held,
-                saved=held * came,
+                forwards=in_flight,
+                saved=in_flight * came,
                 step_bytes=max(sent[rank] for rank in ranks),
             )
         )
-    return tuple(found)
+    return tuple(workers)
 
 
 def bytes_between(run: RunSketch, staged: StagedSteps) -> list[int]:
@@ -206,13 +206,13 @@ def bytes_between(run: RunSketch, staged: StagedSteps) -> list[int]:
     config, layout, update = run.config, layout_of(run.config), subspace_updates(run, staged)
     assert run.scheme is not None
     hashes = HASH_BYTES * (run.scheme.compares + (plan_of(config.pipeline) is not None)) * (layout.size - 1)
-    found = []
+    totals = []
     for rank, nbytes in enumerate(staged.sent()):  # every route has as many messages in every step
         column = layout.sharing(rank, "replica", "inner")
-        found.append(hashes + int(Tree(1).sent(column.index(rank), len(column))) + config.run.steps * nbytes)
+        totals.append(hashes + int(Tree(1).sent(column.index(rank), len(column))) + config.run.steps * nbytes)
     if update is None:
-        return found
-    return [own + update[1] * round(more) for own, more in zip(found, update[0].bytes_sent, strict=True)]
+        return totals
+    return [total + update[1] * round(sent) for total, sent in zip(totals, update[0].bytes_sent, strict=True)]
 
 
 def seconds_of_paths(plan: PipelinePlan, sizes: Sizes, world: WorldConfig, seed: int) -> float:
@@ -222,10 +222,10 @@ def seconds_of_paths(plan: PipelinePlan, sizes: Sizes, world: WorldConfig, seed:
     if not world.is_simulated:
         return plan.step_seconds
     problem, factors, routes = plan.problem, world.factors, plan.routes
-    own, by_number = problem.seconds, {route.microbatch: route for route in routes}
+    planned, by_number = problem.seconds, {route.microbatch: route for route in routes}
     forward, loss, backward = (
         [seconds * factor for seconds, factor in zip(row, factors, strict=True)]
-        for row in (own.forward, own.loss, own.backward)
+        for row in (planned.forward, planned.loss, planned.backward)
     )
     return replay(
         routes,
@@ -260,12 +260,12 @@ def message_sizes(tokens: int, width: int, boundary: dict[str, Any]) -> Sizes:
     take four bytes.
 
     Args:
-        tokens: of the microbatch.
-        width: of the stream.
+        tokens: number of tokens of the microbatch.
+        width: width of the stream.
         boundary: keys of [pipeline.boundary].
 
     Raises:
-        ValueError: for what is no boundary, or does not fit such a stream.
+        ValueError: if `boundary` is invalid, or does not fit a stream of this width.
     """
     model = {"d_model": width, "layers": 2, "heads": 1, "ffn": 1, "vocab": 1 << 24, "context": tokens}
     pipeline = {"stages": 2, "microbatches": 1, "boundary": boundary}
@@ -280,24 +280,24 @@ _OWN_RATE = 1e9  # bits per second, where the search begins if the network is no
 
 
 def plan_replicas(config: Config, *, probe: bool = False, machines: int = 1) -> RunPlan:
-    """As `plan_run`."""
+    """The plan of a run with fixed workers, see `plan_run`."""
     world, run, pipeline = config.world, config.run, config.pipeline
     layout, paths, context = layout_of(config), plan_of(pipeline), limits(config.model).context
     readers = layout.reader(0)[1]
     sequences = config.data.batch_size_per_worker(readers) * config.inner.accumulation
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        made = sketch_run(config, -(-world.workers // machines))
-        flops = counted_flops(config.model, made.model, context)
-    first, notices = made.optimizers[0], list(made.notices)
+        sketch = sketch_run(config, -(-world.workers // machines))
+        flops = counted_flops(config.model, sketch.model, context)
+    first, notices = sketch.optimizers[0], list(sketch.notices)
     if type(first).schedule is ReplicaSync.schedule:
         notices.append(f"method {config.method} does not say what it exchanges: give it a schedule()")
-    outlines = [one.outline(run.steps) for one in made.optimizers]
-    outline, staged = max(outlines, key=lambda one: max(one.sent)), staged_steps(made) if made.cut else None
+    outlines = [one.outline(run.steps) for one in sketch.optimizers]
+    outline, staged = max(outlines, key=lambda one: max(one.sent)), staged_steps(sketch) if sketch.cut else None
     seconds = step_seconds(config) if world.is_simulated else None
     if world.is_simulated and outline.about:
         notices.append(
-            "what is sent depends on the values: bytes and waiting are estimates, and may be far off for a few steps"
+            "the bytes sent depend on the values: bytes and waiting are estimates, and may be far off for a few steps"
         )
     if world.is_simulated and (world.virtual.step_jitter or world.virtual.pauses):
         notices.append(
@@ -305,37 +305,37 @@ def plan_replicas(config: Config, *, probe: bool = False, machines: int = 1) -> 
         )
     if probe and not world.is_simulated:
         seconds = measured_step(config, sequences, context)
-        if sum(parameter.numel() for parameter in made.model.parameters()) < made.parameters:
+        if sum(parameter.numel() for parameter in sketch.model.parameters()) < sketch.parameters:
             notices.append("the step was measured on the whole model; a worker's part of it takes less")
     if paths is not None and staged is not None:
         seconds = seconds_of_paths(paths, staged.sizes, world, run.seed)
     notices += [] if staged is None else stage_notices(config, seconds)
-    time = _time(made, outline, seconds, staged)
+    time = _time(sketch, outline, seconds, staged)
     if world.is_simulated and time is not None and time.account is None:
         notices.append("waiting is not known: there are too many messages to replay; isles plan methods estimates it")
-    total = [0] * layout.size if staged is None else bytes_between(made, staged)
+    total = [0] * layout.size if staged is None else bytes_between(sketch, staged)
     between = sum(total) / len(total)
-    for ranks, one in zip(made.holders, outlines, strict=True):
+    for ranks, one in zip(sketch.holders, outlines, strict=True):
         for rank, opening, sent in zip(ranks, one.opening, one.sent, strict=True):
             total[rank] += opening + sent
     dtype = first.parameters[0].dtype
-    ddp = [sent_bytes(made.parameters, dtype, codec("none"), world.workers, index) for index in range(world.workers)]
+    ddp = [sent_bytes(sketch.parameters, dtype, codec("none"), world.workers, index) for index in range(world.workers)]
     return RunPlan(
         config=config,
         placement=_arrangement(config),
-        parameters=made.parameters,
+        parameters=sketch.parameters,
         flops=flops,
         tokens_per_step=readers * sequences * context,
-        workers=_workers(made, staged),
+        workers=_workers(sketch, staged),
         placed=None if config.memory.method == "none" or pipeline.stages > 1 else prepared(config)[2],
         outline=outline,
         bytes_sent=tuple(total),
         between_stages=None if staged is None else between,
-        stream_ratio=None if staged is None else stream_ratio(made),
+        stream_ratio=None if staged is None else stream_ratio(sketch),
         ddp_bytes=run.steps * sum(ddp) / len(ddp),
         step_seconds=seconds,
         time=time,
-        startup=_startup(made) if world.is_simulated else None,
+        startup=_startup(sketch) if world.is_simulated else None,
         notices=(*dict.fromkeys(str(one.message) for one in caught), *notices),
     )
 
@@ -350,14 +350,14 @@ def _arrangement(config: Config) -> str:
     return f"{config.replicas_in_all} replicas x {pipeline.stages} stages{inner}"
 
 
-def _workers(made: RunSketch, staged: StagedSteps | None) -> tuple[WorkerPlan, ...]:
+def _workers(sketch: RunSketch, staged: StagedSteps | None) -> tuple[WorkerPlan, ...]:
     """Worker plans of each stage or node; for whole replicas only one, because all workers are alike."""
-    world = made.config.world
-    memory = [worker_memory(made.config, one) for one in made.optimizers[:: world.inner]]
+    world = sketch.config.world
+    memory = [worker_memory(sketch.config, optimizer) for optimizer in sketch.optimizers[:: world.inner]]
     if staged is not None:
-        return stage_workers(made, staged, memory)
-    held = sum(parameter.numel() for parameter in made.optimizers[0].model.parameters())
-    return (WorkerPlan(ranks=tuple(range(world.workers)), parameters=held, memory=memory[0]),)
+        return stage_workers(sketch, staged, memory)
+    count = sum(parameter.numel() for parameter in sketch.optimizers[0].model.parameters())
+    return (WorkerPlan(ranks=tuple(range(world.workers)), parameters=count, memory=memory[0]),)
 
 
 def worker_memory(config: Config, optimizer: ReplicaSync) -> WorkerMemory:
@@ -369,28 +369,28 @@ def worker_memory(config: Config, optimizer: ReplicaSync) -> WorkerMemory:
         tables=basis + sum(buffer.nbytes for buffer in optimizer.model.buffers()),
         gradients=sum(parameter.nbytes for parameter in optimizer.parameters),
         inner=inner_bytes(optimizer.parameters, inner_kind(config.inner, optimizer.usual_inner)),
-        held=tuple(one for one in optimizer.memory() if one.when != "pinned" or device_of(config) != "cpu"),
+        held=tuple(item for item in optimizer.memory() if item.when != "pinned" or device_of(config) != "cpu"),
     )
 
 
-def _time(made: RunSketch, outline: Outline, seconds: float | None, staged: StagedSteps | None) -> RunTime | None:
+def _time(sketch: RunSketch, outline: Outline, seconds: float | None, staged: StagedSteps | None) -> RunTime | None:
     """None if nothing is sent, or the seconds of a step are not known."""
-    world, steps = made.config.world, made.config.run.steps
+    world, steps = sketch.config.world, sketch.config.run.steps
     bits = 8 * (max(outline.sent) - outline.inside) / max(outline.rounds, 1)
     if not seconds or not (bits or outline.inside or staged):
         return None
     rate = latency = account = None
     if world.is_simulated:
-        far = made.config.network
+        far = sketch.config.network
         rate, latency = far.slowest_rate(world.workers), far.longest_latency(world.workers)
-        account = replayed(made, far, staged)
+        account = replayed(sketch, far, staged)
     return RunTime(
         account=account,
         step=None if account is None else (account.computing + account.waiting) / steps,
         round_wait=None if account is None else (account.waiting - account.for_stages) / max(outline.rounds, 1),
         rate=rate,
         latency=latency,
-        wanted=None if staged is not None or not bits else _wanted_rate(made, outline, seconds),
+        wanted=None if staged is not None or not bits else _wanted_rate(sketch, outline, seconds),
     )
 
 
@@ -400,10 +400,10 @@ def _topology(config: Config, far: Links) -> Topology:
     return Topology(world.workers, far, near if island > 1 else None, island)
 
 
-def _startup(made: RunSketch) -> float | None:
+def _startup(sketch: RunSketch) -> float | None:
     """Seconds of all exchanges before the first step; None where there are too many messages to replay."""
-    config, opening = made.config, made.opening()
-    if sum(one.messages for one in opening) > MESSAGES:
+    config, opening = sketch.config, sketch.opening()
+    if sum(exchange.messages for exchange in opening) > MESSAGES:
         return None
     workers, topology = config.world.workers, _topology(config, config.network)
     waits = RunReplay(topology, [0.0] * workers, opening, config.run.seed).waits([], 0)
@@ -411,41 +411,41 @@ def _startup(made: RunSketch) -> float | None:
 
 
 def replayed(
-    made: RunSketch, far: Links, staged: StagedSteps | None = None, seconds: float | None = None, most: int = MESSAGES
+    sketch: RunSketch, far: Links, staged: StagedSteps | None = None, seconds: float | None = None, most: int = MESSAGES
 ) -> TimeAccount | None:
-    """The account of the whole run over links `far` between islands, see `RunReplay.run`. seconds: of a step; None:
-    those of the virtual clock.
+    """The time account of the whole run over links `far` between islands, see `RunReplay.run`. seconds: of a step;
+    None: those of the virtual clock.
     """
-    config, topology = made.config, _topology(made.config, far)
+    config, topology = sketch.config, _topology(sketch.config, far)
     world, steps = config.world, config.run.steps
-    own = step_seconds(config) if seconds is None else seconds
-    each = [factor * own for factor in world.factors]
-    replays = RunReplay(topology, each, made.opening(), config.run.seed, staged, most)
-    account = replays.run(made.exchanges, made.rhythm(steps), steps)
-    update = None if staged is None else subspace_updates(made, staged)
+    step = step_seconds(config) if seconds is None else seconds
+    each = [factor * step for factor in world.factors]
+    replays = RunReplay(topology, each, sketch.opening(), config.run.seed, staged, most)
+    account = replays.run(sketch.exchanges, sketch.rhythm(steps), steps)
+    update = None if staged is None else subspace_updates(sketch, staged)
     if account is None or update is None:
         return account
     return account.plus(update[1], update[0].account(topology))
 
 
-def _wanted_rate(made: RunSketch, outline: Outline, seconds: float) -> float | None:
+def _wanted_rate(sketch: RunSketch, outline: Outline, seconds: float) -> float | None:
     """The rate of the slowest link at which workers compute `UTILISATION` of the time, in the method's own schedule, if
-    all links between islands are scaled alike. If that is too much to replay, nothing is hidden behind computing. None:
-    no rate is enough.
+    all links between islands are scaled alike. If that is too much to replay, the estimate assumes that no exchange
+    overlaps with computing. None: no rate is enough.
     """
-    world, waited = made.config.world, outline.every * seconds * (1 / UTILISATION - 1)
-    far = made.config.network if world.is_simulated else Links(bandwidth=_OWN_RATE)
+    world, waited = sketch.config.world, outline.every * seconds * (1 / UTILISATION - 1)
+    far = sketch.config.network if world.is_simulated else Links(bandwidth=_OWN_RATE)
     if math.isinf(far.slowest_rate(world.workers)):
         far = Links(bandwidth=_OWN_RATE, latency=far.latency)
 
     def played(rate: float) -> TimeAccount | None:
         """The account with links `rate` times as fast."""
-        return replayed(made, far.scaled(rate), seconds=seconds, most=_SEARCHED)
+        return replayed(sketch, far.scaled(rate), seconds=seconds, most=_SEARCHED)
 
     if played(1.0) is None:
         pairs = max((len(group) for one in outline.first for group in one.groups), default=1) == 2
         left_over = waited - (1 if pairs else 2) * far.longest_latency(world.workers)
         bits = 8 * (max(outline.sent) - outline.inside) / max(outline.rounds, 1)
         return bits / left_over if left_over > 0 else None
-    factor = wanted_rate(lambda rate: 0.0 if (found := played(rate)) is None else found.share, UTILISATION)
+    factor = wanted_rate(lambda rate: 0.0 if (account := played(rate)) is None else account.share, UTILISATION)
     return None if not factor or math.isnan(factor) else factor * far.slowest_rate(world.workers)

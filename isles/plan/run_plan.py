@@ -117,9 +117,9 @@ def _footprint(name: str, workers: int, stages: int) -> Footprint:
     )
     sketch = sketch_run(config)
     sums = dict.fromkeys(("always", "exchange", "end"), 0.0)
-    for held in (held for optimizer in sketch.optimizers for held in optimizer.memory()):
-        if held.when in sums:
-            sums[held.when] += held.nbytes / sketch.parameters / stages
+    for item in (item for optimizer in sketch.optimizers for item in optimizer.memory()):
+        if item.when in sums:
+            sums[item.when] += item.nbytes / sketch.parameters / stages
     return Footprint(method=name, **sums)
 
 
@@ -127,7 +127,7 @@ _USUAL, _MFU = ("", "H100", "131072"), 0.4
 
 
 def named(text: str) -> tuple[str, float]:
-    """The model size, and the seconds of a step."""
+    """Parse the text of a price: (model size, seconds of a step)."""
     parts = [part.strip() for part in text.split(",")]
     try:
         size, hardware, tokens = (*parts, *_USUAL[len(parts) :])

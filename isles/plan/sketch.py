@@ -68,15 +68,15 @@ class RunSketch:
 
     def rhythm(self, steps: int) -> Rhythm:
         """The rhythm in which the exchanges of a run of `steps` repeat."""
-        widest = max(self.optimizers, key=lambda one: one.group.size)
-        found = [one.rhythm(steps) for one in (widest, _inside(widest)) if one is not None]
-        return Rhythm(max(one.start for one in found), found[0].every)
+        widest = max(self.optimizers, key=lambda optimizer: optimizer.group.size)
+        rhythms = [each.rhythm(steps) for each in (widest, _inside(widest)) if each is not None]
+        return Rhythm(max(rhythm.start for rhythm in rhythms), rhythms[0].every)
 
     def exchanges(self, steps: int) -> list[PlannedExchange]:
         """The exchanges of all workers in a run of `steps`: inside islands, across them, those that complete islands
         after a landing, and norms of averaged gradients. Groups are of ranks.
         """
-        own = [(ranks, one.schedule(steps)) for ranks, one in zip(self.holders, self.optimizers, strict=True)]
+        outside = [(ranks, one.schedule(steps)) for ranks, one in zip(self.holders, self.optimizers, strict=True)]
         inside: list[tuple[Sequence[int], list[PlannedExchange]]] = []
         ends: list[tuple[Sequence[int], list[PlannedExchange]]] = []
         for first, members, islands in self._islands():
@@ -89,42 +89,41 @@ class RunSketch:
                 if outer.parts.cadence.rounds_late:  # what is sent at the end is in flight while the others land
                     for number in range(sum(one.sent <= steps for one in whole), len(whole) - 1 - sent_last):
                         whole[number] = whole[number]._replace(lands=steps + 2)
-                own += [(island, whole[:-1]) for island in islands]
+                outside += [(island, whole[:-1]) for island in islands]
                 ends += [(island, whole[-1:]) for island in islands]
         numbers = count()
-        made, last = (
-            [one for ranks, planned in some for one in among(ranks, planned, numbers)] for some in (inside + own, ends)
-        )
+        parts = inside + outside, ends
+        earlier, last = ([one for ranks, plan in part for one in among(ranks, plan, numbers)] for part in parts)
         if clips_model(self.config) and reduces_first(self.config):
-            made += _norms(self.config.world.workers, steps)
-        at_once = {(one.flight, one.sent) for one in made if one.what == "payload"}
+            earlier += _norms(self.config.world.workers, steps)
+        at_once = {(one.flight, one.sent) for one in earlier if one.what == "payload"}
 
         def order(one: PlannedExchange) -> tuple[int, float, int]:
             is_behind = one.what == "anchor" and (one.flight, one.sent) not in at_once  # an island is made whole first
             is_before = one.what == "spread" and one.lands > one.sent
             return ceil(one.sent), one.sent, (is_behind if ends else 0) - is_before
 
-        return [*sorted(made, key=order), *last]
+        return [*sorted(earlier, key=order), *last]
 
     def opening(self) -> list[PlannedExchange]:
-        """What all workers exchange before the first step, one after the other. With a plan of paths, the workers of a
-        column learn whether there is validation text, and all compare their plans.
+        """The exchanges of all workers before the first step, one after the other. With a plan of paths, the workers of
+        a column also learn whether there is validation text, and all compare their plans.
         """
-        found: list[tuple[Sequence[int], list[PlannedExchange]]] = []
+        by_ranks: list[tuple[Sequence[int], list[PlannedExchange]]] = []
         for first, _, islands in self._islands():
-            found += [(island, first.opening_exchanges()) for island in islands]
-        found += [(ranks, one.opening_exchanges()) for ranks, one in zip(self.holders, self.optimizers, strict=True)]
+            by_ranks += [(island, first.opening_exchanges()) for island in islands]
+        by_ranks += [(ranks, one.opening_exchanges()) for ranks, one in zip(self.holders, self.optimizers, strict=True)]
         numbers = count()
-        made = [one for ranks, planned in found for one in among(ranks, planned, numbers)]
+        exchanges = [one for ranks, planned in by_ranks for one in among(ranks, planned, numbers)]
         if plan_of(self.config.pipeline) is None:
-            return made
+            return exchanges
         layout = layout_of(self.config)
         columns = tuple({tuple(layout.sharing(rank, "replica", "inner")): None for rank in range(layout.size)})
         everyone = (tuple(range(layout.size)),)
         validation = PlannedExchange(0, 0, 0, "opening", columns, by_size(columns, lambda _: Tree(1)), 0, "control")
         hashes = by_size(everyone, lambda size: gathered(HASH_BYTES, size))
-        made = [validation, *made, PlannedExchange(0, 0, 0, "opening", everyone, hashes, 0, "control")]
-        return [one._replace(flight=number) for number, one in enumerate(made)]
+        exchanges = [validation, *exchanges, PlannedExchange(0, 0, 0, "opening", everyone, hashes, 0, "control")]
+        return [one._replace(flight=number) for number, one in enumerate(exchanges)]
 
     def _islands(self) -> Iterator[tuple[ReplicaSync, Sequence[ReplicaSync], list[range]]]:
         """Per stage, if workers share one: the method inside an island, their optimizers, and the ranks of each
@@ -151,12 +150,12 @@ def sketch_run(config: Config, here: int | None = None, size: int | None = None)
         scheme, pieces = run_scheme(config, cut), [Stage(model, piece) for piece in cut.pieces]
         for piece in pieces:
             scheme.fit(piece)
-    made, world = [], config.world
+    wrapped_parts, world = [], config.world
     try:
         for index, ranks in enumerate(layout.holders[:size]):
             mesh = dry_mesh(world.workers, inner=1, rank=ranks[0], native=world.has_processes).arranged(layout)
             part, manage = pieces[index // world.inner], partial(sketched, config)
-            made.append(wrapped(config, part, mesh.outer, mesh, manage, here=here))
+            wrapped_parts.append(wrapped(config, part, mesh.outer, mesh, manage, here=here))
     except RuntimeError as error:  # torch refuses to read values of meta tensors
         if config.method in METHODS:
             raise
@@ -169,8 +168,8 @@ def sketch_run(config: Config, here: int | None = None, size: int | None = None)
         cut=cut,
         scheme=scheme,
         holders=layout.holders,
-        optimizers=[optimizer for optimizer, _ in made],
-        notices=tuple(made[0][1]),
+        optimizers=[optimizer for optimizer, _ in wrapped_parts],
+        notices=tuple(wrapped_parts[0][1]),
     )
 
 
@@ -199,7 +198,8 @@ def _spread(
     """The exchange that completes an island's weights after its workers' shards have landed."""
     size, moment = len(optimizers), landing[0][0]
     groups: Groups = (tuple(range(size)),)
-    each = [one.replica.spread_bytes(own) / (size - 1) for one, (_, own) in zip(optimizers, landing, strict=True)]
+    pairs = zip(optimizers, landing, strict=True)
+    each = [optimizer.replica.spread_bytes(landed) / (size - 1) for optimizer, (_, landed) in pairs]
     return PlannedExchange(
         moment, moment, 0, "spread", groups, by_size(groups, lambda _: Swap(tuple(each))), number, "inner"
     )

@@ -1,4 +1,4 @@
-"""How workers are best divided into replicas, stages and workers that share a stage: the step and memory of each split.
+"""Compare divisions of workers into replicas, stages and workers that share a stage: step time and memory of each.
 
     question, split -> configuration -> its workers around a sketched model -> tasks of a step, exchanges, memory
                     -> one replay of the long run -> SplitPlan
@@ -128,46 +128,46 @@ class SplitPlan:
 def splits(workers: int, layers: int, stages: Sequence[int] | None) -> list[WorkerSplit]:
     """All splits that use all `workers`. stages: the numbers to consider. ValueError if there are none."""
     wanted = range(1, min(workers, layers) + 1) if stages is None else stages
-    found = [
+    possible = [
         WorkerSplit(replicas=workers // (number * inner), stages=number, inner=inner)
         for number in wanted
         for inner in range(1, min(workers // max(number, 1), _MOST_INSIDE) + 1)
         if 1 <= number <= min(layers, _MOST_STAGES) and workers % (number * inner) == 0
     ]
-    if not found:
+    if not possible:
         listed = ", ".join(map(str, wanted))
         raise ValueError(
             f"--stages {listed}: {workers} workers and {layers} layers make no such replicas; choose fewer"
         )
-    return found
+    return possible
 
 
-def plan_splits(splits: SplitsQuestion, found: Sequence[WorkerSplit]) -> list[SplitPlan]:
+def plan_splits(splits: SplitsQuestion, candidates: Sequence[WorkerSplit]) -> list[SplitPlan]:
     """Plans of the possible splits: those that fit first, then by step time. ValueError if none is possible."""
     plans, refusal = [], None
-    for split in found:
+    for split in candidates:
         try:
             plans.append(plan_split(splits, split))
         except ValueError as error:
             refusal = error
     if not plans and refusal is not None:
         raise refusal
-    return sorted(plans, key=lambda one: (one.fits is False, one.step, one.memory))
+    return sorted(plans, key=lambda plan: (plan.fits is False, plan.step, plan.memory))
 
 
 def plan_split(splits: SplitsQuestion, split: WorkerSplit) -> SplitPlan:
     """Plan one split. ValueError if it is impossible."""
     run, every, island = sketch_quietly(splits.config(split)), splits.every, split.stages * split.inner
     memory = [worker_memory(run.config, one) for one in run.optimizers[:: split.inner]]
-    fullest, here = max(memory, key=lambda one: one.peak), splits.question.machine
-    fit = None if here is None else memory_fit(run.config, stage_fillings(memory), None, here)
+    fullest, machine = max(memory, key=lambda one: one.peak), splits.question.machine
+    fit = None if machine is None else memory_fit(run.config, stage_fillings(memory), None, machine)
     if fit is not None and "pipeline.recompute = true" in fit.suggestions:
         return plan_split(replace(splits, recompute=True), split)
     few = min(split.replicas, max(_REPLICAS, _WORKERS // island))
     part = run
     if few < split.replicas:
-        some, own = _part(splits, split, few)
-        part = sketch_quietly(some.config(own))
+        part_question, part_split = _part(splits, split, few)
+        part = sketch_quietly(part_question.config(part_split))
     records = partial(_exchanges_of, run, few * island, island)
     config, near = part.config, None if splits.near is None else links(splits.near)
     topology = Topology(few * island, config.network, near, 1 if near is None else island)
@@ -215,26 +215,26 @@ def _exchanges_of(run: RunSketch, workers: int, island: int, steps: int) -> list
     planned = run.exchanges(steps)
     if workers == run.config.world.workers:
         return planned
-    made, few = [], workers // island
-    for one in planned:
-        groups, pattern = tuple(group for group in one.groups if max(group) < workers), one.pattern
-        if _is_across(one, island):
-            size = max(map(len, one.groups))
+    exchanges, few = [], workers // island
+    for exchange in planned:
+        groups, pattern = tuple(group for group in exchange.groups if max(group) < workers), exchange.pattern
+        if _is_across(exchange, island):
+            size = max(map(len, exchange.groups))
             at_once = min(size, few)
             firsts = range(0, few - at_once + 1, at_once)
             groups = tuple(
                 tuple(replica * island + index for replica in range(first, first + at_once))
                 for first in firsts
-                for index in sorted({group[0] % island for group in one.groups if len(group) > 1})
+                for index in sorted({group[0] % island for group in exchange.groups if len(group) > 1})
             )
-            pattern = BySize(((at_once, fewer(one.pattern(size), size, at_once)),))
-        made.append(one._replace(groups=groups, pattern=pattern))
-    return made
+            pattern = BySize(((at_once, fewer(exchange.pattern(size), size, at_once)),))
+        exchanges.append(exchange._replace(groups=groups, pattern=pattern))
+    return exchanges
 
 
-def _is_across(one: PlannedExchange, island: int) -> bool:
+def _is_across(exchange: PlannedExchange, island: int) -> bool:
     """Whether the exchange crosses replicas."""
-    return any(group[0] // island != group[-1] // island for group in one.groups)
+    return any(group[0] // island != group[-1] // island for group in exchange.groups)
 
 
 def _replayed(
@@ -253,16 +253,16 @@ def _replayed(
     levels = [Representatives(None, level) for level in LEVELS]
 
     def played(every: int) -> TimeAccount:
-        for some in levels:
-            if 3 * sum(one.messages for one in some(records(every))) <= _MESSAGES:
+        for representatives in levels:
+            if 3 * sum(one.messages for one in representatives(records(every))) <= _MESSAGES:
                 break
-        found = replays.long_run(lambda steps: some(records(steps)), Rhythm(0, every), rounds=6)
-        if found is None:
+        account = replays.long_run(lambda steps: representatives(records(steps)), Rhythm(0, every), rounds=6)
+        if account is None:
             raise ValueError(
                 f"{topology.workers} workers send too many messages to be simulated: choose a larger "
                 "--sync-every, or fewer --microbatches"
             )
-        return found
+        return account
 
     if run.config.world.inner == 1 and run.rhythm(every).every > 1:
         return played(every)

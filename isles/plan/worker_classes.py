@@ -14,14 +14,14 @@ except the last.
 
 `wanted_rate`: the link rate at which workers compute for a wanted share of the time.
 
-`churn_costs`: what workers that come and go cost a method, before a run: rounds without a partner, lost work, waiting,
+`churn_costs`: the costs of churn for a method, estimated before a run: rounds without a partner, lost work, waiting,
 state transfers, and the lighthouse's traffic if it relays.
 
-Each worker dies at a constant rate, and another one joins in its stead at once:
+Each worker dies at a constant rate, and another one replaces it at once:
 
-    a partner is lost     a view lists who was alive when it was made, `AHEAD` rounds before it begins. A worker that
-                          died since then is still in it, and its partner exchanges with nobody
-    a dead worker         its current round is lost, and earlier rounds whose updates it shared with nobody
+    a partner is lost     a view lists the workers alive when it was created, `AHEAD` rounds before it begins. A worker
+                          that died since then is still in it, and its partner exchanges with nobody
+    a dead worker         its current round is lost, and earlier rounds whose updates it had not shared
     one mean for all      no round without a partner: the mean is repeated without the dead worker
     a joiner              waits for its view, about `AHEAD` rounds, while it copies a state
 
@@ -79,15 +79,15 @@ def worker_classes(links: Links, workers: int) -> list[WorkerClass]:
     """Classes of `workers` workers, the slowest first."""
     is_shared = links.uplinks is not None or links.devices > 1
     sharing = Counter(map(links.uplink_of, range(workers))) if is_shared else None
-    found: dict[tuple[float, float, int], tuple[int, tuple[int, ...]]] = {}
+    by_links: dict[tuple[float, float, int], tuple[int, tuple[int, ...]]] = {}
     period = links.period or workers
     for first in range(min(period, workers)):
         uplink, alike = links.uplink_of(first), range(first, workers, period)
         among = 1 if sharing is None else sharing[uplink]
         key = (links.rate(uplink) / among, links.down_rate(uplink) / among, links.site_of(first))
-        count, ranks = found.get(key, (0, ()))
-        found[key] = count + len(alike), (*ranks, *alike[:2])[:2]
-    return [WorkerClass(count, *key[:2], ranks) for key, (count, ranks) in sorted(found.items())]
+        count, ranks = by_links.get(key, (0, ()))
+        by_links[key] = count + len(alike), (*ranks, *alike[:2])[:2]
+    return [WorkerClass(count, *key[:2], ranks) for key, (count, ranks) in sorted(by_links.items())]
 
 
 def links_of_all(links: Links, classes: Sequence[WorkerClass], most: int) -> Links:
@@ -97,24 +97,24 @@ def links_of_all(links: Links, classes: Sequence[WorkerClass], most: int) -> Lin
     width = -(-len(classes) // most)
     bins = [classes[first : first + width] for first in range(0, len(classes), width)]
     bins = bins * 2 if len(bins) == 1 else bins
-    longest = _longest(links.jitter, sum(one.count for one in classes) - 1)
+    longest = _longest(links.jitter, sum(members.count for members in classes) - 1)
     return Links(
-        bandwidth=[min(one.up for one in bin) for bin in bins],
-        downlink=[min(one.down for one in bin) for bin in bins],
-        latency=[[longest * _between(links, one, other) for other in bins] for one in bins],
+        bandwidth=[min(members.up for members in bin) for bin in bins],
+        downlink=[min(members.down for members in bin) for bin in bins],
+        latency=[[longest * _between(links, members, other) for other in bins] for members in bins],
     )
 
 
 def links_of_partners(links: Links, classes: Sequence[WorkerClass], nbytes: float) -> Links:
     """Links between two representatives, if each worker exchanges `nbytes` with a random other worker."""
-    workers, found = sum(one.count for one in classes), []
+    workers, paths = sum(one.count for one in classes), []
     for one in classes:
         others = [(other, other.count - (other is one)) for other in classes]
         shares = [(other, count / (workers - 1)) for other, count in others if count]
         bit = sum(share / min(one.up, one.down, other.up, other.down) for other, share in shares)
         latency = sum(share * _between(links, [one], [other]) for other, share in shares)
-        found.append((8 * nbytes * bit + latency, bit, latency))
-    _, bit, latency = max(found)
+        paths.append((8 * nbytes * bit + latency, bit, latency))
+    _, bit, latency = max(paths)
     rate, seconds = 1 / bit if bit else math.inf, _longest(links.jitter, 2) * latency
     return Links(bandwidth=[rate] * 2, downlink=[math.inf] * 2, latency=[[seconds] * 2] * 2)
 
@@ -150,41 +150,42 @@ class Representatives:
         """The rewritten exchanges, in the order of their starts."""
         if self.few is None and self.coarse == LEVELS[0]:
             return list(exchanges)
-        made: list[PlannedExchange] = []
+        rewritten: list[PlannedExchange] = []
         for (*_, kind), row in groupby(exchanges, key=_row):
-            ones = list(row)
-            for run in _runs(ones, self.coarse[1]) if kind in _JOINED else [[one] for one in ones]:
+            row_exchanges = list(row)
+            for run in _runs(row_exchanges, self.coarse[1]) if kind in _JOINED else [[one] for one in row_exchanges]:
                 groups = run[-1].groups
                 size = max(map(len, groups))
                 if size > 1:
                     groups = groups if self.few is None else (tuple(range(self.few)),)
-                    made.append(run[-1]._replace(groups=groups, pattern=self._pattern(run, size)))
-        return made
+                    rewritten.append(run[-1]._replace(groups=groups, pattern=self._pattern(run, size)))
+        return rewritten
 
     def _pattern(self, run: Sequence[PlannedExchange], size: int) -> BySize:
         """One pattern for a run of exchanges."""
-        key = tuple(id(one.pattern) for one in run)
+        key = tuple(id(exchange.pattern) for exchange in run)
         if key not in self._known:
-            parts, few = [one.pattern(size) for one in run], size if self.few is None else self.few
+            parts, few = [exchange.pattern(size) for exchange in run], size if self.few is None else self.few
             parts = parts if self.few is None else [fewer(part, size, few) for part in parts]
-            made = BySize(((few, _coarser(_joined(parts), self.coarse[0])),))
-            self._known[key] = [one.pattern for one in run], made
+            pattern = BySize(((few, _coarser(_joined(parts), self.coarse[0])),))
+            self._known[key] = [exchange.pattern for exchange in run], pattern
         return self._known[key][1]
 
 
 _JOINED = (Mean, Ragged)  # patterns of which several can be merged; Then (means of factors) counts as Mean
 
 
-def _row(one: PlannedExchange) -> tuple[int, int, Groups, str, type]:
-    size = max(map(len, one.groups))
-    kind = type(one.pattern(size)) if size > 1 else object
-    return one.flight, one.lands, one.groups, one.what, Mean if kind is Then else kind
+def _row(exchange: PlannedExchange) -> tuple[int, int, Groups, str, type]:
+    size = max(map(len, exchange.groups))
+    kind = type(exchange.pattern(size)) if size > 1 else object
+    return exchange.flight, exchange.lands, exchange.groups, exchange.what, Mean if kind is Then else kind
 
 
-def _runs(ones: Sequence[PlannedExchange], most: int) -> list[Sequence[PlannedExchange]]:
+def _runs(exchanges: Sequence[PlannedExchange], most: int) -> list[Sequence[PlannedExchange]]:
     """Runs of exchanges to merge, about `most` at most. The last exchange stays by itself: workers wait for it."""
-    width = max(1, -(-(len(ones) - 1) // most))
-    return [*(ones[first : min(first + width, len(ones) - 1)] for first in range(0, len(ones) - 1, width)), ones[-1:]]
+    last = len(exchanges) - 1
+    width = max(1, -(-last // most))
+    return [*(exchanges[first : min(first + width, last)] for first in range(0, last, width)), exchanges[-1:]]
 
 
 def fewer(pattern: MessagePattern, size: int, few: int) -> MessagePattern:
@@ -233,14 +234,14 @@ def _coarser(pattern: MessagePattern, most: int) -> MessagePattern:
         return Then(tuple(first[:-1]), first[-1])  # type: ignore[arg-type]
     if not isinstance(pattern, Mean) or len(pattern.segments) <= most:
         return pattern
-    made, width = [], -(-len(pattern.segments) // most)
+    segments, width = [], -(-len(pattern.segments) // most)
     for gathers, row in groupby(pattern.segments, key=lambda one: one.there is None):
-        ones = list(row)
-        for first in range(0, len(ones), width):
-            some = ones[first : first + width]
-            there = None if gathers else _sums([one.there for one in some if one.there is not None])
-            made.append(Segment(there, _sums([one.back for one in some])))
-    return Mean(tuple(made), pattern.header)
+        alike = list(row)
+        for first in range(0, len(alike), width):
+            chunk = alike[first : first + width]
+            there = None if gathers else _sums([one.there for one in chunk if one.there is not None])
+            segments.append(Segment(there, _sums([one.back for one in chunk])))
+    return Mean(tuple(segments), pattern.header)
 
 
 def _sums(rows: Sequence[ShardSizes]) -> ShardSizes:

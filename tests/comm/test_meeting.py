@@ -150,7 +150,7 @@ def test_a_store_that_goes_while_workers_wait_is_reported() -> None:
 
 
 def test_an_unknown_interface_is_named(alone: Callable[..., Any]) -> None:
-    with pytest.raises(ValueError, match=r"GLOO_SOCKET_IFNAME = \^lo,docker0: .*choose of .*lo"):
+    with pytest.raises(ValueError, match=r"GLOO_SOCKET_IFNAME = \^lo,docker0: .*choose from .*lo"):
         alone(RANK=0, WORLD_SIZE=1, MASTER_ADDR="127.0.0.1", MASTER_PORT=free_port(), GLOO_SOCKET_IFNAME="^lo,docker0")
 
 

@@ -49,7 +49,7 @@ def test_the_smallest_form_is_taken() -> None:
     for count in (0, 1, 50, 100, elements // 20, elements // 16, elements):
         chosen = indices_bytes(smallest(count, elements), count, elements)
         assert chosen == min(4 * count, 2 * count + 400, elements // 8)
-    with pytest.raises(Malformed, match="2 indices were announced as 3"):
+    with pytest.raises(Malformed, match="announces 3 indices but has 2"):
         unpack("blocks", torch.tensor([3, 0, 0, 0, 1, 0, 2, 0], dtype=torch.uint8), 10)
 
 

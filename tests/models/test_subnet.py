@@ -170,7 +170,7 @@ def test_an_activation_may_come_twice() -> None:
     ("model", "split", "says"),
     [
         (lambda: Decoder(SHAPE), "block", "this model has no 'block' to divide; its units: heads, ffn"),
-        (lambda: nn.Linear(3, 3), "all", "not known how to divide a Linear"),
+        (lambda: nn.Linear(3, 3), "all", "Isles cannot divide a Linear"),
         (lambda: nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3), nn.Linear(3, 3)), "all", "1: .* a LayerNorm"),
         (
             lambda: nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3)),

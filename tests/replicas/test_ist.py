@@ -521,7 +521,7 @@ def test_a_round_that_fails_leaves_what_is_saved() -> None:
         (Net, {"split": "heads"}, "this model has no 'heads' to divide; its units: hidden"),
         (lambda: Decoder(SHAPE), {"split": "block"}, "no 'block' to divide; its units: heads, ffn"),
         (lambda: Decoder(SHAPE), {}, "split: blocks.0.heads has 4 units for 5 workers: leave 'heads' out"),
-        (lambda: nn.Linear(2, 2), {}, "not known how to divide a Linear"),
+        (lambda: nn.Linear(2, 2), {}, "Isles cannot divide a Linear"),
     ],
 )
 def test_mistakes_are_one_line_with_the_hint(model: Callable[[], nn.Module], options: Any, says: str) -> None:

@@ -46,7 +46,7 @@ def test_other_workers_go_on_for_the_tokens_that_are_left(tmp_path: Path) -> Non
 def test_two_ends_are_refused() -> None:
     with pytest.raises(ValueError, match=r"run.tokens = 500 and run.steps both say when the run ends"):
         read_config(None, {"run.steps": 5}, ["run.tokens=500"])
-    with pytest.raises(ValueError, match=r"leave one out"):
+    with pytest.raises(ValueError, match=r"remove one of them"):
         read_config(None, {}, ["run.steps = 5", "run.tokens = 500"])
     with pytest.raises(ValueError, match=r"tokens = -1: choose 0 or more"):
         read_config(None, {}, ["run.tokens=-1"])

@@ -191,13 +191,16 @@ def test_a_resolved_configuration_keeps_options(tmp_path: Path, options: dict[st
 
 OWN = "tests.training.own_models"
 REFUSED = [
-    (["model.factory=a:b", "model.hf=x", "model.context=4"], "take one of them out"),
+    (["model.factory=a:b", "model.hf=x", "model.context=4"], "remove one of them"),
     (["model.factory=a:b"], "model.context is missing"),
     (["model.factory=nocolon", "model.context=4"], "write package.module:function"),
     (["model.factory=a:b", "model.context=0"], "model.context = 0"),
-    *(([*FACTORY, f"model.{key}=2"], f"model.{key} is of Isles' own") for key in ("d_model", "layers", "heads", "ffn")),
-    ([*FACTORY, "model.size=2M"], "model.size is of Isles' own"),
-    ([*FACTORY, "model.tie_embeddings=true"], "model.tie_embeddings is of Isles' own"),
+    *(
+        ([*FACTORY, f"model.{key}=2"], f"model.{key} is a setting of Isles' own")
+        for key in ("d_model", "layers", "heads", "ffn")
+    ),
+    ([*FACTORY, "model.size=2M"], "model.size is a setting of Isles' own"),
+    ([*FACTORY, "model.tie_embeddings=true"], "model.tie_embeddings is a setting of Isles' own"),
     (["model.options.width=4"], "model.options are the arguments of model.factory"),
     (["model.hf=x", "model.options.width=4"], "model.options are for model.factory"),
     ([*FACTORY, "model.options=4"], "model.options = 4"),
@@ -236,7 +239,7 @@ def test_what_a_model_cannot_give_is_refused_later(text: Path, tmp_path: Path) -
     """One without scores trains; generation says what is missing. Its weights are exported under their own names."""
     path = tmp_path / "run"
     assert run(tiny(text, [*FACTORY, "model.options.scores=false"]), path)["val_loss"] > 0
-    with pytest.raises(ValueError, match=r"gives no \.logits"):
+    with pytest.raises(ValueError, match=r"returns no \.logits"):
         load_run(path).logits(torch.tensor([[1]]))
     with pytest.raises(ValueError, match=r"model\.factory; write it with --format safetensors"):
         export(path, "hf", None)

@@ -372,7 +372,7 @@ def test_a_config_for_one_method_with_another(tmp_path: Path) -> None:
     path = file(tmp_path, '[replicas]\nmethod = "noloco"\nsync_every = 30\ngamma = 0.8\n')
     line = refused(path=path, method="diloco")
     assert "replicas.gamma is a setting of noloco, streaming-noloco, custom, not of diloco" in line
-    assert "take it out" in line
+    assert "remove it" in line
     line = refused(path=path, method="none")
     assert "replicas.sync_every is a setting of" in line and "not of none" in line
 

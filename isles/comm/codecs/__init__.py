@@ -1,15 +1,15 @@
 """Codecs: the form in which a vector crosses the wire. `codec(name)` makes one; `kinds` is their table.
 
-A codec turns a flat floating-point tensor into a packed uint8 buffer whose length is known from the number of elements
-alone, and back. Scales and indices travel inside the buffer, so counted bytes are honest. `base` is the interface;
-`scaled`, `integers`, `sparse` and `lowrank` hold the codecs:
+A codec encodes a flat floating-point tensor as a packed uint8 buffer, and decodes it again. The number of elements
+alone determines the buffer's length. Scales and indices travel inside the buffer, so the byte counts include them.
+`base` is the interface; `scaled`, `integers`, `sparse` and `lowrank` hold the codecs:
 
-    none fp16 bf16 int8 int4 int2 fp4 sign every entry, in fewer bits
-    int8:stochastic int4:stochastic        the same, rounded at random: unbiased
-    topk:64 dct_topk:64 randk:0.01         some entries (of each 4096: 64; a hundredth)
-    topk:64+int4                           the same, and the values in the form of another codec
+    none fp16 bf16 int8 int4 int2 fp4 sign all entries, in fewer bits each
+    int8:stochastic int4:stochastic        all entries, rounded at random: unbiased
+    topk:64 dct_topk:64 randk:0.01         some entries of each chunk of 4096: 64 of them; one hundredth
+    topk:64+int4                           some entries, with their values encoded by another codec
     powersgd:16 powersgd:16+int4           low-rank factors, for outer methods: `form(name)`
-    package.module:Class                   one of your own, called with the options
+    package.module:Class                   your own class, called with the options
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ __all__ = ["codec", "form"]
 
 
 def codec(name: str, options: Mapping[str, Any] | None = None) -> Codec:
-    """A codec by its name.
+    """Create the codec called `name`.
 
     Args:
-        name: see the module.
-        options: what the class of one of your own is called with.
+        name: one of the names in the module's docstring.
+        options: keyword arguments of your own class.
 
     Raises:
-        ValueError: for any other name, or a class that is no codec.
+        ValueError: if the name is unknown, or the class is not a codec.
     """
-    return _made(read_codec(name), options)
+    return _create(read_codec(name), options)
 
 
 def form(name: str, options: Mapping[str, Any] | None = None) -> Form:
-    """As `codec`, or the low-rank form called `name`."""
-    return _made(read_form(name), options)
+    """Create the codec or the low-rank form called `name`."""
+    return _create(read_form(name), options)
 
 
-def _made(parsed: CodecName, options: Mapping[str, Any] | None) -> Any:
+def _create(parsed: CodecName, options: Mapping[str, Any] | None) -> Any:
     if parsed.is_own:
         return make("codec", parsed.target, options)
     kind = import_target("codec", parsed.target)

@@ -1,4 +1,4 @@
-"""What every codec is."""
+"""The interface of codecs."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from isles.comm.errors import Malformed
 class Codec(ABC):
     """A pure function from a flat tensor to packed bytes and back: the form of a vector on the wire.
 
-    A codec of your own, `replicas.codec = "package.module:Class"`, derives from this class, has a `name`, and says as
-    attributes of its class what it does to the entries:
+    Your own codec, `replicas.codec = "package.module:Class"`, derives from this class. It has a `name`, and three class
+    attributes that describe what it does to the entries:
 
-        lossless      what is decoded is what was encoded, to the bit
-        biased        it shrinks, or leaves out, a part of what it encodes
-        shared_mask   it leaves out the same entries on all members of an exchange, and sends the others exactly
+        lossless      decoding returns the encoded vector, bit for bit
+        biased        the codec shrinks or drops part of the vector
+        shared_mask   all members of an exchange drop the same entries, and send the others exactly
 
-    Isles' own say so in their row of `KINDS`.
+    For the codecs of Isles, the row in `KINDS` holds these attributes.
     """
 
     name: str
-    """In messages to the user."""
+    """The codec's name in messages to the user."""
     block = 1
-    """Elements that share a scale: a buffer is cut only at multiples of it, so that cutting changes no bits."""
+    """Elements that share a scale. A buffer is split only at multiples of this, so that splitting changes no bits."""
 
     @property
     def lossless(self) -> bool:
-        """See `CodecKind`, as of the next two."""
+        """See `CodecKind`, which also describes `biased` and `shared_mask`."""
         return self._kind.lossless
 
     @property
@@ -45,18 +45,18 @@ class Codec(ABC):
     @property
     def _kind(self) -> CodecKind:
         kind = KINDS.get(self.name.partition(":")[0])
-        if kind is None:  # of one's own, which must say it itself: `isles.base.parts.make` asks
+        if kind is None:  # a user's class must define the attributes itself; `isles.base.parts.make` checks them
             raise AttributeError(f"codec {self.name}: its class does not say lossless, biased and shared_mask")
         return kind
 
     @property
     def back(self) -> Codec:
-        """The form in which a mean of such encodings goes back to the senders: this one, unless it ruins the mean."""
+        """The codec that returns the mean to the senders: this one, unless its error would be too large for a mean."""
         return self
 
     def salted(self, salt: int, member: int) -> Codec:
-        """The codec of one exchange: those that draw at random draw from `salt`, the same on all members, and where
-        draws are private also from the `member`'s rank.
+        """Return the codec for one exchange. Random codecs derive their draws from `salt`, which all members share;
+        codecs with private draws also use the `member`'s rank.
         """
         return self
 
@@ -66,45 +66,45 @@ class Codec(ABC):
 
     @abstractmethod
     def encode(self, x: Tensor) -> Tensor:
-        """The bytes of a vector.
+        """Encode a vector.
 
         Args:
             x: (n,), floating point, on the CPU.
 
         Returns:
-            uint8 (wire_bytes(n),), perhaps a view of x: do not write to x before it is gone.
+            uint8 (wire_bytes(n),). It may be a view of x: do not write to x while the result is in use.
         """
 
     @abstractmethod
     def decode(self, wire: Tensor, elements: int, dtype: torch.dtype) -> Tensor:
-        """The vector of such bytes.
+        """Decode a vector.
 
         Args:
-            wire: uint8 (wire_bytes(elements),), from another worker.
-            elements: n.
-            dtype: of the vector.
+            wire: uint8 (wire_bytes(elements),), received from another worker.
+            elements: n, the length of the vector.
+            dtype: the format of the vector.
 
         Returns:
-            (n,), perhaps a view of wire.
+            (n,). It may be a view of wire.
 
         Raises:
-            Malformed: for a wire of another length; see `refuse_other_length`.
+            Malformed: if `wire` has another length; see `refuse_other_length`.
         """
 
     def refuse_other_length(self, wire: Tensor, elements: int, dtype: torch.dtype) -> None:
-        """Malformed unless `wire` is as long as `elements` entries of `dtype` make it: what `decode` begins with."""
+        """Raise Malformed unless `wire` has the length for `elements` entries of `dtype`. `decode` begins with it."""
         expected = self.wire_bytes(elements, dtype)
         if wire.numel() != expected:
             raise Malformed(-1, f"{wire.numel()} bytes for {elements} entries, which {self.name} makes {expected} of")
 
     def decode_into(self, wire: Tensor, out: Tensor) -> None:
-        """The same, into ready memory (elements,): fresh pages cost more than the arithmetic."""
+        """Decode into existing memory `out` (elements,): allocating pages costs more than the arithmetic."""
         out.copy_(self.decode(wire, len(out), out.dtype))
 
 
 def as_bytes(x: Tensor) -> Tensor:
-    """The memory of the contiguous tensor x as flat uint8, without a copy. ValueError if it is not contiguous."""
-    if not x.is_contiguous():  # reshape would copy, and what arrives in the copy would be lost
+    """View the contiguous tensor x as flat uint8, without a copy. ValueError if it is not contiguous."""
+    if not x.is_contiguous():  # reshape would copy, and data received into the copy would be lost
         raise ValueError(f"a tensor of shape {tuple(x.shape)} is not contiguous: send and receive x.contiguous()")
     if x.dtype is torch.uint8 and x.dim() == 1:
         return x

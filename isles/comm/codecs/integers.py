@@ -1,31 +1,31 @@
-"""A few bits an entry, in blocks that share one scale: int8, int4, int2 and fp4.
+"""Codecs with a few bits per entry, in blocks that share one scale: int8, int4, int2 and fp4.
 
 int8 and int4 quantise uniformly:
 
     s = max|x| / q over the block, at least 2**-126;  code = round(x / s) in -q..q;  decoded = s * code
 
-q = 127 for int8, 7 for int4. |x - decoded| <= s/2. int4: two codes a byte, plus 8, the first in the low half.
+q = 127 for int8, 7 for int4. |x - decoded| <= s/2. int4: two codes per byte, each plus 8, the first in the low half.
 
-int2: four levels, -3/2, -1/2, 1/2, 3/2 of s = 3/2 of the block's root mean square: bins of equal width over three
-standard deviations to each side. |x - decoded| <= s/2 for |x| <= 2 s, beyond that it is clipped. Four codes a byte, the
-first in the lowest bits.
+int2 has four levels: -3/2, -1/2, 1/2 and 3/2 times s, where s = 3/2 of the block's root mean square. The bins have
+equal width and cover three standard deviations on each side. |x - decoded| <= s/2 for |x| <= 2 s; larger entries are
+clipped. Four codes per byte, the first in the lowest bits.
 
-int8 and int4 that round up or down at random, up with the probability of what is cut off: unbiased, so the mean of
-many is right without error feedback, at a little more error each.
+Stochastic int8 and int4 round up or down at random; the fractional part is the probability of rounding up. So they are
+unbiased: a mean of many is right without error feedback, though each encoding has a slightly larger error.
 
-    code = floor(x / s + u),  u uniform in [0, 1), another one for every entry, exchange and worker
+    code = floor(x / s + u),  u uniform in [0, 1), drawn for every entry, exchange and worker
 
-u comes from no random number generator: it is a hash of the entry's own bits, its index in its block and a seed, so it
-is the same however a vector is cut into messages, and nobody's generator moves (data order and dropout stay those of a
-run without compression).
+u is a hash of the entry's own bits, its index in its block and a seed. So it does not depend on how a vector is split
+into messages, and no random number generator advances (data order and dropout stay those of a run without
+compression).
 
 fp4 is 4-bit floating point without a mantissa, E3M0 (Streaming DiLoCo's wire format, arXiv 2501.18512, section 2.4):
 
     s = max|x| over the block, at least 2**-126;  decoded = 0 or +-s * 2**e, e = -6..0, the nearest to x
 
-Nearest: |x|/s above 2**-7 is never zero, and in (2**e, 2**(e+1)) it goes up above 1.5 * 2**e; ties go down. Relative
-error at most 1/3 for |x| >= s * 2**-6. Code: sign in bit 3, then 0 for zero or e + 7. The paper names no scale rule:
-one float32 scale per 256 entries is ours; 4.125 bits an entry.
+Rounding: |x|/s above 2**-7 never becomes zero. In (2**e, 2**(e+1)) it rounds up above 1.5 * 2**e; ties round down. The
+relative error is at most 1/3 for |x| >= s * 2**-6. Code: sign in bit 3, then 0 for zero or e + 7. The paper gives no
+scale rule; one float32 scale per 256 entries is the choice of Isles: 4.125 bits per entry.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ from isles.comm.codecs.scaled import BFloat16, ScaledBlocks
 
 
 class Uniform(ScaledBlocks):
-    """Base of int8 and int4: how entries divided by their scale become codes is theirs, what rounds them is not."""
+    """Base of int8 and int4. Subclasses pack the codes; the rounding is separate, so that it can be exchanged."""
 
     def rounded(self, y: Tensor) -> Tensor:
-        """y (n,) to whole numbers, in place: the nearest ones."""
+        """Round y (n,) to the nearest whole numbers, in place."""
         return y.round_()
 
 
 class Int8(Uniform):
-    """8-bit codes, one scale per 256 entries: 8.125 bits an entry."""
+    """8-bit codes, one scale per 256 entries: 8.125 bits per entry."""
 
     name = "int8"
     block = 256
@@ -65,7 +65,7 @@ class Int8(Uniform):
 
 
 class Int4(Uniform):
-    """4-bit codes, one scale per 64 entries: 4.5 bits an entry."""
+    """4-bit codes, one scale per 64 entries: 4.5 bits per entry."""
 
     name = "int4"
     block = 64
@@ -82,7 +82,7 @@ class Int4(Uniform):
 
 
 class Int2(ScaledBlocks):
-    """2-bit codes, one scale per 64 entries: 2.5 bits an entry. Biased: train with error feedback."""
+    """2-bit codes, one scale per 64 entries: 2.5 bits per entry. Biased: train with error feedback."""
 
     name = "int2"
     block = 64
@@ -90,7 +90,7 @@ class Int2(ScaledBlocks):
 
     @override
     def scale(self, sizes_KB: Tensor, out: Tensor) -> None:
-        """3/2 of the root mean square, taken relative to the largest entry, because squares may underflow."""
+        """Write 3/2 of the root mean square. It is computed relative to the largest entry, as squares may underflow."""
         super().scale(sizes_KB, out)
         out.mul_(sizes_KB.div_(out).square_().mean(dim=1, keepdim=True).sqrt_().mul_(1.5))
 
@@ -105,19 +105,19 @@ class Int2(ScaledBlocks):
 
 
 def pack_halves(codes: Tensor, out: Tensor) -> None:
-    """uint8 codes below 16 (2 n,) -> two a byte, the first in the low half; as many as fit into `out` (n or less)."""
+    """Pack uint8 codes below 16 (2 n,), two per byte, the first in the low half, as far as `out` (n or less) lasts."""
     pairs = codes.view(torch.int16)[: len(out)]  # second << 8 | first on the little-endian machines that torch runs on
     out.copy_(pairs | (pairs >> 4))
 
 
 def pairs_of(values: list[float]) -> np.ndarray:
-    """The table by which `unpack_halves` decodes: for each byte the values of its two codes, as one 8-byte entry."""
+    """Make the table of `unpack_halves`: for each byte, the values of its two codes as one 8-byte entry."""
     both = [[values[byte & 15], values[byte >> 4]] for byte in range(256)]
     return np.ascontiguousarray(np.array(both, dtype=np.float32)).view(np.float64).reshape(256)
 
 
 def unpack_halves(codes: Tensor, table: np.ndarray, out: Tensor) -> None:
-    """Bytes (n,) -> float32 values of their codes, into `out` (2 n,). One look-up decodes two."""
+    """Write the float32 values of the codes in bytes (n,) into `out` (2 n,). One look-up decodes two codes."""
     np.take(table, codes.numpy(), out=out.numpy().view(np.float64), mode="clip")  # other modes go through a copy
 
 
@@ -129,10 +129,10 @@ _POSITIONS, _FIRST, _SECOND = (constant - (1 << 32) for constant in (0x9E3779B1,
 
 
 def draws(y: Tensor, block: int, seed: int) -> Tensor:
-    """Numbers in [0, 1) for float32 y (n,), whole blocks: uniform over seeds for every entry (murmur3's finalizer)."""
+    """Numbers in [0, 1) for whole blocks of float32 y (n,), uniform over seeds for each entry (murmur3's finalizer)."""
     positions = torch.arange(block, dtype=torch.int32, device="cpu") * _POSITIONS + seed
     h = y.view(torch.int32).view(-1, block) ^ positions
-    h ^= (h >> 16) & 0xFFFF  # torch shifts signs in: they are masked off
+    h ^= (h >> 16) & 0xFFFF  # torch's shift copies the sign bit: mask it off
     h *= _FIRST
     h ^= (h >> 13) & 0x7FFFF
     h *= _SECOND
@@ -141,7 +141,7 @@ def draws(y: Tensor, block: int, seed: int) -> Tensor:
 
 
 def private_seed(salt: int, member: int) -> int:
-    """A 31-bit seed of one exchange and one worker."""
+    """A 31-bit seed for one exchange and one worker."""
     return (salt * 0x9E3779B1 + member * 0xC2B2AE35 + 0x27D4EB2F) % (1 << 31)
 
 
@@ -159,13 +159,13 @@ class _Stochastic(Uniform):
 
 
 class StochasticInt8(_Stochastic, Int8):
-    """Int8 whose rounding is drawn."""
+    """Int8 with stochastic rounding."""
 
     name = "int8:stochastic"
 
 
 class StochasticInt4(_Stochastic, Int4):
-    """Int4 whose rounding is drawn."""
+    """Int4 with stochastic rounding."""
 
     name = "int4:stochastic"
 
@@ -175,13 +175,13 @@ _FLOAT4_PAIRS = pairs_of([*_FLOAT4_VALUES, *(-value for value in _FLOAT4_VALUES)
 
 
 def _float4_codes() -> np.ndarray:
-    """Code by the upper 12 bits (sign, exponent, 3 of the mantissa) of a float32 just below |x|/s in magnitude."""
+    """Codes indexed by the upper 12 bits (sign, exponent, 3 of the mantissa) of the float32 next below |x|/s."""
     codes = np.zeros(4096, dtype=np.uint8)
     for index in range(4096):
         exponent, half = (index >> 3 & 255) - 127, index >> 2 & 1
         if exponent >= -7:
             codes[index] = min(max(exponent + 7 + half, 1), 7) | (index >> 11) << 3
-    codes[[2047, 4095]] = 0  # what is just below -0 and 0, as integers
+    codes[[2047, 4095]] = 0  # the integers just below -0 and 0
     return codes
 
 
@@ -189,7 +189,7 @@ _FLOAT4_CODES = _float4_codes()
 
 
 class Float4(ScaledBlocks):
-    """E3M0; the mean of several goes back as bfloat16."""
+    """E3M0. A mean is returned to the senders as bfloat16."""
 
     name = "fp4"
     block = 256
@@ -202,7 +202,7 @@ class Float4(ScaledBlocks):
 
     @override
     def pack(self, y: Tensor, out: Tensor) -> None:
-        below = y.view(torch.int32).sub_(1)  # the float next to y on the side of zero; zero becomes -1
+        below = y.view(torch.int32).sub_(1)  # the next float towards zero; zero becomes -1
         pack_halves(torch.from_numpy(np.take(_FLOAT4_CODES, (below >> 20).bitwise_and_(4095).numpy())), out)
 
     @override

@@ -1,5 +1,5 @@
-"""The table of codecs, and what their names say: what each does to the entries, and where its class is. Loads no torch,
-so that settings which name a codec are checked without it.
+"""The table of codecs, and the parser of their names. A row has the import target of the class, and describes what the
+codec does to the entries. This module does not load torch, so that checking a setting does not need it.
 """
 
 from __future__ import annotations
@@ -11,24 +11,24 @@ from isles.base.errors import unknown_name
 from isles.base.parts import names_code
 
 CHUNK = 4096
-"""Entries of which topk, dct_topk and randk send some."""
+"""Entries of a chunk. topk, dct_topk and randk select some entries of each chunk."""
 
 
 class CodecKind(NamedTuple):
-    """A row. What it does to the entries has no default: `isles.replicas.parts.legal` decides by it."""
+    """A row of the table. The three flags have no defaults: `isles.replicas.parts.legal` depends on them."""
 
     target: str
     """module:Class."""
     lossless: bool
-    """What is decoded is what was encoded, to the bit."""
+    """Decoding returns the encoded vector, bit for bit."""
     biased: bool
-    """It shrinks, or leaves out, a part of what it encodes."""
+    """The codec shrinks or drops part of the vector."""
     shared_mask: bool
-    """It leaves out the same entries on all members of an exchange and sends the others exactly."""
+    """All members of an exchange drop the same entries, and send the others exactly."""
     number: Callable[[str], float] | None = None
-    """Reads the number behind the colon; None: there is none, and every entry is sent."""
+    """Parses the number after the colon. None: the name has no number, and the codec sends all entries."""
     unfit: Callable[[float], str | None] | None = None
-    """What is to be said of such a number; None: it will do."""
+    """Returns the advice for an invalid number, None for a valid one."""
 
 
 def _entries(k: float) -> str | None:
@@ -58,20 +58,20 @@ KINDS: dict[str, CodecKind] = {
     "randk": CodecKind(f"{_HERE}.sparse:RandomK", False, True, True, float, _fraction),
     "powersgd": CodecKind(f"{_HERE}.lowrank:LowRank", False, True, False, int, _rank),
 }
-"""Every form by what stands before the colon; one of a name after a colon loses what the kind loses."""
+"""Every form by the part of its name before the colon. Names with a part after the colon share the kind's flags."""
 CODECS: dict[str, str] = {kind: row.target for kind, row in KINDS.items() if row.number is None} | {
     "int8:stochastic": f"{_HERE}.integers:StochasticInt8",
     "int4:stochastic": f"{_HERE}.integers:StochasticInt4",
 }
-"""The import target of each that sends every entry, in fewer bits."""
+"""Import targets of the codecs that send every entry, by name."""
 NAMES = (*CODECS, "topk:64", "dct_topk:64", "randk:0.01")
 FORMS = (*NAMES, "powersgd:16")
 _OR_CODE = ", or package.module:Class for your own"
 
 
 class CodecName(NamedTuple):
-    """What a name says: the class, the number behind the colon, and the codec behind a plus. is_own: the class is none
-    of Isles', and is imported when a codec is made of it.
+    """A parsed name: the class, the number after the colon, and the codec after the plus. is_own: the class is the
+    user's; it is imported when the codec is created.
     """
 
     target: str
@@ -81,7 +81,7 @@ class CodecName(NamedTuple):
 
 
 def read_codec(name: str) -> CodecName:
-    """Of a codec, or "package.module:Class" of one's own. ValueError for any other name."""
+    """Parse the name of a codec, or "package.module:Class" of a user's codec. ValueError for any other name."""
     if names_code("codec", name):
         return CodecName(name, is_own=True)
     if name in CODECS:
@@ -93,7 +93,7 @@ def read_codec(name: str) -> CodecName:
 
 
 def read_form(name: str) -> CodecName:
-    """As `read_codec`, or of the low-rank form."""
+    """Parse the name of a codec, as `read_codec`, or of the low-rank form."""
     kind, number, values = _split_name(name)
     if kind == "powersgd":
         return CodecName(KINDS[kind].target, _number(name, kind, number), values or None)
@@ -103,9 +103,9 @@ def read_form(name: str) -> CodecName:
 
 
 def _split_name(name: str) -> tuple[str, str, str]:
-    """kind:number+values; ("", "", "") for what is no such name."""
-    kind, colon, rest = name.partition(":")
-    number, plus, values = rest.partition("+")
+    """Split kind:number+values; ("", "", "") for any other text."""
+    kind, colon, suffix = name.partition(":")
+    number, plus, values = suffix.partition("+")
     return ("", "", "") if not colon or (plus and values not in CODECS) else (kind, number, values)
 
 

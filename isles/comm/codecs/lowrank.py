@@ -1,5 +1,5 @@
-"""Low-rank factors (PowerSGD, arXiv 1905.13727) as a form on the wire: what is asked for. How they are averaged:
-`isles.comm.collectives.averaging`.
+"""Low-rank factors (PowerSGD, arXiv 1905.13727) as a form on the wire: the settings. `isles.comm.collectives.averaging`
+averages the factors.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from isles.comm.codecs.scaled import Identity
 
 @dataclass(frozen=True)
 class LowRank:
-    """Matrices travel as two factors of `rank` columns (PowerSGD, Vogels et al. 2019, arXiv 1905.13727), the factors in
-    the form of `values`. Not a codec: it needs the tensors' shapes, has a basis from round to round, and takes two
-    phases.
+    """Matrices travel as two factors of `rank` columns (PowerSGD, Vogels et al. 2019, arXiv 1905.13727). The codec
+    `values` encodes the factors. This form is not a codec: it needs the tensors' shapes, keeps a basis from round to
+    round, and exchanges in two phases.
 
-    min_compression_rate: a tensor of shape (m, ...), seen as a matrix (m, n), is compressed where
-    rank (m + n) min_compression_rate < m n; the others travel dense: in `values` where those are exact or a cast, else
-    int8. start: so many rounds at the start travel dense altogether. adapts: the rank is another one from round to
-    round, so members agree on lengths before anything is received.
+    min_compression_rate: a tensor of shape (m, ...), viewed as a matrix (m, n), is compressed if
+    rank (m + n) min_compression_rate < m n. Other tensors travel dense: encoded by `values` if that is exact or a cast,
+    else as int8. start: number of rounds at the start that travel dense. adapts: the rank changes from round to round,
+    so members agree on the lengths before they receive.
     """
 
     rank: int
@@ -45,14 +45,14 @@ class LowRank:
 
     @property
     def dense(self) -> Codec:
-        """The form of what is not compressed."""
+        """The codec of tensors that are not compressed."""
         return self.values if self.values.name in ("none", "bf16", "fp16") else Int8()
 
     def compresses(self, tensors: Iterable[Tensor]) -> bool:
         return any(self.matrix(tensor.shape) is not None for tensor in tensors)
 
     def matrix(self, shape: Sequence[int]) -> tuple[int, int] | None:
-        """Rows and columns of a tensor of `shape` that is compressed; None for one that travels dense."""
+        """Rows and columns for compressing a tensor of `shape`; None if it travels dense."""
         if len(shape) < 2 or 0 in shape:
             return None
         rows, columns = shape[0], prod(shape[1:])
@@ -60,4 +60,4 @@ class LowRank:
 
 
 Form = Codec | LowRank
-"""In what form a vector whose tensors' shapes are known may be averaged."""
+"""A form in which a vector may be averaged if the shapes of its tensors are known."""

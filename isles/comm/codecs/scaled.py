@@ -1,15 +1,16 @@
 """Codecs of blocks that share one scale (`ScaledBlocks`: the layout on the wire, and the loop over pieces that fit in
 cache), codecs that only change the floating-point format, and the sign.
 
-Wire: float32 scales of all blocks, then `bits` an entry, packed; the last byte is filled with zeros. bits per entry =
-bits + 32/block. A block with a non-finite entry decodes to something non-finite, so that it is noticed and not averaged
-away.
+Wire: float32 scales of all blocks, then the packed entries, `bits` each; zeros fill the last byte. bits per entry =
+bits + 32/block. A block with a non-finite entry decodes to non-finite values, so the receiver notices it instead of
+averaging it.
 
-`Sign` sends one bit an entry, the sign, times the block's mean magnitude (Karimireddy et al., 2019, arXiv 1901.09847):
+`Sign` sends one bit per entry: the sign. It decodes to the sign times the block's mean magnitude (Karimireddy et al.,
+2019, arXiv 1901.09847):
 
     s = mean|x| over the block;  decoded = +s where x >= 0, else -s
 
-Biased: train with error feedback. Bits are packed from the lowest up; 1.125 bits an entry.
+Biased: train with error feedback. Bits are packed from the lowest up; 1.125 bits per entry.
 """
 
 from __future__ import annotations
@@ -24,35 +25,35 @@ from typing_extensions import override
 
 from isles.comm.codecs.base import Codec, as_bytes
 
-_PIECE = 1 << 17  # entries worked on at a time: they and their temporaries stay in the second-level cache
+_PIECE = 1 << 17  # entries processed at a time: they and their temporaries stay in the second-level cache
 _SMALLEST = torch.finfo(torch.float32).tiny
 
 
 class ScaledBlocks(Codec):
-    """Base of the codecs that send `bits` an entry and one float32 scale a block.
+    """Base of the codecs that send `bits` per entry and one float32 scale per block.
 
-        s = max|x| / top over the block, 2**-126 where that is less
+        s = max|x| / top over the block, at least 2**-126
 
-    so no entry divided by its scale is above `top` by more than its rounding, and a block of zeros needs no care.
+    So an entry divided by its scale exceeds `top` by no more than rounding, and blocks of zeros are no special case.
     """
 
     bits: int
     top = 1.0
 
     def scale(self, sizes_KB: Tensor, out: Tensor) -> None:
-        """Write the blocks' scales into `out` (K, 1), from their entries' |x|; NaN where an entry is."""
+        """Write the blocks' scales into `out` (K, 1), from their entries' |x|. A block with a NaN has the scale NaN."""
         torch.amax(sizes_KB, dim=1, keepdim=True, out=out)
         out.div_(self.top).clamp_min_(_SMALLEST)
 
     @abstractmethod
     def pack(self, y: Tensor, out: Tensor) -> None:
-        """Write the codes of entries divided by their scale (flat float32, may be written to) into flat uint8 `out`;
-        zeros that fill the last block and do not fit there are left out.
+        """Write the codes of y into flat uint8 `out`, and drop padding of the last block that does not fit.
+        y: entries divided by their scale, flat float32; may be overwritten.
         """
 
     @abstractmethod
     def unpack(self, codes: Tensor, out: Tensor) -> None:
-        """Write the entries divided by their scale into flat float32 `out` (8 c / bits,), from their codes (c,)."""
+        """Decode `codes` (c,) into flat float32 `out` (8 c / bits,): the entries divided by their scale."""
 
     @override
     def wire_bytes(self, elements: int, dtype: torch.dtype) -> int:
@@ -61,19 +62,19 @@ class ScaledBlocks(Codec):
     @override
     def encode(self, x: Tensor) -> Tensor:
         wire = torch.empty(self.wire_bytes(len(x), x.dtype), dtype=torch.uint8, device="cpu")
-        room, y_KB = self._room(torch.Size((0, 0)))
+        buffer, y_KB = self._room(torch.Size((0, 0)))
         for part, scale_K1, codes in self._pieces(x, wire):
             if y_KB.shape != part.shape:
-                room, y_KB = self._room(part.shape)
+                buffer, y_KB = self._room(part.shape)
             x_KB = part.to(torch.float32)
             self.scale(torch.abs(x_KB, out=y_KB), out=scale_K1)
             torch.mul(x_KB, scale_K1.reciprocal(), out=y_KB)  # twice as fast as a division
-            self.pack(room, codes)
+            self.pack(buffer, codes)
         return wire
 
     @override
     def decode(self, wire: Tensor, elements: int, dtype: torch.dtype) -> Tensor:
-        self.refuse_other_length(wire, elements, dtype)  # before there is room for so many
+        self.refuse_other_length(wire, elements, dtype)  # before memory is allocated
         out = torch.empty(elements, dtype=dtype, device="cpu")
         self.decode_into(wire, out)
         return out
@@ -81,20 +82,20 @@ class ScaledBlocks(Codec):
     @override
     def decode_into(self, wire: Tensor, out: Tensor) -> None:
         self.refuse_other_length(wire, len(out), out.dtype)
-        room, y_KB = self._room(torch.Size((0, 0)))
+        buffer, y_KB = self._room(torch.Size((0, 0)))
         for part, scale_K1, codes in self._pieces(out, wire):
-            if out.dtype is torch.float32 and part.shape[1] == self.block:  # in place: what is written once is in cache
+            if out.dtype is torch.float32 and part.shape[1] == self.block:  # in place, while the piece is in cache
                 self.unpack(codes, part.view(-1))
                 part.mul_(scale_K1)
                 continue
             if y_KB.shape != part.shape:
-                room, y_KB = self._room(part.shape)
-            self.unpack(codes, room[: len(codes) * 8 // self.bits])
+                buffer, y_KB = self._room(part.shape)
+            self.unpack(codes, buffer[: len(codes) * 8 // self.bits])
             torch.mul(y_KB, scale_K1, out=part)
 
     def _pieces(self, flat: Tensor, wire: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """The flat entries in runs of whole blocks (K, B), with their blocks' scales (K, 1) and their codes; the last
-        block is a piece of its own, (1, b), where it is short.
+        """Yield the flat entries in runs of whole blocks (K, B), with their blocks' scales (K, 1) and their codes. A
+        short last block is a piece of its own, (1, b).
         """
         block, whole = self.block, len(flat) // self.block * self.block
         runs = flat[:whole].view(-1, block).split(max(_PIECE // block, 1)) if whole else ()
@@ -105,15 +106,15 @@ class ScaledBlocks(Codec):
         return zip(pieces, scales, codes, strict=True)
 
     def _room(self, shape: torch.Size) -> tuple[Tensor, Tensor]:
-        """Room for a piece's float32 temporaries: flat, whole blocks, zeros at the end; and of it what has the piece's
-        shape. It is used for all pieces of a shape: made anew it costs more than the arithmetic.
+        """Allocate the float32 temporary of a piece: the flat buffer of whole blocks, padded with zeros, and a view of
+        it with the piece's shape. All pieces of a shape share it: allocating costs more than the arithmetic.
         """
-        room = torch.zeros(shape[0] * self.block, dtype=torch.float32, device="cpu")
-        return room, room[: shape.numel()].view(shape)
+        buffer = torch.zeros(shape[0] * self.block, dtype=torch.float32, device="cpu")
+        return buffer, buffer[: shape.numel()].view(shape)
 
 
 class Identity(Codec):
-    """The entries as they are held: no copy, no loss."""
+    """The entries in their own format: no copy, no loss."""
 
     name = "none"
 
@@ -129,7 +130,7 @@ class Identity(Codec):
 
 
 class BFloat16(Codec):
-    """Round to bfloat16: 8 bits of mantissa, the range of float32. 2 bytes an entry, relative error at most 2**-8."""
+    """Round to bfloat16: 8 bits of mantissa, the range of float32. 2 bytes per entry, relative error at most 2**-8."""
 
     name = "bf16"
 
@@ -145,7 +146,7 @@ class BFloat16(Codec):
 
 
 class Float16(ScaledBlocks):
-    """Round x / max|block| to float16, one float32 scale per 4096 entries: 16.008 bits an entry.
+    """Round x / max|block| to float16, one float32 scale per 4096 entries: 16.008 bits per entry.
 
     Unscaled float16 would flush a quarter of the entries of a small outer gradient (~1e-7) to zero.
     """
@@ -167,7 +168,7 @@ _EIGHTS = 1.0 - 2.0 * (np.arange(256)[:, None] >> np.arange(8) & 1).astype(np.fl
 
 
 class Sign(ScaledBlocks):
-    """The mean of several goes back as bfloat16."""
+    """Signs times the block's mean magnitude. A mean is returned to the senders as bfloat16."""
 
     name = "sign"
     block = 256

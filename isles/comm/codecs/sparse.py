@@ -1,24 +1,25 @@
-"""Codecs that send some of the entries, and how the indices of a few entries among many are packed.
+"""Codecs that send some of the entries, and the packing of indices.
 
 topk sends the k largest entries of every chunk of 4096, with their indices (Sparse communication, Aji and Heafield
-2017). Wire: the values of all chunks in the form of another codec; then their indices, 12 bits each, two in three
-bytes. bits per entry = k/4096 (12 + bits of a value). Everything else decodes to zero: biased, train with error
-feedback. A last, shorter chunk is filled with zeros.
+2017). Wire: the values of all chunks, encoded by another codec; then their indices, 12 bits each, two in three bytes.
+bits per entry = k/4096 (12 + bits of a value). All other entries decode to zero: biased, train with error feedback.
+Zeros fill a shorter last chunk.
 
-dct_topk takes the largest coefficients of each chunk's two-dimensional discrete cosine transform (DCT-II, orthonormal)
-instead, the chunk seen as 64 x 64 (DeMo, arXiv 2411.19870, takes blocks of matrices; a chunk of 4096 neighbours in
-memory is one where rows are 64 long).
+dct_topk sends the largest coefficients of each chunk's two-dimensional discrete cosine transform (DCT-II, orthonormal)
+instead, with the chunk viewed as 64 x 64. (DeMo, arXiv 2411.19870, transforms blocks of matrices; a chunk of 4096
+neighbours in memory is such a block if rows have 64 entries.)
 
-randk sends a random fraction f of each chunk, the same on all members, without indices and in its own precision, drawn
-anew in each exchange; the rest decodes to zero. A mean of such encodings is exact on what was sent (the shared mask of
-SPARTA, and the first stage of CocktailSGD). All chunks of an exchange share one draw, so that cutting a vector changes
-nothing. bits per entry = 32 f.
+randk sends a random fraction f of each chunk, without indices and in the vector's precision. All members draw the same
+entries, new ones in each exchange; other entries decode to zero. A mean of such encodings is exact on the entries sent
+(the shared mask of SPARTA, and the first stage of CocktailSGD). All chunks of an exchange share one draw, so that
+splitting a vector changes nothing. bits per entry = 32 f.
 
-`pack` and `unpack` turn ascending indices into bytes in one of three forms; a message says form and count beside them:
+`pack` and `unpack` convert ascending indices to bytes and back, in one of three forms. The message also has the form
+and the count:
 
-    indices   4 bytes each
-    blocks    2 bytes each, counted from the start of its block of 65,536 entries; 4 bytes a block for how many
-    bitmap    1 bit an entry of all, picked or not
+    indices   4 bytes per index
+    blocks    2 bytes per index, relative to its block of 65,536 entries; 4 bytes per block for its number of indices
+    bitmap    1 bit per entry: sent or not
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from isles.comm.errors import Malformed
 
 
 class TopK(Codec):
-    """k: entries sent of each chunk, even. values: form of the values on the wire."""
+    """The k largest entries of each chunk. k: even. values: codec of their values."""
 
     kind = "topk"
     block = CHUNK
@@ -50,18 +51,18 @@ class TopK(Codec):
     @property
     @override
     def back(self) -> Codec:
-        """A mean of several has several times as many entries."""
+        """Dense: the mean of several members has several times as many nonzero entries."""
         return Identity()
 
     @override
     def salted(self, salt: int, member: int) -> Codec:
-        """Its values are rounded anew in every exchange, by every member."""
+        """Salt the codec of the values: each member rounds them independently in every exchange."""
         values = self.values.salted(salt, member)
         if values is self.values:
             return self
-        anew = copy.copy(self)
-        anew.values = values
-        return anew
+        codec = copy.copy(self)
+        codec.values = values
+        return codec
 
     @override
     def wire_bytes(self, elements: int, dtype: torch.dtype) -> int:
@@ -86,7 +87,7 @@ class TopK(Codec):
         return self.restore(out_CB).reshape(-1)[:elements].to(dtype)
 
     def transform(self, x_CB: Tensor) -> Tensor:
-        """Chunks -> what the largest are taken of."""
+        """Return the coefficients of the chunks, of which the largest are sent."""
         return x_CB
 
     def restore(self, y_CB: Tensor) -> Tensor:
@@ -94,7 +95,7 @@ class TopK(Codec):
 
 
 class DCTTopK(TopK):
-    """The largest coefficients of a chunk of 64 x 64, transformed."""
+    """The k largest DCT coefficients of each chunk, viewed as 64 x 64."""
 
     kind = "dct_topk"
 
@@ -123,24 +124,24 @@ def dct_basis(n: int) -> Tensor:
 
 
 def pack_indices(indices: Tensor) -> Tensor:
-    """Integers 0..4095 (2 n,) -> uint8 (3 n,): first's low byte, its upper half with second's lower, the rest."""
+    """Pack integers 0..4095 (2 n,) into uint8 (3 n,), each pair in three bytes, low bits first."""
     first, second = indices.to(torch.int32).view(-1, 2).unbind(1)
     return torch.stack((first & 255, first >> 8 | (second & 15) << 4, second >> 4), 1).to(torch.uint8).view(-1)
 
 
 def unpack_indices(packed: Tensor) -> Tensor:
-    """The inverse, int64 (2 n,)."""
+    """The inverse of `pack_indices`, int64 (2 n,)."""
     low, middle, high = packed.to(torch.int64).view(-1, 3).unbind(1)
     return torch.stack((low | (middle & 15) << 8, middle >> 4 | high << 4), 1).view(-1)
 
 
 def _chunks(x: Tensor) -> Tensor:
-    """Flat (n,) -> float32 (ceil(n/4096), 4096), filled with zeros."""
+    """Flat (n,) to float32 (ceil(n/4096), 4096), padded with zeros."""
     return torch.nn.functional.pad(x.to(torch.float32), (0, -x.numel() % CHUNK)).view(-1, CHUNK)
 
 
 class RandomK(Codec):
-    """fraction: of the entries, in (0, 1]. salt: what the draw depends on."""
+    """A random fraction of each chunk. fraction: in (0, 1]. salt: seed of the draw."""
 
     block = CHUNK
 
@@ -171,7 +172,7 @@ class RandomK(Codec):
         return out_CB.view(-1)[:elements]
 
     def mask(self, elements: int) -> Tensor:
-        """Which entries of a flat tensor are sent, bool (elements,)."""
+        """The mask of the entries of a flat tensor that are sent, bool (elements,)."""
         chunks = -(-elements // CHUNK)
         mask_CB = torch.zeros(chunks, CHUNK, dtype=torch.bool, device="cpu").scatter_(1, self._indices(chunks), True)
         return mask_CB.view(-1)[:elements]
@@ -198,7 +199,7 @@ def smallest(count: int, elements: int) -> str:
 
 
 def pack(form: str, indices: Tensor, elements: int) -> Tensor:
-    """int64 indices (c,) among `elements` entries -> uint8 (indices_bytes(form, c, elements),)."""
+    """Pack int64 indices (c,) among `elements` entries into uint8 (indices_bytes(form, c, elements),)."""
     array = indices.numpy()
     if form == "indices":
         packed = array.astype(np.uint32).view(np.uint8)
@@ -213,15 +214,15 @@ def pack(form: str, indices: Tensor, elements: int) -> Tensor:
 
 
 def unpack(form: str, packed: Tensor, elements: int) -> Tensor:
-    """The inverse, int64 (c,). Malformed for what is no such message: it is held against `elements`, not believed."""
+    """The inverse of `pack`, int64 (c,). Malformed if the message is invalid or an index is not below `elements`."""
     array = packed.numpy()
     if form == "indices":
-        indices = array.copy().view(np.uint32).astype(np.int64)  # a copy begins where numbers may
+        indices = array.copy().view(np.uint32).astype(np.int64)  # the copy is aligned
     elif form == "blocks":
         front = 4 * -(-elements // _BLOCK)
         counts, low = array[:front].copy().view(np.uint32), array[front:].copy().view(np.uint16)
         if counts.sum() != len(low):
-            raise Malformed(-1, f"{len(low)} indices were announced as {counts.sum()}")
+            raise Malformed(-1, f"the message announces {counts.sum()} indices but has {len(low)}")
         indices = low + np.repeat(np.arange(len(counts), dtype=np.int64) << 16, counts)
     else:
         indices = np.flatnonzero(np.unpackbits(array, count=elements, bitorder="little"))

@@ -1,14 +1,14 @@
-"""Messages that nobody asked for, from any member of a group, as they come.
+"""Unexpected messages: a queue of what any member of a group sends, in the order of arrival.
 
     message = head | body
     head    = 10 numbers of 8 bytes: magic, run, kind, step, attempt, number, bytes of the body, and three figures
-    body    = so many bytes, raw, received where they stay; of some kinds on a channel of its own, so that it shares the
-              link with other messages and delays none but those of the same sender to the same receiver
+    body    = raw bytes, received into their final memory. Some kinds have their own channel for bodies: these share the
+              link with other messages, and delay only messages of the same sender to the same receiver
 
-Collectives know who sends what and when; these messages are for what is decided while it travels. From every other
-member one head is awaited at any time, behind the computation, then the body that it announces: memory is taken only
-for a length that the configuration allows. What cannot be a message of this run ends reception from its sender
-(`lost`), and nothing else. Messages of one sender come in the order in which they were sent.
+In collectives all members know who sends what and when. This queue is for traffic that is decided at run time. Behind
+the computation, it always waits for one head of every other member, and then for the body that the head announces. It
+allocates memory only for lengths that the configuration allows. An invalid message ends reception from its sender
+(`lost`), and nothing else. Messages of one sender arrive in the order in which they were sent.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ _HEAD, _BODY = 62, 63  # phases that no task of a pipeline has (`isles.pipeline.
 _NUMBERS = 10
 HEAD = 8 * _NUMBERS
 """Bytes of a message's head."""
-_ADDRESSES = 1024  # of messages, used again in turn
-_UNREAD = 256  # unread messages of one sender before no more are received from it
+_ADDRESSES = 1024  # message addresses, reused in turn
+_UNREAD = 256  # unread messages of one sender, at which reception from it pauses
 
 
 class MessageHeader(NamedTuple):
-    """What a message is about. kind: which lengths it may have. nanoseconds, queue, extra: figures of the sender."""
+    """The header of a message. kind: determines the lengths allowed. nanoseconds, queue, extra: sender's figures."""
 
     kind: int
     step: int
@@ -52,8 +52,8 @@ class MessageHeader(NamedTuple):
 
 
 class QueuedMessage(NamedTuple):
-    """sender: position in the group. body: uint8 (n,). wire: seconds from the head's arrival to the body's, where the
-    body came after it was waited for; else 0.
+    """A received message. sender: position in the group. body: uint8 (n,). wire: seconds from the head's arrival to the
+    body's; 0 if the body had already arrived.
     """
 
     sender: int
@@ -65,9 +65,9 @@ class QueuedMessage(NamedTuple):
 class MessageQueue:
     """One worker's messages from and to the others of `group`, on the group's channel.
 
-    run: a number that all workers of this run share and others do not. lengths: of bodies in bytes, by kind. channels:
-    by kind, of bodies that would delay others on the group's. Made once for a group: it listens to `met` from
-    then on, by default to all others, and to who comes later once it has met it.
+    run: a number that identifies this run; all its workers share it. lengths: allowed lengths of bodies in bytes, by
+    kind. channels: by kind, for bodies that would delay other messages on the group's channel. met: positions to listen
+    to from the start (default: all others); `meet` adds later ones. Create one queue per group.
     """
 
     def __init__(
@@ -82,25 +82,25 @@ class MessageQueue:
         self.group, self.run, self.lengths = group, run, dict(lengths)
         self._channels = dict(channels or {})
         self.messages: deque[QueuedMessage] = deque()
-        """Not taken yet."""
+        """Messages that `take` has not returned yet."""
         self.lost: dict[int, CommError] = {}
-        """Positions from which nothing more comes, and why."""
+        """Positions from which no message arrives any more, with the reason."""
         self.refused: Counter[int] = Counter()
-        """Letters that could not be, by position."""
+        """Number of invalid messages, by position."""
         self._news: WaitEvent | None = None
         self._reported_losses = 0  # lost members that `wait` has returned for
         self._unread: Counter[int] = Counter()
         self._sent: Counter[int] = Counter()  # messages, by position
         self._room: dict[int, WaitEvent] = {}
         self._sends: list[Work] = []
-        self._look_at = 0  # so many sends: then those that are done are forgotten
+        self._look_at = 0  # number of sends at which those that are done are dropped
         self._met: set[int] = set()
-        self._met_lock = threading.Lock()  # `meet` may come from any thread, and must listen once
+        self._met_lock = threading.Lock()  # any thread may call `meet`, which must listen only once
         for position in group.others if met is None else met:
             self.meet(position)
 
     def meet(self, position: int) -> None:
-        """Listen to `position` from now on; again: nothing. May be called in any thread."""
+        """Listen to `position` from now on. A second call has no effect. Safe in any thread."""
         with self._met_lock:
             is_new = position not in self._met and position != self.group.rank
             self._met.add(position)
@@ -108,7 +108,7 @@ class MessageQueue:
             self.group.start(self._listen(position), self.group.channel, math.inf)
 
     def send(self, position: int, header: MessageHeader, body: Tensor | None = None) -> None:
-        """Send a message. `body`, uint8, must not be written to from now on. Nothing is sent to a lost member."""
+        """Send a message. Do not write to `body` (uint8) after this call. Sends nothing to a lost member."""
         if position in self.lost:
             return
         length = 0 if body is None else body.numel()
@@ -123,7 +123,7 @@ class MessageQueue:
             self._sends.append(self._address(number, header.kind).send(position, body, _BODY))
 
     def take(self) -> QueuedMessage | None:
-        """The oldest message received and not taken yet."""
+        """Remove and return the oldest message; None if there is none."""
         if not self.messages:
             return None
         message = self.messages.popleft()
@@ -133,7 +133,7 @@ class MessageQueue:
         return message
 
     def wait(self, seconds: float = math.inf) -> None:
-        """Until a message is here, or another member is lost, or `seconds` have passed."""
+        """Wait until there is a message, another member is lost, or `seconds` have passed."""
         event = self._news = self.group.transport.event(seconds)
         if not self.messages and self._reported_losses == len(self.lost):
             self.group.start(any_done([event]), self.group.channel, math.inf).wait()
@@ -141,23 +141,23 @@ class MessageQueue:
         self._news, self._reported_losses = None, len(self.lost)
 
     def give_up(self, position: int, why: CommError) -> None:
-        """Neither wait for `position` any more nor read what it sends."""
+        """Mark `position` as lost, and drop its messages."""
         self.lost.setdefault(position, why)
         self.messages = deque(message for message in self.messages if message.sender != position)
 
     def refuse(self, position: int, why: CommError) -> None:
-        """A message of `position` is invalid in a way that its head did not show."""
+        """Count a message of `position` whose body is invalid, and give the member up."""
         self.refused[position] += 1
         self.give_up(position, why)
 
     def settle(self, seconds: float = math.inf) -> None:
-        """Wait until what was sent has left, for so long at most: a member that stopped listening receives nothing."""
+        """Wait until all messages have left, at most `seconds`: a member that stopped listening receives nothing."""
         event = self.group.transport.event(seconds)
         for work in self._sends:
             try:
                 self.group.start(any_done([work, event]), self.group.channel).wait()
             except CommError:
-                continue  # its peer is lost: `lost` says so
+                continue  # the peer is lost; `lost` records it
         self._sends = []
 
     def _listen(self, position: int) -> Steps[None]:
@@ -188,14 +188,14 @@ class MessageQueue:
             self._notify()
 
     def _address(self, number: int, kind: int | None = None) -> Call:
-        """Of one sender's message of that number: messages may take different channels, and pass each other. kind:
-        whose body it is of; None: the head.
+        """The address of one sender's message of that number. Messages on different channels may overtake each other,
+        so the number is part of it. kind: of the message whose body is addressed; None: address the head.
         """
         channel = self.group.channel if kind is None else self._channels.get(kind, self.group.channel)
         return self.group.call(channel, round=number % _ADDRESSES)
 
     def _read(self, position: int, head: Tensor) -> tuple[MessageHeader, int]:
-        """Malformed where the head is none of this run."""
+        """Parse a head: (header, length of the body). Malformed if it is not a head of this run."""
         magic, run, kind, step, attempt, number, length, *figures = head.tolist()
         header = MessageHeader(kind, step, attempt, number, *figures)
         rank = self.group.ranks[position]

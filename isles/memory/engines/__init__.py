@@ -1,1 +1,1 @@
-"""Who moves bytes and updates parameters beside the computation: `base` says what the executor asks of them."""
+"""Engines move bytes and update parameters beside the computation. `base` has the interface for the executor."""

@@ -1,5 +1,5 @@
-"""Engines: the interface (work on serial lanes, events between them, moves, an end), one with a thread per lane, and
-one without threads.
+"""Engines: the interface (work on serial lanes, events between lanes, moves, closing), an engine with a thread per
+lane, and an engine without threads.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from isles.memory.events import EngineLane, LaneAction, LaneEvent, Urgency
 
 LANES: tuple[EngineLane, ...] = ("up", "down", "host", "read", "write")
-DEADLINE = 600.0  # seconds without what is waited for: far beyond any update of a block
+DEADLINE = 600.0  # the longest wait, seconds: far longer than any update of a block
 
 
 class LaneFailed(RuntimeError):
@@ -26,35 +26,35 @@ class LaneFailed(RuntimeError):
 
 
 class DiskFailed(LaneFailed, OSError):
-    """A lane to the disk failed: the disk is full, or gone."""
+    """A lane to the disk failed: the disk is full or unavailable."""
 
 
 class Moves:
-    """Copies between host and device; here both are the RAM. A call returns when the bytes are there."""
+    """Copies between host and device; here both are the RAM. A call returns when the copy is complete."""
 
     def room(self) -> AbstractContextManager[object]:
-        """Context to allocate, or fill again, storages of the device."""
+        """Context for allocating or refilling storages of the device."""
         return nullcontext()
 
     def fill(self, into: Sequence[Tensor], source: Sequence[Tensor]) -> None:
-        """Copy tensors of the host into those of the device, in the device tensors' formats."""
-        for target, own in zip(into, source, strict=True):
-            target.copy_(own)
+        """Copy tensors of the host into tensors of the device, in the formats of the latter."""
+        for target, host_tensor in zip(into, source, strict=True):
+            target.copy_(host_tensor)
 
     def to_host(self, tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
-        """Copies on the host, in these formats."""
+        """Copy tensors to the host, in the formats `dtypes`."""
         return [tensor.to("cpu", dtype, copy=True) for tensor, dtype in zip(tensors, dtypes, strict=True)]
 
     def to_device(self, tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-        """Copies on the device."""
+        """Copy tensors to the device."""
         return [tensor.to(device, copy=True) for tensor in tensors]
 
     def offload(self, hosted: Container[int], model: nn.Module) -> None:
-        """Put the model's parameters with these ids on the host; the others, and its buffers, on the device."""
+        """Put the model's parameters with ids in `hosted` on the host; other parameters and buffers on the device."""
 
 
 class Engine(ABC):
-    """Serial lanes. The error of a failed lane is raised at the next wait or submit of the computation.
+    """Serial lanes. The next wait or submit of the computation raises the error of a failed lane.
 
     first_come: serve gradients and updates in the order of submission instead of need; for comparison. moves: copies
     between host and device; None: both are the RAM.
@@ -73,13 +73,13 @@ class Engine(ABC):
 
     @abstractmethod
     def submit(self, lane: EngineLane, urgency: Urgency, seconds: float, work: LaneAction, done: LaneAction) -> None:
-        """Do `work` on the lane, the smallest urgency first, then `done`. seconds: duration on the plan's machine."""
+        """Call `work` on the lane, then `done`; the smallest urgency first. seconds: duration on the plan's machine."""
 
     def computed(self, began: float, seconds: float) -> None:  # noqa: B027
-        """Note that the device has computed since `began` (host seconds), for `seconds` on the plan's machine."""
+        """Report that the device has computed since `began` (host seconds), for `seconds` on the plan's machine."""
 
     def close(self) -> None:  # noqa: B027
-        """Stop; work that has not begun is dropped. All threads end."""
+        """Stop: drop work that has not begun, and end all threads."""
 
     def fail(self, lane: str, error: BaseException) -> None:
         """Record a failure, and wake all waiting threads."""
@@ -88,7 +88,7 @@ class Engine(ABC):
             self.changed.notify_all()
 
     def check(self) -> None:
-        """LaneFailed if a lane has failed."""
+        """Raise LaneFailed if a lane has failed."""
         if self.failed is not None:
             lane, error = self.failed
             if isinstance(error, OSError):
@@ -97,11 +97,11 @@ class Engine(ABC):
 
     def wait_for(self, event: LaneEvent, what: str) -> None:
         with self.changed:
-            come = self.changed.wait_for(lambda: event.happened or self.failed is not None or self.closed, DEADLINE)
+            woken = self.changed.wait_for(lambda: event.happened or self.failed is not None or self.closed, DEADLINE)
         self.check()
         if self.closed and not event.happened:
             raise RuntimeError(f"memory: {what} will not arrive: the run under the plan was abandoned")
-        if not come:
+        if not woken:
             raise TimeoutError(f"memory: {what} did not come within {DEADLINE:.0f} s")
 
 
@@ -111,13 +111,13 @@ class Inline(Engine):
     """
 
     def submit(self, lane: EngineLane, urgency: Urgency, seconds: float, work: LaneAction, done: LaneAction) -> None:
-        """At once."""
+        """Call `work` and `done` at once."""
         with torch.no_grad():
             work()
         done()
 
     def wait_for(self, event: LaneEvent, what: str) -> None:
-        """Nothing is under way that could bring it."""
+        """Raise RuntimeError: no other thread could fire the event."""
         raise RuntimeError(f"memory: {what} cannot arrive: the plan does not fit its budget")
 
 
@@ -134,8 +134,8 @@ class _Job(NamedTuple):
 
 class ThreadEngine(Engine):
     """An engine with a thread per lane. first_come: the lanes down and host serve in the order of submission, for
-    comparison. pace: a copy takes at least its seconds on the plan's machine, so a CPU shows the order and the waits of
-    a device with a link.
+    comparison. pace: work takes at least its seconds on the plan's machine. So a CPU shows the order and the waits of a
+    device with a link.
     """
 
     def __init__(self, *, pace: bool = False, first_come: bool = False) -> None:
@@ -155,18 +155,18 @@ class ThreadEngine(Engine):
             self._number += 1
             order = (self._number,) if self.first_come and lane in ("down", "host") else urgency
             heapq.heappush(self._queues[lane], _Job(order, self._number, seconds, work, done))
-            if lane not in self._threads:  # a lane that the plan does not use has no thread
+            if lane not in self._threads:  # start threads on first use: a plan may not use all lanes
                 thread = threading.Thread(target=self._serve, args=(lane,), name=f"memory {lane}", daemon=True)
                 self._threads[lane] = thread
                 thread.start()
             self.changed.notify_all()
 
     def threads(self, lane: EngineLane) -> int:
-        """Torch threads of the lane: more would not change an update's bits, but take the computation's cores."""
+        """Torch threads of the lane: more would take the computation's cores, and not change an update's bits."""
         return 1
 
     def computed(self, began: float, seconds: float) -> None:
-        """With `pace`: sleep for the rest of these seconds."""
+        """With `pace`, sleep until `seconds` have passed since `began`."""
         self._end(began, seconds)
 
     def _end(self, began: float, seconds: float) -> None:
@@ -175,7 +175,7 @@ class ThreadEngine(Engine):
             time.sleep(left)
 
     def close(self) -> None:
-        """Drop work that has not begun, and wait for the rest. TimeoutError if that does not end."""
+        """Drop work that has not begun, and wait for running work. TimeoutError if it does not end."""
         with self.changed:
             self._closing = True
             self.changed.notify_all()
@@ -188,7 +188,7 @@ class ThreadEngine(Engine):
             self.changed.notify_all()
 
     def _serve(self, lane: EngineLane) -> None:
-        torch.set_num_threads(self.threads(lane))  # of this thread alone
+        torch.set_num_threads(self.threads(lane))  # affects this thread only
         queue = self._queues[lane]
         try:
             while True:
@@ -204,7 +204,7 @@ class ThreadEngine(Engine):
                     job.work()
                 self._end(began, job.seconds)
                 done = job.done
-                del job  # and with it what its work holds
+                del job  # free the tensors that its work holds
                 done()
                 del done
         except BaseException as error:

@@ -1,18 +1,18 @@
-"""EngineEvents of a GPU: a stream for each direction, whose copies go from and to pinned memory while kernels run.
+"""The engine of a GPU: a stream per direction, with copies from and to pinned memory while kernels run.
 
-What keeps copies and kernels apart, though kernels run later than they are called:
+Kernels run later than they are launched. These rules keep copies and kernels apart:
 
-    read     a lane begins when the kernels that had been called before it was submitted are over (an event a job)
-    written  memory for what comes up is taken from the computing stream's own, and the lane waits for all kernels that
-             had been called by then: whoever had that memory before is among them
-    done     a lane's event fires when its copy is over, not when it is called; so a waiter may call kernels at once,
-             and what is freed after it has no reader left
+    read     a job waits for the kernels that were launched before it was submitted (one event per job)
+    written  memory for fetched tensors comes from the computing stream's pool, and the lane waits for all kernels
+             launched so far; the previous user of that memory is one of them
+    done     a lane's event fires when its copy is complete, not when it is launched. So a waiter may launch kernels at
+             once, and memory freed afterwards has no reader left
 
-Streams are made once a lane: every fresh one would have the allocator keep memory of its own for it. Kernels are called
-from two threads, the caller's and autograd's; which stream they use is looked up where a job is submitted.
+Each lane has one stream for good, because the allocator keeps a memory pool per stream. Two threads launch kernels, the
+caller's and autograd's; `submit` looks up the stream that they use.
 
-**Not run by its authors, for want of a GPU.** `tests/memory/streams.py` checks the order of its accesses without one;
-`tests/memory/test_cuda.py` waits for one; a run holds it against plain copies before it trusts it
+**The authors have not run this, as they had no GPU.** `tests/memory/streams.py` checks the order of its accesses on a
+CPU; `tests/memory/test_cuda.py` needs a GPU; a run compares it with plain copies before it trusts it
 (`isles.training.memory.in_use`).
 """
 
@@ -30,16 +30,16 @@ from isles.memory.engines.base import Engine, Moves, ThreadEngine
 from isles.memory.events import EngineLane, LaneAction, Urgency
 
 _CHUNK = 1 << 24
-"""Bytes of each of the two pieces of pinned memory through which numbers go whose format changes on the way."""
+"""Bytes of each of the two pieces of pinned memory for copies that change the format."""
 
 _PINNED = 1 << 28
-"""Bytes of a block of pinned parameters: torch rounds blocks up to a power of two, and beside the old ones there is one
-new block at a time.
+"""Bytes of a block of pinned parameters. Torch rounds blocks up to a power of two. While parameters move, one new block
+exists beside the old memory at a time.
 """
 
 
 class PinnedRing:
-    """Two pieces of pinned memory that take turns; one may still be copied from or to while the other is handed out."""
+    """Two pieces of pinned memory that alternate: a copy may still use one while `take` returns the other."""
 
     def __init__(self) -> None:
         self._pieces = [torch.empty(_CHUNK, dtype=torch.uint8, pin_memory=True, device="cpu") for _ in range(2)]
@@ -47,19 +47,19 @@ class PinnedRing:
         self._index = 0
 
     def take(self, count: int, dtype: torch.dtype) -> Tensor:
-        """Room for `count` numbers, once the copy that used it is over."""
+        """Return memory for `count` numbers, after the copy that used it last is complete."""
         self._index ^= 1
-        self._copied[self._index].synchronize()  # of an event that was never recorded: at once
+        self._copied[self._index].synchronize()  # returns at once if the event was never recorded
         return self._pieces[self._index].view(dtype)[:count]
 
     def used(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
-        """A copy with the piece last taken has been called on `stream`. The event of its end."""
+        """Record that a copy with the last piece was launched on `stream`. Returns the event of its end."""
         self._copied[self._index].record(stream)
         return self._copied[self._index]
 
 
 class CudaMoves(Moves):
-    """To and from one GPU, on the stream that is current where it is called. computing: the stream of the kernels."""
+    """Copies to and from one GPU, on the current stream of the caller. computing: the stream of the kernels."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.computing = device, torch.cuda.current_stream(device)
@@ -67,7 +67,7 @@ class CudaMoves(Moves):
 
     @contextmanager
     def room(self) -> Iterator[None]:
-        """From the computing stream's memory; the current stream waits for the kernels called so far."""
+        """Allocate from the computing stream's pool; the current stream then waits for the kernels launched so far."""
         current = torch.cuda.current_stream(self.device)
         with torch.cuda.stream(self.computing):
             yield
@@ -75,12 +75,12 @@ class CudaMoves(Moves):
             current.wait_stream(self.computing)
 
     def fill(self, into: Sequence[Tensor], source: Sequence[Tensor]) -> None:
-        """Numbers of the same format straight from pinned memory, others by way of the ring."""
-        for target, own in zip(into, source, strict=True):
-            if target.dtype == own.dtype and own.is_pinned():
-                target.copy_(own, non_blocking=True)
+        """Copy pinned tensors of the same format directly, all others through the ring."""
+        for target, host_tensor in zip(into, source, strict=True):
+            if target.dtype == host_tensor.dtype and host_tensor.is_pinned():
+                target.copy_(host_tensor, non_blocking=True)
                 continue
-            flat, numbers = target.view(-1), own.reshape(-1)
+            flat, numbers = target.view(-1), host_tensor.reshape(-1)
             for at, count in _chunks(len(flat), target.itemsize):
                 piece = self._ring().take(count, target.dtype)
                 piece.copy_(numbers[at : at + count])
@@ -89,22 +89,22 @@ class CudaMoves(Moves):
         self._wait()
 
     def to_host(self, tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
-        """Into pinned memory, or by way of the ring where the format changes: on the host, as the bytes that travel are
-        those of the device's format.
+        """Copy into pinned memory, or through the ring if the format changes. The host converts, so the bytes on the
+        link are those of the device's format.
         """
-        made = list[Tensor]()
+        copies = list[Tensor]()
         for tensor, dtype in zip(tensors, dtypes, strict=True):
             if tensor.dtype == dtype:
-                made.append(torch.empty(tensor.shape, dtype=dtype, pin_memory=True, device="cpu"))
-                made[-1].copy_(tensor, non_blocking=True)
+                copies.append(torch.empty(tensor.shape, dtype=dtype, pin_memory=True, device="cpu"))
+                copies[-1].copy_(tensor, non_blocking=True)
             else:
-                made.append(torch.empty(tensor.shape, dtype=dtype, device="cpu"))
-                self._changed(tensor.reshape(-1), made[-1].view(-1))
+                copies.append(torch.empty(tensor.shape, dtype=dtype, device="cpu"))
+                self._changed(tensor.reshape(-1), copies[-1].view(-1))
         self._wait()
-        return made
+        return copies
 
     def _changed(self, source: Tensor, target: Tensor) -> None:
-        """While a chunk is on its way, the one before is written in the other format."""
+        """Copy in chunks: while one is in flight, convert the one before to the other format."""
         before: tuple[torch.cuda.Event, Tensor, Tensor] | None = None
         for at, count in _chunks(len(source), source.itemsize):
             piece = self._ring().take(count, source.dtype)
@@ -119,21 +119,21 @@ class CudaMoves(Moves):
 
     def to_device(self, tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
         with self.room():
-            made = [torch.empty(tensor.shape, dtype=tensor.dtype, device=device) for tensor in tensors]
-        for new, tensor in zip(made, tensors, strict=True):
-            new.copy_(tensor, non_blocking=True)
+            copies = [torch.empty(tensor.shape, dtype=tensor.dtype, device=device) for tensor in tensors]
+        for copy, tensor in zip(copies, tensors, strict=True):
+            copy.copy_(tensor, non_blocking=True)
         self._wait()
-        return made
+        return copies
 
     def offload(self, hosted: Container[int], model: nn.Module) -> None:
-        """The host's in pinned memory, many in a block. Gradients go, for they would be where their parameter was."""
+        """Pin the host's parameters, many in a block. Drops gradients, which would be on the parameter's old device."""
         block = list[nn.Parameter]()
         for parameter in model.parameters():
             parameter.grad = None
             if id(parameter) not in hosted:
                 parameter.data = parameter.detach().to(self.device)
                 continue
-            if sum(one.nbytes for one in block) + parameter.nbytes > _PINNED:
+            if sum(member.nbytes for member in block) + parameter.nbytes > _PINNED:
                 _pin(block)
                 block = []
             block.append(parameter)
@@ -153,12 +153,12 @@ class CudaMoves(Moves):
 
 
 def _pin(parameters: Sequence[nn.Parameter]) -> None:
-    for parameter, own in zip(parameters, arena(parameters, pinned=True), strict=True):
-        parameter.data = own.copy_(parameter.detach())
+    for parameter, pinned in zip(parameters, arena(parameters, pinned=True), strict=True):
+        parameter.data = pinned.copy_(parameter.detach())
 
 
 def _chunks(count: int, itemsize: int) -> Iterator[tuple[int, int]]:
-    """(first, how many) of pieces that fit the ring."""
+    """(first, count) of pieces that fit the ring."""
     most = _CHUNK // itemsize
     return ((at, min(most, count - at)) for at in range(0, count, most))
 
@@ -169,7 +169,7 @@ def _land(copied: torch.cuda.Event, piece: Tensor, target: Tensor) -> None:
 
 
 class Cuda(ThreadEngine):
-    """A thread and a stream a lane. The host's updates take as many threads as the caller has, copies a quarter."""
+    """One thread and one stream per lane. The host's updates use as many threads as the caller, copies a quarter."""
 
     def __init__(self, device: torch.device, *, first_come: bool = False) -> None:
         super().__init__(first_come=first_come)
@@ -178,19 +178,19 @@ class Cuda(ThreadEngine):
         self._streams: dict[EngineLane, torch.cuda.Stream] = {}
 
     def threads(self, lane: EngineLane) -> int:
-        """Of torch, for the lane's own arithmetic."""
+        """Torch threads for the lane's own arithmetic."""
         return self._cores if lane == "host" else max(self._cores // 4, 1)
 
     def submit(self, lane: EngineLane, urgency: Urgency, seconds: float, work: LaneAction, done: LaneAction) -> None:
-        """Queue it, after the kernels that have been called."""
+        """Queue the work; it begins after the kernels launched so far."""
         if threading.current_thread() not in self._threads.values():
             self.moves.computing = torch.cuda.current_stream(self.device)
-        called = torch.cuda.Event()
-        called.record(self.moves.computing)
+        launched = torch.cuda.Event()
+        launched.record(self.moves.computing)
 
         def on_stream() -> None:
             with torch.cuda.device(self.device), torch.cuda.stream(self._stream(lane)):
-                torch.cuda.current_stream(self.device).wait_event(called)
+                torch.cuda.current_stream(self.device).wait_event(launched)
                 work()
 
         super().submit(lane, urgency, seconds, on_stream, done)
@@ -202,5 +202,5 @@ class Cuda(ThreadEngine):
 
 
 def usual_engine(device: torch.device) -> Engine:
-    """Threads; on a GPU with streams of their own."""
+    """The engine for `device`: a thread per lane; on a GPU also a stream per lane."""
     return Cuda(device) if device.type == "cuda" else ThreadEngine()

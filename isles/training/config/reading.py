@@ -1,13 +1,13 @@
-"""Where a user's words become a `Config`: TOML, `--set`, and the checks, one line an error that names key and mend.
+"""Read a user's settings into a `Config`: TOML, `--set`, and checks. An error is one line with the key and the advice.
 
 embedded.toml (only without a CONFIG.toml)  <  CONFIG.toml  <  --method, --workers, --steps  <  --set section.key=value
 
-`gather` does all that needs no method; `resolve` the rest, its settings. Neither loads torch, unless the method or a
-part is somebody's own: `isles.replicas.config_of`, `isles.training.config.trust.check_code`.
+`gather` does everything that does not need the method; `resolve` adds the method's settings. Neither loads torch,
+unless the method or a part is the user's own: `isles.replicas.config_of`, `isles.training.config.trust.check_code`.
 
-The full configuration as commented TOML: every key with its default and the docstring below its field.
+`template` writes the full configuration as commented TOML: every key with its default, and the docstring of its field.
 
-A run that ends by tokens: how many inner steps that is.
+`ending` computes the inner steps of a run with `run.tokens`.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ from isles.training.config.world import WorldConfig
 
 
 def tokens_a_step(config: Config, replicas: int) -> int:
-    """Tokens that so many replicas, islands or single workers, train on in an inner step."""
+    """Tokens on which `replicas` replicas (islands or single workers) train in an inner step."""
     readers = replicas * config.world.inner
     rows = config.data.batch_size * (readers if config.data.batch_mode == "per_worker" else 1)
     return rows * config.inner.accumulation * limits(config.model).context
 
 
 def ending(config: Config, every: int = 1) -> Config:
-    """`config` with the `run.steps` that follow from `run.tokens`, where that is given: as many as it takes all
-    replicas, rounded up to a multiple of `every`.
+    """`config` with `run.steps` computed from `run.tokens`, if that is set: the steps that all replicas need, rounded
+    up to a multiple of `every`.
     """
     if not config.run.tokens:
         return config
@@ -56,8 +56,8 @@ def ending(config: Config, every: int = 1) -> Config:
 
 
 def ending_after(config: Config, replicas: int, step: int) -> Config:
-    """`config` for a run that resumes with `replicas` replicas after `step` inner steps: run.steps becomes the number
-    that the remaining tokens take. From then on `run.steps` decides, as tokens are counted from the start.
+    """`config` for a run that resumes with `replicas` replicas after `step` inner steps: `run.steps` is computed from
+    the remaining tokens. Then `run.tokens` is cleared, because it counts from the start.
     """
     if not config.run.tokens:
         return config
@@ -81,33 +81,34 @@ def read_config(
     beside: Sequence[str] = (),
     trust: bool = False,
 ) -> Config:
-    """The run that a user asked for. flags: {"section.key": value}, None for not given; assignments:
+    """The configuration of the run that a user requested. flags: {"section.key": value}; None: not set. assignments:
     "section.key=value".
 
-    shared: the words are for several methods, as in a comparison: settings of [replicas] that this one does not have,
-    but another one does, are left to the others. beside: methods from outside that are compared with it. trust: as in
-    `gather`.
+    shared: the settings are for several methods, as in a comparison. Settings of [replicas] that only another method
+    has are then ignored. beside: the user's own methods in the comparison. trust: as in `gather`.
 
-    ValueError: anything that is not as it should be.
+    ValueError for any invalid setting.
     """
     tables = gather(path, flags, assignments, trust=trust)
-    return resolve(_own(tables, beside) if shared else tables)
+    return resolve(_without_others(tables, beside) if shared else tables)
 
 
-def _own(tables: Tables, beside: Sequence[str]) -> Tables:
+def _without_others(tables: Tables, beside: Sequence[str]) -> Tables:
+    """`tables` without the settings of [replicas] that only other methods have."""
     known = {field.name for field in fields(config_of(_method_of(tables)))}
     others = {field.name for other in (*METHODS, *beside) for field in fields(config_of(other))} - known
-    own = {key: value for key, value in tables.get("replicas", {}).items() if key not in others}
-    if isinstance(options := own.get("options"), dict):
-        own["options"] = {axis: table for axis, table in options.items() if axis in known}
-    return {**tables, "replicas": own}
+    settings = {key: value for key, value in tables.get("replicas", {}).items() if key not in others}
+    if isinstance(options := settings.get("options"), dict):
+        settings["options"] = {axis: table for axis, table in options.items() if axis in known}
+    return {**tables, "replicas": settings}
 
 
 def gather(
     path: str | None, flags: Mapping[str, Any], assignments: Sequence[str], *, trust: bool = False, machines: int = 1
 ) -> Tables:
-    """The user's tables, over the embedded ones where there is no file; all but [replicas] is checked. Arguments as in
-    `read_config`. trust: what a run's file names is imported, whoever made that run. machines: that train together.
+    """The user's tables; without a file, laid over the embedded ones. Checks all sections except [replicas]. Arguments
+    as in `read_config`. trust: import the code that the file names, whoever made the run. machines: number of machines
+    that train together.
     """
     raw = merged_tables(path, flags, assignments)
     if path is not None:
@@ -116,7 +117,7 @@ def gather(
         if name not in ORDER:
             raise ValueError(unknown_name("section", name, ORDER))
     tables = raw if path is not None else over(_embedded(_method_of(raw)), raw)
-    if path is None and "cadence" in raw.get("replicas", {}):  # which says what the embedded rounds would
+    if path is None and "cadence" in raw.get("replicas", {}):  # the user's cadence replaces the embedded rounds
         tables["replicas"] = {key: value for key, value in tables["replicas"].items() if key in raw["replicas"]}
     tables = over(tables, {"world": _numbered(tables, machines)})
     sections(tables)
@@ -124,7 +125,7 @@ def gather(
 
 
 def _numbered(tables: Tables, machines: int) -> dict[str, int]:
-    """What "auto" stands for in [world]."""
+    """The numbers for which "auto" stands in [world]."""
     world = tables.get("world", {})
     numbers = {"threads": 0} if world.get("threads") == "auto" else {}
     if world.get("workers", "auto") == "auto":
@@ -135,7 +136,7 @@ def _numbered(tables: Tables, machines: int) -> dict[str, int]:
 
 
 def gpus_here() -> int:
-    """That torch sees on this machine. Where the system has no driver for any, torch is not loaded to say so."""
+    """Number of GPUs that torch sees on this machine. Does not load torch if the system has no GPU driver."""
     if "torch" not in sys.modules and not any(map(os.path.exists, _DRIVERS)):
         return 0
     import torch
@@ -144,9 +145,7 @@ def gpus_here() -> int:
 
 
 def merged_tables(path: str | None, flags: Mapping[str, Any], assignments: Sequence[str]) -> Tables:
-    """A user's settings, section by section, unchecked: for commands with sections of their own. Arguments as in
-    `read_config`.
-    """
+    """A user's settings by section, unchecked, for commands with further sections. Arguments as in `read_config`."""
     raw = _parse_file(path) if path is not None else {}
     rows = raw.pop("methods", {})
     name = flags.get("replicas.method") or raw.get("replicas", {}).get("method", DEFAULT_METHOD)
@@ -166,12 +165,12 @@ def merged_tables(path: str | None, flags: Mapping[str, Any], assignments: Seque
     named_keys += [assignment.partition("=")[0].strip() for assignment in assignments]
     tokens = raw.get("run", {}).get("tokens")
     if "run.steps" in named_keys and tokens:
-        raise ValueError(f"run.tokens = {tokens} and run.steps both say when the run ends: leave one out")
+        raise ValueError(f"run.tokens = {tokens} and run.steps both say when the run ends: remove one of them")
     return raw
 
 
 def method_tables(path: str | None) -> list[str]:
-    """Names of the tables [methods.NAME] of a CONFIG.toml: methods, or rows of a comparison that say `method`."""
+    """Names of the tables [methods.NAME] of a CONFIG.toml: methods, or rows of a comparison with a key `method`."""
     return [] if path is None else list(_checked(_parse_file(path).get("methods", {})))
 
 
@@ -179,20 +178,20 @@ def _checked(rows: dict[str, Any]) -> dict[str, Any]:
     for name, table in rows.items():
         if not isinstance(table, dict):
             raise ValueError(f"methods.{name} = {table!r}: write a table, [methods.{name}]")
-        _method_of({"replicas": {"method": table.get("method", name)}})  # refuses a slip
+        _method_of({"replicas": {"method": table.get("method", name)}})  # raises for an unknown method
     return rows
 
 
 def _sectioned(name: str, table: Mapping[str, Any]) -> Tables:
-    """The sections that a table [methods.NAME] sets: its own keys are those of [replicas], [methods.NAME.inner] is laid
-    over [inner], and so on.
+    """The sections that a table [methods.NAME] sets. Its direct keys belong to [replicas]; [methods.NAME.inner] belongs
+    to [inner], and so on.
     """
-    own = {section: dict(table[section]) for section in ORDER if isinstance(table.get(section), dict)}
-    return own | {"replicas": {"method": name, **{key: value for key, value in table.items() if key not in own}}}
+    tables = {section: dict(table[section]) for section in ORDER if isinstance(table.get(section), dict)}
+    return tables | {"replicas": {"method": name, **{key: value for key, value in table.items() if key not in tables}}}
 
 
 def over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """Tables laid over others, key by key."""
+    """Merge tables key by key; values of `above` win."""
     tables = [key for key in below if isinstance(below[key], Mapping) and isinstance(above.get(key), Mapping)]
     return {**below, **above, **{key: over(below[key], above[key]) for key in tables}}
 
@@ -200,26 +199,26 @@ def over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
 def resolve(tables: Tables) -> Config:
     """The typed configuration of complete tables."""
     name, typed_sections = _method_of(tables), sections(tables)
-    made_for = config_of(name)
+    config_class = config_of(name)
     settings = {key: value for key, value in tables.get("replicas", {}).items() if key != "method"}
-    known = [field.name for field in fields(made_for)]
+    known = [field.name for field in fields(config_class)]
     for key in settings:
         if key not in known:
             raise ValueError(_foreign(key, name, known))
-    there = wanted(f'pipeline.routing = "{typed_sections["pipeline"].routing}"', name)
-    settings = {key.removeprefix("replicas."): value for key, value in there.items()} | settings
+    required = wanted(f'pipeline.routing = "{typed_sections["pipeline"].routing}"', name)
+    settings = {key.removeprefix("replicas."): value for key, value in required.items()} | settings
     hf = typed_sections["model"].hf
     if hf is not None and "tokenizer" not in tables.get("data", {}) and Path(hf).expanduser().is_dir():
         typed_sections["data"] = replace(typed_sections["data"], tokenizer=hf)
-    if "seed" in known:  # one seed makes the whole run another one
+    if "seed" in known:  # run.seed also determines the method's draws
         settings.setdefault("seed", typed_sections["run"].seed)
-    config = Config(method=name, replicas=typed("replicas", made_for, settings), **typed_sections)
+    config = Config(method=name, replicas=typed("replicas", config_class, settings), **typed_sections)
     check_code(config)
     return ending(config)
 
 
 def sections(tables: Tables) -> dict[str, Any]:
-    """Each section of the tables as its class, but [replicas]; checked. Loads no torch."""
+    """Each section of the tables except [replicas] as its class, checked. Loads no torch."""
     everywhere = [f"{section}.{key}" for section, cls in SECTIONS.items() for key in keys_of(cls)]
     for section, cls in SECTIONS.items():
         for key in tables.get(section, {}).keys() - {field.name for field in fields(cls)}:
@@ -230,16 +229,16 @@ def sections(tables: Tables) -> dict[str, Any]:
 
 
 def _foreign(key: str, name: str, known: Sequence[str]) -> str:
-    """The line for a key of [replicas] that method `name` does not have: a slip, or another method's."""
+    """The message for a key of [replicas] that method `name` does not have: misspelt, or another method's."""
     owners = [other for other in METHODS if key in [field.name for field in fields(config_of(other))]]
     if not owners:
         return unknown_name("key", f"replicas.{key}", [f"replicas.{key}" for key in ("method", *known)])
-    return f"replicas.{key} is a setting of {', '.join(owners)}, not of {name}: take it out, or choose another method"
+    return f"replicas.{key} is a setting of {', '.join(owners)}, not of {name}: remove it, or choose another method"
 
 
 def to_toml(config: Config, named: Mapping[str, str] | None = None) -> str:
-    """The whole configuration as TOML that `read_config` reads back to an equal one. named: what it says in place of a
-    few settings.
+    """The whole configuration as TOML; `read_config` reads it back to an equal one. named: values to write in place of
+    some settings.
     """
     first = {"replicas": {"method": config.method}}
     written = (_table(name, getattr(config, name), named or {}, first.get(name, {})) for name in ORDER)
@@ -252,7 +251,7 @@ def run_name(config: Config) -> str:
 
 
 def _table(name: str, config: Any, named: Mapping[str, str], first: Mapping[str, Any]) -> str:
-    """A section, line by line: a table of tomlkit's is read through again with every key that is added."""
+    """A section, built line by line: a tomlkit table would be scanned again for every added key."""
     lines, tables, inner = [f"[{name}]\n"], list[str](), tables_of(type(config))
     for key, value in {**first, **vars(config)}.items():
         value = named.get(f"{name}.{key}", value)
@@ -260,14 +259,14 @@ def _table(name: str, config: Any, named: Mapping[str, str], first: Mapping[str,
             tables.append("\n" + _table(f"{name}.{key}", value, named, {}))
         elif isinstance(value, dict):
             tables.append("\n" + tomlkit.dumps({name: {key: value}}))
-        elif value is not None:  # TOML has no null; a key that is absent has its default
+        elif value is not None:  # TOML has no null; an absent key has its default
             lines.append(f"{key} = {tomlkit.item(_listed(value)).as_string()}\n")
     return "".join(lines + tables)
 
 
 def _listed(value: Any) -> Any:
-    """Tuples as lists, inside of tuples too."""
-    return [_listed(one) for one in value] if isinstance(value, tuple) else value
+    """Convert tuples to lists, nested ones too."""
+    return [_listed(item) for item in value] if isinstance(value, tuple) else value
 
 
 def _parse_file(path: str) -> Tables:
@@ -296,41 +295,39 @@ def _method_of(tables: Tables) -> str:
 
 
 def _embedded(name: str) -> Tables:
-    """The built-in small run, with its table for the method, and what that says of the inner optimizer."""
+    """The built-in small run, with the settings of its table for the method, also for the inner optimizer."""
     tables = parse_toml(files("isles.training.config").joinpath("embedded.toml").read_text(encoding="utf-8"))
-    own = tables.pop("methods")
-    return over(tables, _sectioned(name, own.get(name) or _inherited(name, own)))
+    methods = tables.pop("methods")
+    return over(tables, _sectioned(name, methods.get(name) or _inherited(name, methods)))
 
 
 def _inherited(name: str, tables: Tables) -> dict[str, Any]:
-    """For a method from outside: the settings of the nearest known base class at this size."""
+    """The settings for a user's own method: those of its nearest base class that the embedded run has."""
     if name in METHODS:
         return {}
-    kind, named = method(name), {method(one): one for one in METHODS}
-    keys = [field.name for field in fields(kind.Config)]
-    found = next((tables[named[base]] for base in kind.__mro__ if named.get(base) in tables), {})
-    return {key: value for key, value in found.items() if key in (*keys, *ORDER)}
+    cls, names = method(name), {method(known): known for known in METHODS}
+    keys = [field.name for field in fields(cls.Config)]
+    settings = next((tables[names[base]] for base in cls.__mro__ if names.get(base) in tables), {})
+    return {key: value for key, value in settings.items() if key in (*keys, *ORDER)}
 
 
 _WIDTH = 100
 
 
 def template(name: str) -> str:
-    """TOML that `read_config` reads to the defaults of method `name`; keys without a default stand commented out."""
-    made_for = config_of(name)
+    """TOML that `read_config` reads to the defaults of method `name`. Keys without a default are commented out."""
+    config_class = config_of(name)
     lines = [
         f"# isles train THIS.toml    (method {name}: {METHODS[name].what})" if name in METHODS else f"# method {name}"
     ]
     for section in ORDER:
-        cls = made_for if section == "replicas" else SECTIONS[section]
+        cls = config_class if section == "replicas" else SECTIONS[section]
         lines += ["", *commented(section, cls, {"method": name} if section == "replicas" else {})]
     return "\n".join(lines) + "\n"
 
 
 def commented(section: str, cls: type, raw: Mapping[str, Any] | None = None) -> list[str]:
-    """A section's lines: its head, the keys of `raw`, then those of the config class with their defaults and
-    docstrings.
-    """
+    """A section's lines: its head, the keys of `raw`, and those of the config class with defaults and docstrings."""
     tables = tables_of(cls)
     lines = [f"[{section}]", *(f"{key} = {_toml(value)}" for key, value in (raw or {}).items())]
     for key, text in field_docs(cls).items():
