@@ -43,6 +43,7 @@ class MemberState:
         self.views: dict[int, View] = {}
         self.round = 0
         self.seconds = 0.0  # of an inner step, 0 if unknown
+        # How often it was asked to load another state; the newest of these requests whose state it has loaded.
         self.call, self.ready = 0, -1
         self._known = -1  # the newest view up to which no view is missing
         self._entered = -1  # views up to this number are of the time before the present state was loaded

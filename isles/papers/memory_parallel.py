@@ -438,12 +438,12 @@ def fastest_hybrid(job: ParallelJob, *, tensor: bool) -> ParallelPlan:
 
 
 def _fits(job: ParallelJob, shape: HalfDecoder, tensor: bool) -> bool:
-    """Whether the split into most pieces can train it, its fullest stages that is: the first, which keeps the most
-    forwards, and the last, with the head.
+    """Whether a model of this shape fits when it is split into as many pieces as possible. Only the two fullest stages
+    are checked: the first, which keeps the most forwards, and the last, which has the head.
     """
-    cut = max(one.tensor for one in splits(job, tensor=tensor))
-    stages = max(one for one in divisors(job.devices // cut) if one <= min(shape.layers, MOST_VISITS))
-    split = HybridSplit(tensor=cut, stages=stages, replicas=job.devices // cut // stages, holds=_HOLDS[0])
+    width = max(one.tensor for one in splits(job, tensor=tensor))
+    stages = max(one for one in divisors(job.devices // width) if one <= min(shape.layers, MOST_VISITS))
+    split = HybridSplit(tensor=width, stages=stages, replicas=job.devices // width // stages, holds=_HOLDS[0])
     layers = _layers(shape, stages)
     return all(_peak(job, shape, split, stage, layers[stage]) <= job.machine.device_bytes for stage in (0, stages - 1))
 

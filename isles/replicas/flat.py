@@ -72,7 +72,7 @@ class FlatParameters:
         self.parameters, self._maker, self._pinned = list(parameters), maker, pinned
         self._staging: HostCopies | None = None
         self.is_read = False
-        """Whether blocks that stand for weights on a GPU hold what those are now."""
+        """Whether the host's blocks hold the present weights of the GPU."""
         self.numel = sum(parameter.numel() for parameter in self.parameters)
         dtypes = {parameter.dtype for parameter in self.parameters}
         self.dtype = torch.float64 if torch.float64 in dtypes else torch.float32
@@ -120,13 +120,13 @@ class FlatParameters:
         return self._staging is not None
 
     def down(self) -> None:
-        """Bring the weights into the blocks, unless they are there. A GPU's host waits for that once."""
+        """Copy the weights from the GPU to the host's blocks, unless these hold them. The host waits for it once."""
         if self._staging is not None and not self.is_read:
             self._staging.down(self.parameters)
             self.is_read = True
 
     def up(self, local_share: float = 0.0) -> None:
-        """weights = local_share weights + (1 - local_share) blocks."""
+        """Write the host's blocks back to the GPU: weights = local_share weights + (1 - local_share) blocks."""
         if self._staging is not None:
             self._staging.up(self.parameters, local_share)
             self.is_read = not local_share

@@ -97,10 +97,11 @@ class SimulatedWorld(ABC):
             self.begins += [event.at] * (int(event.number) if event.kind == "join" else 0)
         self.events: Sequence[ChurnEvent] = self.trace
         """The events, with paused workers that join again as new ones if `gives_up`."""
-        self._machines: Sequence[int] = range(len(self.begins))
+        # By worker, its machine: one that joins again has a new number, and the speed of its old machine.
+        self._machine_of: Sequence[int] = range(len(self.begins))
         if self.gives_up:
             found = returns(self.trace, self.begins, config.world.elastic.lease)
-            self.events, self.begins, self._machines = found.events, list(found.begins), found.machines
+            self.events, self.begins, self._machine_of = found.events, list(found.begins), found.machines
         self.results: dict[int, dict[str, Any]] = {}
         self.summary: SummaryTable = {}
 
@@ -146,7 +147,7 @@ class SimulatedWorld(ABC):
             workers,
             links=world.virtual.links,
             step_seconds=step_seconds(config),
-            speeds=[factors[machine] for machine in self._machines],
+            speeds=[factors[machine] for machine in self._machine_of],
             compute_jitter=world.virtual.step_jitter,
             pauses=KnownPauses(_pauses(self.events)),
             begins=self.begins,

@@ -45,7 +45,7 @@ def test_int2_takes_the_nearest_of_its_four_levels() -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["int8:stochastic", "int4:stochastic"])
 def test_stochastic_rounding_is_unbiased(name: str) -> None:
-    """compression.md C5: over 10,000 exchanges the mean error of every entry is within 4 standard errors (a fixed draw;
+    """Over 10,000 exchanges the mean error of every entry is within 4 standard errors (a fixed draw;
     of 256 entries one in a hundred runs would have one outside); each is off by less than a step; two workers draw
     apart, the same exchange draws the same, and no generator moves.
     """
@@ -70,7 +70,7 @@ def test_stochastic_rounding_is_unbiased(name: str) -> None:
 
 
 def test_relative_errors_on_gaussian_numbers() -> None:
-    """compression.md 2.3: int8 block 256 0.0070, int4 block 64 0.108, sign 0.60 of the input's norm."""
+    """int8 block 256 0.0070, int4 block 64 0.108, sign 0.60 of the input's norm."""
     x = noise(1 << 18)
     for name, error in (("int8", 0.0070), ("int4", 0.108), ("sign", 0.60)):
         assert float((through(codec(name), x) - x).norm() / x.norm()) == pytest.approx(error, rel=0.03)

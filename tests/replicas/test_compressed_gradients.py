@@ -38,7 +38,7 @@ def saved(optimizer: Any) -> list[Tensor]:
 
 @pytest.mark.parametrize(("name", "form"), cover(CODECS, ("local", "global"), each=1))
 def test_what_was_put_in_is_in_the_means_or_saved(name: str, form: str) -> None:
-    """Sum of gradients = workers x sum of means + residuals, whatever the codec does to them (compression.md 2.2); all
+    """Sum of gradients = workers x sum of means + residuals, whatever the codec does to them; all
     workers get the same bits. Nothing is lost by codec none.
     """
 
@@ -86,7 +86,7 @@ def test_bytes_of_the_factors() -> None:
 @pytest.mark.parametrize("name", SAVED)
 def test_a_step_that_is_not_finite_never_was(name: str, bad: float) -> None:
     """Worker 1's gradient breaks in step 3: nobody's weights, residuals, thresholds or bases change, everybody counts
-    it, Adam's moments stay; the run goes on as if the step had not been (dct.md 3.5, oracle 9). A scaler that is
+    it, Adam's moments stay; the run goes on as if the step had not been. A scaler that is
     switched off changes nothing.
     """
     off = torch.amp.GradScaler("cpu", enabled=False) if bad == float("inf") else None

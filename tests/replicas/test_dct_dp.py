@@ -1,4 +1,4 @@
-"""DCT-DP: the numbers of the oracles in the specification (dct.md, section 6), on vectors and on a small model."""
+"""DCT-DP: numbers that can be calculated by hand, on vectors and on a small model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DiLoCo, LocalSGD and no exchange at all against diloco.md, section 6."""
+"""DiLoCo, LocalSGD and no exchange at all, against calculations by hand and plain loops."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class One(nn.Module):
 )
 @pytest.mark.parametrize("workers", [1, 2, 3])
 def test_hand_oracle(sync_every: int, outer_lr: float, momentum: float, values: list[float], workers: int) -> None:
-    """Oracle (6.1): one weight 1.0, constant gradient 2, inner SGD of rate 1."""
+    """By hand: one weight 1.0, constant gradient 2, inner SGD of rate 1."""
 
     def worker(world: Mesh) -> list[float]:
         model, seen = One(), []
@@ -49,7 +49,7 @@ def test_hand_oracle(sync_every: int, outer_lr: float, momentum: float, values: 
 @pytest.mark.parametrize("workers", [2, 3, 4])
 @pytest.mark.parametrize("method", ["diloco", "localsgd"])
 def test_replicas_in_a_list(method: str, workers: int) -> None:
-    """Oracle (6.1): k replicas in one process, float64, outer torch.optim.SGD(nesterov=True); 1e-12 at every step."""
+    """k replicas in one process, float64, outer torch.optim.SGD(nesterov=True); 1e-12 at every step."""
     rounds, every = 5, 3
     options = {"sync_every": every, "outer_lr": 0.7, "outer_momentum": 0.8} if method == "diloco" else {}
 

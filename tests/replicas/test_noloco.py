@@ -1,4 +1,4 @@
-"""NoLoCo against noloco.md, section 6: golden vector, bitwise and algebraic invariants, bytes."""
+"""NoLoCo against the rule of its paper (arXiv 2506.10911): a golden vector, bitwise and algebraic invariants, bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The stability of random groups: the 3 x 3 matrix of noloco.md, section 2.9, and simulated disagreement."""
+"""The stability of random groups: the 3 x 3 matrix of its second moments, and simulated disagreement."""
 
 from __future__ import annotations
 

@@ -38,10 +38,14 @@ from isles.pipeline.swarm.ledger import as_words, from_words, words_for
 _DECIDED = 1
 
 
+def row_bytes(members: int, values: int) -> int:
+    """Bytes of one member's row in a vote: a number, the set of lost ones among `members`, and `values` numbers."""
+    return 8 * (1 + words_for(members) + values)
+
+
 def agreed_bytes(members: int, values: int) -> int:
     """Bytes that each of `members` sends in an agreement without a loss, with votes of `values` numbers."""
-    row = 8 * (1 + words_for(members) + values)
-    return (members - 1) * (2 * HEAD + (1 + members) * row)
+    return (members - 1) * (2 * HEAD + (1 + members) * row_bytes(members, values))
 
 
 class Agreement:

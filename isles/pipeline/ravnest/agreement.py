@@ -36,10 +36,9 @@ from isles.comm.errors import Malformed, PeerLost
 from isles.comm.group import Group, numbers
 from isles.comm.transport import Steps, Transfer
 from isles.network.clusters import ClusterGrowth, is_encoded_node
-from isles.pipeline.peers.agreement import Agreement
+from isles.pipeline.peers.agreement import Agreement, row_bytes
 from isles.pipeline.peers.inbox import ASK, MAX_JOINERS, OUTER, VOTE, WELCOME, PeerInbox, ask
 from isles.pipeline.ravnest.assignment import ClusterAssignment
-from isles.pipeline.swarm.ledger import words_for
 
 _IDLE = 100.0  # nodes that do not train wait this many times the outer deadline: they vote long before the others
 _LONGEST = 1 << 20  # most bytes of a welcome
@@ -53,9 +52,10 @@ def cluster_inbox(world: Group, run: int, largest: int, met: Sequence[int] | Non
     run: a number that all nodes of this run share and others do not. largest: most bytes of a message of a joint
     operation. met: positions that this node receives from at the start; None: all others.
     """
-    fields = 8 * world.size * (1 + words_for(world.size) + _MAX_VALUES)
+    # A vote has a row for each member: a number, the set of members that it counts as lost, and its values.
+    vote_bytes = world.size * row_bytes(world.size, _MAX_VALUES)
     lengths = {
-        VOTE: range(0, fields + 1, 8),
+        VOTE: range(0, vote_bytes + 1, 8),
         OUTER: range(largest + 1),
         ASK: range(8, 9),
         WELCOME: range(2, _LONGEST),

@@ -53,8 +53,9 @@ class SwarmForecast:
 def forecast(
     load: SwarmLoad, share: Callable[[dict[int, float]], dict[int, list[int]]], *, steps: int
 ) -> SwarmForecast:
-    """Means over `steps` steps after the first, in which peers do not know each other's speeds; `held` is the maximum.
-    share: the microbatches of each origin, from the seconds of one.
+    """Simulate `steps` + 1 steps, and average all but the first, in which peers do not know each other's speeds yet.
+
+    share: by origin (a peer of stage 0) its microbatches, from the seconds that each origin takes for one.
     """
     player, peers = _Player(load), range(len(load.stages))
     player.play(share(player.origins))

@@ -166,7 +166,7 @@ class Fragment:
         self.digest = 0
         """Hash of the anchor, where workers agree on it and it has moved."""
         self.run = 0
-        """What its workers share else, see `ReplicaSync.run`."""
+        """What its workers share before that: the run's number, see `ReplicaSync.run`."""
         self.ahead: Exchange | None = None
         """The exchange of anchors for the next round, started before it."""
         self.latest: Exchange | None = None
