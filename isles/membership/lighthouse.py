@@ -24,6 +24,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from ipaddress import IPv6Network
 from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
@@ -31,6 +32,7 @@ from typing import Any, TypeVar
 from isles.base.parsing import parse_json
 from isles.comm.sockets import loop
 from isles.comm.sockets.listener import echo_failure
+from isles.comm.tcp import is_own
 from isles.membership.effects import Append, Coordinator, Effect, Reply
 from isles.membership.failure_detector import FailureDetector, IslandLiveness
 from isles.membership.keys import (
@@ -239,6 +241,11 @@ class Admissions:
         return wait
 
 
+def network_of(address: str) -> str:
+    """The address; of an IPv6 one its network of 64 bits, because one machine may have all addresses in it."""
+    return str(IPv6Network((address.partition("%")[0], 64), strict=False)) if ":" in address else address
+
+
 _LOG = logging.getLogger(__name__)
 GRACE = 8.0  # seconds for workers to reconnect to a restarted lighthouse
 JOINS = 30  # members that may join from one address at once, and as many again each minute
@@ -364,13 +371,18 @@ class Lighthouse:
             self.refused.note(-1, "another version, text or number of workers")
             query.reply(encode(Refusal(why)))
             return
-        wait = self._admissions.take(self._session.seen(hello.session), self._session.now())
+        seen = self._session.seen(hello.session)
+        if not seen:
+            self._refuse(query, -1, "a session that is not connected")
+            return
+        wait = self._admissions.take(network_of(seen), self._session.now())
         if wait > 0:
             self.refused.note(-1, "joins too often")
             why = f"{JOINS} workers a minute may join from one address"
             query.reply(encode(Later(round(wait, 1), why)))
             return
-        self._carry_out(self._call(lambda m, now: m.join(now, hello.corpus, hello.certificates)), query)
+        address = "" if is_own(seen) else network_of(seen)
+        self._carry_out(self._call(lambda m, now: m.join(now, hello.corpus, hello.certificates, address)), query)
 
     def _joined(self, entry: Mapping[str, Any]) -> None:
         """Note the member of a "join" entry; ignore others."""

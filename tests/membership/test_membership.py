@@ -307,7 +307,7 @@ def test_late_and_refused_is_what_most_of_the_others_say() -> None:
     again = PeerReport(1, 1, 2, "refused", "its share holds NaN")
     assert told(run.report_peer(0.0, 0, again), RoundDecision) == []
     assert told(run.report_peer(0.0, 1, again), RoundDecision)[0][1] == RoundDecision(1, "retry", 2, (0, 1), view=0)
-    assert told(run.report_peer(0.0, 1, replace(again, attempt=2, member=0)), RoundDecision)[0][1].members == (1,)
+    assert told(run.report_peer(0.0, 1, replace(again, attempt=2, member=0)), RoundDecision)[0][1].members == (0,)
 
 
 # The worker's side
