@@ -12,6 +12,7 @@ import re
 import tomllib
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import MISSING
 from functools import cache, partial
 from itertools import chain
 from typing import Annotated, Any, ClassVar
@@ -99,7 +100,9 @@ OneLine = Annotated[str, UTF8, Field(strict=True, max_length=200), AfterValidato
 
 
 class Exact:
-    """A dataclass that `read` makes of a table with exactly its keys, those with a default included."""
+    """A dataclass that `read` makes of a table with its keys. Those with a default may be missing and unknown ones are
+    ignored: another minor version has fewer or more.
+    """
 
     __slots__ = ()
     __dataclass_fields__: ClassVar[dict[str, Any]]
@@ -107,9 +110,11 @@ class Exact:
     @model_validator(mode="before")
     @classmethod
     def _has_all(cls, value: Any) -> Any:
-        if not isinstance(value, dict) or value.keys() != cls.__dataclass_fields__.keys():
-            raise ValueError(f"its keys are {', '.join(cls.__dataclass_fields__)}")
-        return value
+        known = cls.__dataclass_fields__
+        required = {name for name, one in known.items() if one.default is one.default_factory is MISSING}
+        if not isinstance(value, dict) or not required <= value.keys():
+            raise ValueError(f"its keys are {', '.join(known)}")
+        return {key: part for key, part in value.items() if key in known}
 
 
 def read(kind: Any, value: Any, what: str = "") -> Any:

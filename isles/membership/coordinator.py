@@ -229,8 +229,9 @@ class RoundsCoordinator(CoordinatorState):
         for one in (peer_report.member, member):
             if self.ballots.ban_scores.are_enough(one, everybody):
                 self._record("ban", member=one)
-                rule = "in three rounds it refused the shares of at least half of the addresses, or they refused its"
-                self._tell(one, Refusal(f"shut out: {rule} (isles docs: guarantees.md)"))
+                rule = "in three rounds or more it and at least half of the other addresses refused each other's shares"
+                said = f"worker {member} says: {peer_report.reason[:200]}"
+                self._tell(one, Refusal(f"shut out: {rule} ({said})"))
         return self._effects(now)
 
     def tick(self, now: float) -> list[Effect]:

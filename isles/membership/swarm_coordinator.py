@@ -219,7 +219,7 @@ class SwarmCoordinator(Coordinator):
             self._reply(self._part(member))
 
     def _most_common_run(self) -> tuple[int | None, bool]:
-        """(the `RequestWork.run` of the swarm, or before the first one that of most waiting peers; if it is certain)."""
+        """(the `RequestWork.run` of the swarm, before the first one that of most waiting peers; if it is certain)."""
         if self._run is not None:
             return self._run, True
         waiting = [member for member, peer in self.peers.items() if peer.wish is not None and peer.here]
