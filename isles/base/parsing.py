@@ -12,7 +12,6 @@ import re
 import tomllib
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import MISSING
 from functools import cache, partial
 from itertools import chain
 from typing import Annotated, Any, ClassVar
@@ -100,9 +99,7 @@ OneLine = Annotated[str, UTF8, Field(strict=True, max_length=200), AfterValidato
 
 
 class Exact:
-    """A dataclass that `read` makes of a table with its keys. Those with a default may be missing and unknown ones are
-    ignored: another minor version has fewer or more.
-    """
+    """A dataclass that `read` makes of a table. Unknown keys are ignored, those with a default may be missing."""
 
     __slots__ = ()
     __dataclass_fields__: ClassVar[dict[str, Any]]
@@ -111,7 +108,7 @@ class Exact:
     @classmethod
     def _has_all(cls, value: Any) -> Any:
         known = cls.__dataclass_fields__
-        required = {name for name, one in known.items() if one.default is one.default_factory is MISSING}
+        required = {key for key, one in known.items() if one.default is one.default_factory}  # it has neither
         if not isinstance(value, dict) or not required <= value.keys():
             raise ValueError(f"its keys are {', '.join(known)}")
         return {key: part for key, part in value.items() if key in known}

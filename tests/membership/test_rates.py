@@ -47,7 +47,7 @@ def test_an_address_may_measure_its_link_a_hundred_times_a_minute(tmp_path: Path
 
 
 def test_rounds_of_ten_milliseconds_are_below_every_rate() -> None:
-    """A round: a beat, a promise, an answer, an accusation of 300 bytes each; two reports of 1 kB, metrics and record."""
+    """A round: a beat, a promise, an answer, an accusation of 300 bytes each; two reports of 1 kB (metrics, record)."""
     rounds = 60 * 100
     assert 4 * rounds < WORDS and 4 * 300 * rounds < WORD_BYTES
     assert 2 * rounds < LINES and 2 * 1024 * rounds < LINE_BYTES
