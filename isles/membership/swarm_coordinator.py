@@ -253,7 +253,7 @@ class SwarmCoordinator(Coordinator):
             raise ValueError("an impossible swarm")
         peer, others = self.peers[member], {*self.alive()} - {member}
         is_new = member not in self.members
-        if serving.epoch != self.epoch or peer.is_out or (is_new and others and not others & stages.keys()):
+        if serving.epoch != self.epoch or peer.is_out or (is_new and not others & stages.keys()):
             self._reply(Rejoin("the run goes on without this part of its swarm"))
             return
         peer.heard_at, peer.serving, peer.beside, peer.wish = now, serving, stages.keys(), None

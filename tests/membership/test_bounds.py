@@ -11,7 +11,7 @@ import pytest
 
 from isles.membership.coordinator import RoundsCoordinator
 from isles.membership.effects import Effect, Rules
-from isles.membership.messages import Ack, Beat, Delivered, Done, Load, PeerReport, Wait
+from isles.membership.messages import Ack, Beat, Delivered, Done, Load, PeerReport, Rejoin, StartSwarm, Wait
 from isles.membership.round_commit import NOTHING, RoundDecision
 from tests.membership.hostile import Liar
 from tests.membership.test_membership import told
@@ -214,6 +214,18 @@ def test_the_first_that_asks_does_not_choose_the_configuration() -> None:
     world.answer(world.coordinator.join(0.0, "text", (), "c"))
     assert world.ask(32).members == (30, 31, 32)
     assert "configuration" in world.ask(5, run=8).reason
+
+
+def test_a_beat_before_the_swarm_has_begun_begins_none() -> None:
+    """Nor one after all of its peers were lost."""
+    world = Swarm(1, 1)
+    for _ in range(4):
+        world.join()
+    assert isinstance(world.beat(3, 0, {3: 0}, epoch=0), Rejoin)
+    world.ask(0)
+    assert isinstance(world.ask(1), StartSwarm)
+    world.gone(0, 1)
+    assert isinstance(world.beat(3, 0, {3: 0}), Rejoin) and isinstance(world.ask(2), Wait)
 
 
 # The bound
