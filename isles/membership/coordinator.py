@@ -309,7 +309,9 @@ class RoundsCoordinator(CoordinatorState):
             return
         self._propose()
         if self.ballots.are_open and self.view is not None:
-            for decision in self.ballots.due(now, {member: self._awaited_from(member) for member in self.members()}):
+            begun = self.newest_round if self.rules.quorum else self._reached()
+            living = {member: self._awaited_from(member) for member in self.members()}
+            for decision in self.ballots.due(now, living, begun):
                 self._record("decision", decision=plain(decision))
                 for member in decision.members:
                     self._tell(member, decision)

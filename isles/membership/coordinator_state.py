@@ -125,10 +125,11 @@ class Ballots:
         pairs = {frozenset((reported, member)) for reported, who in reports.items() for member in who}
         return partial(self.ban_scores.worst, more=pairs) if pairs else None
 
-    def due(self, now: float, living: Mapping[int, float]) -> Iterator[RoundDecision]:
+    def due(self, now: float, living: Mapping[int, float], begun: int) -> Iterator[RoundDecision]:
         """Decisions that are due now. Each must be recorded, which calls `apply`, before the next is taken.
 
-        living: by member, the first round that waits for it.
+        living: by member, the first round that waits for it. begun: the newest round to decide; a view may still begin
+        with a later one.
         """
         here = {round: {member for member, entered in living.items() if entered <= round} for round in self._open}
         for round, ballot in self._open.items():
@@ -136,7 +137,7 @@ class Ballots:
                 self.graces.enough(now, round)
         for round in self.graces.over(now) & self._open.keys():
             self._open[round] = replace(self._open[round], is_closing=True)
-        for round in sorted(self._open):
+        for round in sorted(round for round in self._open if round <= begun):
             decision = self._open[round].decide(here[round], self._worst(round), self._votes)
             if decision is not None:
                 (self.graces.landed if decision.outcome == "land" else self.graces.exchanging)(now, round)
@@ -169,9 +170,12 @@ class Ballots:
         ballot = self._landed.get(round) or self._open.get(round)
         return None if ballot is None else ballot.decision(member)
 
-    def opened(self, view: View) -> None:
-        """A new view begins: its members have the others' state."""
+    def opened(self, view: View, members: tuple[int, ...]) -> None:
+        """A new view begins: its members have the others' state. members: of the first attempt of its rounds."""
         self._view = view.number
+        for round, ballot in self._open.items():
+            if round >= view.since and len(ballot.attempts) == 1:  # opened by a member that claims a later round
+                self._open[round] = replace(ballot, attempts=(members,))
 
     def left_out(self, view: View) -> Collection[int]:
         """Members of `view` that missed a landing, and so take no part in its rounds."""
@@ -322,7 +326,7 @@ class CoordinatorState(Coordinator):
                 self._call_again(self.workers[member])
         for member in view.members:
             self.workers[member].enter(view.since)
-        self.ballots.opened(view)
+        self.ballots.opened(view, self.voters(view.since))
         if not begins:  # only joiners, which wait until a member has begun this round
             self.newest_round = max(self.newest_round, view.since)
 

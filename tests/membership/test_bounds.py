@@ -163,6 +163,21 @@ def test_accusations_of_rounds_that_few_have_begun_count_nothing() -> None:
     assert not any(len(rounds) > 1 for rounds in world.run.ballots.ban_scores._rounds.values())
 
 
+def test_words_about_a_round_to_come_do_not_fix_who_is_in_it() -> None:
+    """A view begins with round 4, about which a hostile member has spoken before; then all four land it."""
+    world = Run(2, seats=1, agrees=True)
+    comes = world.joins()
+    world.run.hear(0.0, 2, Done(4, 0, 7))
+    world.run.hear(0.0, 2, PeerReport(4, 0, 0, "late"))
+    world.promise(*world.honest, *world.hostile)
+    assert world.run.view is not None and world.run.view.since == 4
+    for round in (2, 3, 4):
+        world.begin(round, 0, 1, 2)
+    world.begin(4, comes)
+    found = [effect for member in (0, 1, 2, comes) for effect in world.run.hear(0.0, member, Done(4, 0, 7)) or []]
+    assert told(found, RoundDecision)[0][1] == RoundDecision(4, "land", 0, (0, 1, 2, comes), view=1)
+
+
 # Swarms
 
 

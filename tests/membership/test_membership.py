@@ -292,6 +292,8 @@ def test_a_loss_in_a_round_is_another_attempt_and_who_missed_a_landing_begins_ag
     orders = run.done(0.0, 1, Done(1, 1, 6))
     assert told(orders, RoundDecision)[0] == (0, RoundDecision(1, "land", 1, (0, 1), view=0))
     assert run.workers[2].call == 1 and run.workers[2].state == "outside"
+    for member in (0, 1):
+        run.beat(0.0, member, Beat(2, 0, 0))
     run.done(0.0, 0, Done(2, 0, 7))  # round 2 is among those two alone, without a word about it
     assert told(run.done(0.0, 1, Done(2, 0, 7)), RoundDecision)[0][1] == RoundDecision(
         2, "land", 0, (0, 1), view=run.ballots._view

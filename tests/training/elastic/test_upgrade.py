@@ -55,8 +55,8 @@ def exchanges(world: Processes) -> list[tuple[int, ...]]:
 
 @pytest.mark.long
 def test_a_run_goes_on_with_the_next_version(tmp_path: Path) -> None:
-    """Two workers of this version; a newer one is refused. The lighthouse goes on in the next version with the two, and a
-    new worker and another old one exchange with them.
+    """Two workers of this version; a newer one is refused. The lighthouse goes on in the next version with the two, and
+    a new worker and another old one exchange with them.
     """
     later = next_version(tmp_path / "later")
     world = Processes(tmp_path)
