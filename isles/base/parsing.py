@@ -99,7 +99,7 @@ OneLine = Annotated[str, UTF8, Field(strict=True, max_length=200), AfterValidato
 
 
 class Exact:
-    """A dataclass that `read` makes of a table with exactly its keys, those with a default included."""
+    """A dataclass that `read` makes of a table. Unknown keys are ignored, those with a default may be missing."""
 
     __slots__ = ()
     __dataclass_fields__: ClassVar[dict[str, Any]]
@@ -107,9 +107,11 @@ class Exact:
     @model_validator(mode="before")
     @classmethod
     def _has_all(cls, value: Any) -> Any:
-        if not isinstance(value, dict) or value.keys() != cls.__dataclass_fields__.keys():
-            raise ValueError(f"its keys are {', '.join(cls.__dataclass_fields__)}")
-        return value
+        known = cls.__dataclass_fields__
+        required = {key for key, one in known.items() if one.default is one.default_factory}  # it has neither
+        if not isinstance(value, dict) or not required <= value.keys():
+            raise ValueError(f"its keys are {', '.join(known)}")
+        return {key: part for key, part in value.items() if key in known}
 
 
 def read(kind: Any, value: Any, what: str = "") -> Any:

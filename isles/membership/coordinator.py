@@ -6,7 +6,9 @@ must be on disk before any later effect leaves the machine: it records all that 
 
 A change (a member is ready, lost or leaving) becomes a proposal for the newest round + `MARGIN`. Every connected member
 of the present view promises it, or answers that it has begun that round; once all have promised, the view is recorded
-and sent. Training never waits for it.
+and sent. Training never waits for it. If a member has begun that round, a later one is proposed. A minority cannot
+prevent a view: after `_TRIES` such proposals, or if it does not answer within `_UNANSWERED`, the view begins without
+it, and it loads another state.
 """
 
 from __future__ import annotations
@@ -45,28 +47,39 @@ from isles.membership.round_commit import NOTHING
 
 _TIMES, _LEAST = 10, 60.0  # a stall is so many times a member's usual round, and so many seconds at least
 _MOST = 10  # a member's own pace counts up to so many times the usual one
-_LOOK = 1.0  # the longest interval between looks that counts, seconds: in a longer one the lighthouse was suspended
+_LOOK = 1.0  # the longest interval between looks that counts, seconds
+_FAR, _LONGEST = 1 << 40, 1e6  # the last round of a run without an end; seconds of a step, or of a round
 
 
 class Stalls:
-    """Finds members that make no progress. For a lighthouse that looks several times a second."""
+    """Finds members that make no progress. For a lighthouse that looks several times a second.
+
+    now: seconds in which the lighthouse was running.
+    """
 
     def __init__(self) -> None:
-        self._looked_at, self._now = -math.inf, 0.0
+        self._looked_at, self.now = -math.inf, 0.0
         self._behind: dict[int, tuple[int, float]] = {}  # by member: its round, and since when others are further
 
     def look(
-        self, at: float, rules: Rules, members: Sequence[Worker], first: int, last: int | None, over: Collection[int]
+        self,
+        at: float,
+        rules: Rules,
+        members: Sequence[Worker],
+        first: int,
+        last: int | None,
+        over: Collection[int],
+        newest: int = _FAR,
     ) -> dict[int, float]:
         """Look now. Returns by stalled member for how many seconds it has made no progress.
 
         at: seconds of any clock. first: the member of the view that validates. over: members that have done the last
-        round.
+        round. newest: the newest round as far as it is believed.
         """
-        self._now += min(at - self._looked_at, _LOOK)
-        self._looked_at, now = at, self._now
+        self.now += min(at - self._looked_at, _LOOK)
+        self._looked_at, now = at, self.now
         rounds = {one.member: max(one.round, one.entered - 1) + (one.member in over) for one in members}
-        newest = max(rounds.values(), default=0)
+        newest = min(max(rounds.values(), default=0), newest + 1)
         since = {member: self._behind.get(member, (-1, now)) for member, round in rounds.items() if round < newest}
         self._behind = {
             member: was if was[0] == rounds[member] else (rounds[member], now) for member, was in since.items()
@@ -82,8 +95,8 @@ class Stalls:
         return stalled
 
 
-_FAR, _LONGEST = 1 << 40, 1e6  # the last round of a run without an end; seconds of a step, or of a round
-_ALIKE = 0.8  # above this share of the usual pace a worker takes all inner steps: measured paces vary
+_TRIES, _UNANSWERED = 3, 15.0  # proposals that a minority may refuse one after the other; seconds for an answer
+_ALIKE = 0.8  # above this share of the usual pace a worker takes all inner steps
 
 
 class RoundsCoordinator(CoordinatorState):
@@ -94,7 +107,8 @@ class RoundsCoordinator(CoordinatorState):
     def __init__(self, rules: Rules, entries: Iterable[dict[str, Any]] = (), *, until: float = 0.0) -> None:
         self.rules = rules
         self.proposal: Proposal | None = None
-        self._acks: set[int] = set()
+        self._acks, self._refusals = set[int](), set[int]()
+        self._tries, self._proposed_at = 0, 0.0
         self._stalls = Stalls()
         super().__init__(entries, until)
 
@@ -117,12 +131,12 @@ class RoundsCoordinator(CoordinatorState):
 
     # Calls
 
-    def join(self, now: float, description: str, certificates: Sequence[str] = ()) -> list[Effect]:
-        """Admit a worker as a new member. certificates: as in `Hello`."""
+    def join(self, now: float, description: str, certificates: Sequence[str] = (), address: str = "") -> list[Effect]:
+        """Admit a worker as a new member. certificates: as in `Hello`. address: see `Worker`."""
         if len(self.workers.here) >= self.rules.most:
             return [Reply(Refusal(f"the run has its most workers, {self.rules.most} (isles lighthouse --max-members)"))]
         member = len(self.workers)
-        self._record("join", member=member, description=description, certificates=[*certificates])
+        self._record("join", member=member, description=description, certificates=[*certificates], address=address)
         self._reply(Admitted(member))
         return self._effects(now)
 
@@ -138,10 +152,7 @@ class RoundsCoordinator(CoordinatorState):
         """Handle an answer to a proposal."""
         refusal = self._hear(now, member, ack.beat)
         if refusal is None and self.proposal is not None and ack.number == self.proposal.number:
-            if ack.promised:
-                self._acks.add(member)
-            else:
-                self.proposal = None  # a member has begun that round: propose a later one
+            (self._acks if ack.promised else self._refusals).add(member)
         return refusal or self._effects(now)
 
     def disconnected(self, now: float, member: int) -> list[Effect]:
@@ -211,7 +222,7 @@ class RoundsCoordinator(CoordinatorState):
         voters, both = self.voters(round), {member, peer_report.member}
         if worker is None or len(both) < 2 or not both <= {*voters} & {*members} or not worker.knows(round):
             return self._effects(now)
-        if peer_report.charge == "refused" and peer_report.by < 0:
+        if peer_report.charge == "refused" and peer_report.by < 0 and round <= self._reached():
             self.ballots.ban_scores.refused(member, peer_report.member, round)
         if self.rules.agrees:
             self.ballots.reported(member, peer_report, voters, members)
@@ -219,8 +230,9 @@ class RoundsCoordinator(CoordinatorState):
         for one in (peer_report.member, member):
             if self.ballots.ban_scores.are_enough(one, everybody):
                 self._record("ban", member=one)
-                why = f"it and half of the others refuse each other's shares ({peer_report.reason[:200]})"
-                self._tell(one, Refusal(f"shut out: {why}"))
+                rule = "in three rounds or more it and at least half of the other addresses refused each other's shares"
+                said = f"worker {member} says: {peer_report.reason[:200]}"
+                self._tell(one, Refusal(f"shut out: {rule} ({said})"))
         return self._effects(now)
 
     def tick(self, now: float) -> list[Effect]:
@@ -229,7 +241,10 @@ class RoundsCoordinator(CoordinatorState):
         """
         self._count_absent(now)
         members, first = [self.workers[member] for member in self.members()], self.view.members[0] if self.view else -1
-        for member, seconds in self._stalls.look(now, self.rules, members, first, self.last, self.finished).items():
+        newest = self.newest_round
+        for member, seconds in self._stalls.look(
+            now, self.rules, members, first, self.last, self.finished, newest
+        ).items():
             self._stray(member, still=round(seconds))
         return self._effects(now)
 
@@ -295,8 +310,9 @@ class RoundsCoordinator(CoordinatorState):
             return
         self._propose()
         if self.ballots.are_open and self.view is not None:
-            for decision in self.ballots.due(now, {member: self._awaited_from(member) for member in self.members()}):
-                # Recorded before it is sent: a restarted lighthouse must not decide otherwise.
+            begun = self.newest_round if self.rules.quorum else self._reached()
+            living = {member: self._awaited_from(member) for member in self.members()}
+            for decision in self.ballots.due(now, living, begun):
                 self._record("decision", decision=plain(decision))
                 for member in decision.members:
                     self._tell(member, decision)
@@ -322,13 +338,31 @@ class RoundsCoordinator(CoordinatorState):
             lost = tuple(s for s in view.members if s not in wanted and self.workers[s].state != "leaving")
             # Recorded before it is sent: a restarted lighthouse must not use the number for another proposal.
             self._record("issue", number=self.issued + 1)
-            self.proposal = Proposal(self.issued, view.number, since, wanted, lost)
-            self._acks = set()
+            self.proposal, self._proposed_at = Proposal(self.issued, view.number, since, wanted, lost), self._stalls.now
+            self._acks, self._refusals = set(), set()
             for member in self._voters_of_view():
                 self._tell(member, self.proposal)
-        if self.proposal is not None and set(self._voters_of_view()) <= self._acks:
-            self._commit(self.proposal)
-            self._propose()  # whoever became ready meanwhile
+        if self.proposal is not None:
+            self._count_answers(self.proposal)
+
+    def _count_answers(self, proposal: Proposal) -> None:
+        """Commit the proposal if enough have promised it, or propose a later round if a member has begun this one."""
+        voters = self._voters_of_view()
+        missing = [member for member in voters if member not in self._acks]
+        refused = [member for member in missing if member in self._refusals]
+        has_begun = any(proposal.since <= self.workers[one].round + 1 <= self.newest_round + 1 for one in refused)
+        if self.workers.prevails(refused, voters) or (has_begun and self._tries < _TRIES):
+            self.proposal, self._tries = None, self._tries + 1
+        elif not missing:
+            self._tries = 0
+            self._commit(proposal)
+        elif self.workers.prevails(missing, voters) or (
+            refused != missing and self._stalls.now - self._proposed_at <= _UNANSWERED
+        ):
+            return
+        for member in missing if self.proposal is proposal else ():
+            self._stray(member)
+        self._propose()  # without those, or for whoever became ready meanwhile
 
     def _since(self) -> int | None:
         """The first round of a view that is proposed now; None if the run ends before it. If no member is left that

@@ -5,6 +5,10 @@ the decisions; they are applied here as journal entries.
 to ban: a member of which at least half of the others refuse shares, or which refuses theirs, in three rounds or more. A
 disagreement does not show which of the two is wrong, so it counts against both: a member that reports many others is
 banned like one that many report, and fewer than half of the members ban nobody. With two members none is ever banned.
+Disagreements add up over all views: a new one does not clear a member.
+
+Whenever members are counted, all that joined from one address have one vote together (`WorkerTable.votes`). So fewer
+hostile addresses than half of all outvote nobody, however many members they add. Of two the first one counts.
 """
 
 from __future__ import annotations
@@ -19,30 +23,39 @@ from isles.membership.effects import Coordinator, Worker, WorkerTable, of_anothe
 from isles.membership.messages import Beat, Delivered, Done, PeerReport, View, from_plain, identity_of
 from isles.membership.round_commit import Ballot, Graces, RoundDecision
 
-_ROUNDS, _OTHERS = 3, 2  # least disputed rounds, and least other members in dispute, until a member is banned
+_ROUNDS, _OTHERS = 3, 2
+_PAIRS = 1 << 16  # the most pairs to remember
 Pair = frozenset[int]
 
 
 class BanScores:
-    """Rounds of refusals, by the pair of members concerned; not journalled, so a restarted lighthouse counts anew."""
+    """Rounds of refusals, by the pair of members concerned; not journalled, so a restarted lighthouse counts anew.
+    votes: counts those of some members.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, votes: Callable[[Collection[int]], int] = len) -> None:
         self._rounds: dict[Pair, set[int]] = {}
+        self._votes = votes
 
     def refused(self, one: int, another: int, round: int) -> None:
         """One of the two has refused the other's share of `round`."""
-        self._rounds.setdefault(frozenset((one, another)), set()).add(round)
+        rounds = self._rounds.setdefault(frozenset((one, another)), set())
+        if len(rounds) < _ROUNDS:
+            rounds.add(round)
+        if len(self._rounds) > _PAIRS:
+            del self._rounds[next(iter(self._rounds))]
 
     def are_enough(self, member: int, members: Collection[int]) -> bool:
         """Whether `member` is to be banned. members: all who have trained and are connected."""
-        pairs = (frozenset((member, other)) for other in members if other != member)
-        rounds = [self._rounds[pair] for pair in pairs if pair in self._rounds]
-        return len(rounds) >= max(_OTHERS, len(members) / 2) and len(set().union(*rounds)) >= _ROUNDS
+        pairs = {other: self._rounds.get(frozenset((member, other))) for other in members if other != member}
+        rounds = {other: rounds for other, rounds in pairs.items() if rounds}
+        enough = max(_OTHERS, self._votes(members) / 2)
+        return self._votes(rounds) >= enough and len(set().union(*rounds.values())) >= _ROUNDS
 
     def worst(self, members: Iterable[int], more: Collection[Pair] = ()) -> int:
         """The member in most disagreements; of equals the first. more: pairs in addition to those of refusals."""
         pairs = self._rounds.keys() | more
-        return max(members, key=lambda member: sum(member in pair for pair in pairs))
+        return max(members, key=lambda one: self._votes(set().union(*(pair for pair in pairs if one in pair)) - {one}))
 
 
 _RETAINED = 64  # landed rounds to remember, for members that were asleep
@@ -52,16 +65,17 @@ class Ballots:
     """The ballots of all rounds.
 
     `apply` is called with journalled decisions, so these survive a restart. Answers and reports do not; members repeat
-    them.
+    them. votes: counts those of some members.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, votes: Callable[[Collection[int]], int] = len) -> None:
+        self._votes = votes
         self._open: dict[int, Ballot] = {}
         self._landed: dict[int, Ballot] = {}
         self._reports: dict[tuple[int, int, int], dict[int, PeerReport]] = {}  # (round, attempt, accused): by sender
         self._out: dict[int, int] = {}  # by member: the newest view when others landed without it
         self._view = -1
-        self.graces, self.ban_scores = Graces(), BanScores()
+        self.graces, self.ban_scores = Graces(), BanScores(votes)
 
     @property
     def are_open(self) -> bool:
@@ -85,7 +99,7 @@ class Ballots:
         """`member` reports another member. The next attempt leaves out a member that more than half of the others
         refuse, or find late. In the first attempt, whose deadline is short, a member that is done does not count as
         late. If the witnesses or senders have more refusals than the accused, in this round or before, the one with the
-        most is left out in its place.
+        most is left out in its place; and if there are only two votes, the member that joined later.
         """
         ballot = self._of(peer_report.round, members)
         reported = peer_report.member
@@ -94,13 +108,15 @@ class Ballots:
         reports = self._reports.setdefault((peer_report.round, peer_report.attempt, reported), {})
         reports[member] = peer_report
         others = [s for s in ballot.attempts[-1] if s in living and s != reported and s not in ballot.out]
-        sayers = [s for s in others if s in reports]
-        counted = [reports[s] for s in sayers]
+        others = [s for s in others if self._votes((s, reported)) == 2]  # not those behind its own address
+        counted = {s: reports[s] for s in others if s in reports}
         if not peer_report.attempt and any((0, reported) == rounds[:2] for rounds in ballot.done):
-            counted = [one for one in counted if one.charge == "refused"]
-        if 2 * len(counted) > len(others) and member in others:
-            witnesses = [one.by for one in counted if one.by in others]
-            ballot = ballot.without(self.ban_scores.worst((reported, *witnesses, *sayers)))
+            counted = {s: one for s, one in counted.items() if one.charge == "refused"}
+        if 2 * self._votes(counted) > self._votes(others) and member in others:
+            witnesses = [one.by for one in counted.values() if one.by in others]
+            both = self._votes({reported, *others}) == 2 and peer_report.charge == "refused"
+            worst = max(reported, *counted) if both else self.ban_scores.worst((reported, *witnesses, *counted))
+            ballot = ballot.without(worst)
         self._open[peer_report.round] = ballot
 
     def _worst(self, round: int) -> Callable[[Sequence[int]], int] | None:
@@ -109,10 +125,11 @@ class Ballots:
         pairs = {frozenset((reported, member)) for reported, who in reports.items() for member in who}
         return partial(self.ban_scores.worst, more=pairs) if pairs else None
 
-    def due(self, now: float, living: Mapping[int, float]) -> Iterator[RoundDecision]:
+    def due(self, now: float, living: Mapping[int, float], begun: int) -> Iterator[RoundDecision]:
         """Decisions that are due now. Each must be recorded, which calls `apply`, before the next is taken.
 
-        living: by member, the first round that waits for it.
+        living: by member, the first round that waits for it. begun: the newest round to decide; a view may still begin
+        with a later one.
         """
         here = {round: {member for member, entered in living.items() if entered <= round} for round in self._open}
         for round, ballot in self._open.items():
@@ -120,8 +137,8 @@ class Ballots:
                 self.graces.enough(now, round)
         for round in self.graces.over(now) & self._open.keys():
             self._open[round] = replace(self._open[round], is_closing=True)
-        for round in sorted(self._open):
-            decision = self._open[round].decide(here[round], self._worst(round))
+        for round in sorted(round for round in self._open if round <= begun):
+            decision = self._open[round].decide(here[round], self._worst(round), self._votes)
             if decision is not None:
                 (self.graces.landed if decision.outcome == "land" else self.graces.exchanging)(now, round)
                 yield replace(decision, view=self._view)
@@ -153,9 +170,12 @@ class Ballots:
         ballot = self._landed.get(round) or self._open.get(round)
         return None if ballot is None else ballot.decision(member)
 
-    def opened(self, view: View) -> None:
-        """A new view begins: its members have the others' state."""
+    def opened(self, view: View, members: tuple[int, ...]) -> None:
+        """A new view begins: its members have the others' state. members: of the first attempt of its rounds."""
         self._view = view.number
+        for round, ballot in self._open.items():
+            if round >= view.since and len(ballot.attempts) == 1:  # opened by a member that claims a later round
+                self._open[round] = replace(ballot, attempts=(members,))
 
     def left_out(self, view: View) -> Collection[int]:
         """Members of `view` that missed a landing, and so take no part in its rounds."""
@@ -168,20 +188,20 @@ class Ballots:
         return self._open.get(round) or Ballot(round, (members,))
 
 
-_BEHIND = 4  # a worker that is more rounds behind half of the members loads another state
+_APART = 4  # a worker that is more rounds behind half of the members loads another state; one ahead is not believed
 
 
 class CoordinatorState(Coordinator):
     """workers: by member. ledger: of the data that was read. ballots: on rounds that all members land together.
-    newest_round: the newest begun one. issued: the number of the newest view or proposal. entries, until: as in
-    `Coordinator`.
+    newest_round: the newest begun one, as far as it is believed: a single member may report a false round. issued: the
+    number of the newest view or proposal. entries, until: as in `Coordinator`.
     """
 
     def __init__(self, entries: Iterable[dict[str, Any]], until: float) -> None:
         self.workers = WorkerTable()
         self.ledger = DataLedger()
-        self.ballots = Ballots()
-        self.newest_round = 0
+        self.ballots = Ballots(self.workers.votes)
+        self.newest_round = self._furthest = 0
         self.issued = -1
         super().__init__(entries, until)
 
@@ -208,7 +228,7 @@ class CoordinatorState(Coordinator):
     def _apply(self, entry: dict[str, Any]) -> None:
         match entry:
             case {"event": "join", "member": member, "certificates": certificates}:
-                self.workers[member] = Worker(member, identity_of(certificates))
+                self.workers[member] = Worker(member, identity_of(certificates), entry.get("address", ""))
             case {"event": "beat", "member": member, "beat": beat}:
                 self._apply_beat(self.workers[member], from_plain(beat))
                 return
@@ -235,20 +255,48 @@ class CoordinatorState(Coordinator):
         self.workers.changed()
 
     def _apply_beat(self, worker: Worker, beat: Beat) -> None:
-        worker.round = max(worker.round, beat.round)
+        if beat.ready == worker.call:  # else it is of a state that the worker is to replace
+            worker.round = max(worker.round, beat.round)
         # what it had seen with its former state is lost
         seen = dict(beat.seen) if beat.ready == worker.call else {}
         self.ledger.begun(worker.member, beat.round, beat.skipped, seen)
         if worker.state == "outside" and beat.ready == worker.call:
             worker.state = "ready"
             self.workers.changed()
-        if worker.state in ("in", "leaving"):
-            self.newest_round = max(self.newest_round, beat.round)
+        if worker.state in ("in", "leaving") and worker.round > self.newest_round:
+            self._furthest = max(self._furthest, worker.round)
+            self.newest_round = max(self.newest_round, self._reached(_APART))
         at = max(worker.round, worker.entered - 1)  # a joiner is not behind before its first round
-        if worker.state == "in" and self.newest_round - at > _BEHIND:
-            ahead = [member for member in self.members() if self.workers[member].round - at > _BEHIND]
-            if 2 * len(ahead) >= len(self.members()):  # a single member may report a false round
-                self._call_again(worker)
+        if worker.state == "in" and self._furthest - at > _APART:
+            self._apply_apart(worker, at)
+
+    def _apply_apart(self, worker: Worker, at: int) -> None:
+        """Others are far ahead of `worker`: it loads another state, or if they are as many without the first member,
+        they do.
+        """
+        members = self.members()
+        ahead = [member for member in members if self.workers[member].round - at > _APART]
+        if self.workers.prevails(ahead, members):
+            self._call_again(worker)
+        elif 2 * self.workers.votes(ahead) == self.workers.votes(members):
+            for member in ahead:
+                self._call_again(self.workers[member])
+
+    def _reached(self, ahead: int = 0) -> int:
+        """The newest round of a member that is not more than `ahead` rounds beyond the newest one that at least half of
+        the votes have reached (of two halves, that of the first member). Joiners are as far as the others.
+        """
+        rounds, votes = [0], dict[str | int, int]()
+        for member in self.members():
+            worker, voter = self.workers[member], self.workers.voter(member)
+            at = worker.round if worker.round >= worker.entered else min(worker.entered - 1, self.newest_round)
+            rounds.append(at)
+            votes[voter] = max(votes.get(voter, 0), at)
+        if not votes:
+            return 0
+        (first, *_), ranked, half = votes.values(), sorted(votes.values(), reverse=True), len(votes) // 2
+        reached = ranked[half] if len(ranked) % 2 else max(ranked[half], min(ranked[half - 1], first))
+        return max(round for round in rounds if round <= reached + ahead)
 
     def _apply_gone(self, worker: Worker) -> None:
         worker.connected = False
@@ -278,7 +326,7 @@ class CoordinatorState(Coordinator):
                 self._call_again(self.workers[member])
         for member in view.members:
             self.workers[member].enter(view.since)
-        self.ballots.opened(view)
+        self.ballots.opened(view, self.voters(view.since))
         if not begins:  # only joiners, which wait until a member has begun this round
             self.newest_round = max(self.newest_round, view.since)
 
@@ -298,5 +346,6 @@ class CoordinatorState(Coordinator):
         """The worker must load another state: its own differs from the others', or no view waits for it."""
         self.ledger.forgo(worker.member)
         worker.state, worker.call = "outside", worker.call + 1
+        worker.round = min(worker.round, self.newest_round)  # before its next view, also if it said a later one
         worker.load, worker.tried = None, set()
         self.workers.changed()

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, TypeVar
 
 from isles.membership.messages import Load, Message
 
@@ -68,12 +68,13 @@ WorkerState = Literal["outside", "ready", "in", "leaving", "left", "banned"]
 
 @dataclass
 class Worker:
-    """What the lighthouse knows of one member. call: how often it was asked to load another state; entered: its first
-    round with the present one.
+    """What the lighthouse knows of one member. address: from which it joined, "" for one of its own. call: how often it
+    was asked to load another state; entered: its first round with the present one.
     """
 
     member: int
     identity: str = ""
+    address: str = ""
     state: WorkerState = "outside"
     connected: bool = True
     call: int = 0
@@ -99,7 +100,47 @@ class Worker:
         return self.connected and self.state not in ("left", "banned")
 
 
-class WorkerTable(dict[int, Worker]):
+class Addressed(Protocol):
+    """A member with the address from which it joined."""
+
+    address: str
+
+    @property
+    def here(self) -> bool:
+        """Whether it takes part now."""
+
+
+Known = TypeVar("Known", bound=Addressed)
+
+
+class MemberTable(dict[int, Known]):
+    """By member, what is known of it. All members behind one address have one vote together, unless all that take part
+    are behind that one.
+    """
+
+    _is_one: bool | None = None  # whether they are; None: not known
+
+    def voter(self, member: int) -> str | int:
+        """Who votes for `member`: its address, or itself if that is unknown or the lighthouse's own."""
+        if self._is_one is None:
+            self._is_one = len({one.address or key for key, one in self.items() if one.here}) < 2
+        return member if self._is_one or member not in self else self[member].address or member
+
+    def votes(self, members: Iterable[int]) -> int:
+        """The number of votes of `members`."""
+        return len({*map(self.voter, members)})
+
+    def prevails(self, some: Collection[int], members: Collection[int]) -> bool:
+        """Whether `some` of `members` outvote the others. Of two equal halves the first member's counts."""
+        share, whole = 2 * self.votes(some), self.votes(members)
+        return share > whole or (share == whole and bool(members) and min(members) in some)
+
+    def changed(self) -> None:
+        """Call after a member joined, or its connection or state changed."""
+        self._is_one = None
+
+
+class WorkerTable(MemberTable[Worker]):
     """All workers of the run so far, by member: in a long run many more than take part now. `here` and `members` are
     cached until `changed` is called, because every message asks for them.
     """
@@ -127,7 +168,8 @@ class WorkerTable(dict[int, Worker]):
         return [one for one in self.values() if one.state in ("outside", "ready") and one.member not in members]
 
     def changed(self) -> None:
-        """Call after a worker joined, or its connection or state changed."""
+        """See `MemberTable`; forgets also what is cached."""
+        super().changed()
         self._here = self._members = None
 
 
@@ -157,8 +199,8 @@ class Coordinator(ABC):
         self._until = until if self._awaited else 0.0
 
     @abstractmethod
-    def join(self, now: float, description: str, certificates: Sequence[str] = ()) -> list[Effect]:
-        """A worker asks for a member id. certificates: as in `Hello`."""
+    def join(self, now: float, description: str, certificates: Sequence[str] = (), address: str = "") -> list[Effect]:
+        """A worker asks for a member id. certificates: as in `Hello`. address: whose one vote it shares; "": none."""
 
     @abstractmethod
     def disconnected(self, now: float, member: int) -> list[Effect]:

@@ -27,9 +27,9 @@ from typing import NamedTuple
 from isles.comm.credentials import Credentials
 from isles.comm.sockets.connection import SILENCE, BadFrame, Connection
 from isles.comm.sockets.listener import Listener
-from isles.membership.keys import PRESENT_AS_MEMBERS, SERVED_BY_MEMBERS
+from isles.membership.keys import ABOUT, CONFIG, ECHO, PRESENT_AS_MEMBERS, SERVED_BY_MEMBERS, STATUS
 from isles.membership.p2p.relay import TicketExchange, new_ticket
-from isles.membership.session import Rejections
+from isles.membership.session import RateLimit, Rejections, network_of
 
 MAX_MESSAGE = 4 << 20
 """The most bytes of a frame's payload."""
@@ -90,7 +90,8 @@ _WAITING = 16 << 20  # the longest send queue of one client, bytes: some of the 
 _CLIENTS = 4096
 _NAMES, _LENGTH = 64, 256  # addresses that one client serves, is seen at, or watches; characters of each
 _MAX_PENDING = 4096  # unanswered questions of one client
-_LONGEST = 600_000  # most milliseconds that a question may wait here, whatever its asker wants
+_LONGEST = 600_000  # milliseconds for an answer
+_OPEN, _COSTS = 600, {CONFIG: 1, ABOUT: 1, STATUS: 1, ECHO: 6}  # what one address may ask in a minute, without a member
 
 
 class Peer:
@@ -130,6 +131,7 @@ class Hub:
         self._serving: dict[str, dict[Peer, None]] = {}
         self._present: dict[str, set[Peer]] = {}
         self._questions: dict[int, _Question] = {}
+        self._open = RateLimit(_OPEN)
         self._numbers = count(1)
         self._links: dict[asyncio.Task[None], Connection] = {}
         self._key = secrets.token_bytes(32)
@@ -238,7 +240,11 @@ class Hub:
         if not servers:
             peer.send(Frame(FrameKind.NOBODY, frame.number), True)
             return
-        if peer.asked >= _MAX_PENDING and not peer.is_hub:
+        cost = _COSTS.get(frame.key, 0)
+        is_often = cost and self._open.take(network_of(peer.there), asyncio.get_running_loop().time(), cost) > 0
+        if is_often:
+            self._refused.note(-1, "more questions than one address may ask in a minute")
+        if (is_often or peer.asked >= _MAX_PENDING) and not peer.is_hub:
             peer.send(Frame(FrameKind.REFUSAL, frame.number, payload=b"later"), True)
             return
         number, seconds = next(self._numbers), min(frame.milliseconds, _LONGEST) / 1000

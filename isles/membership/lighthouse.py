@@ -20,8 +20,7 @@ import asyncio
 import json
 import logging
 import os
-from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -31,6 +30,7 @@ from typing import Any, TypeVar
 from isles.base.parsing import parse_json
 from isles.comm.sockets import loop
 from isles.comm.sockets.listener import echo_failure
+from isles.comm.tcp import is_own
 from isles.membership.effects import Append, Coordinator, Effect, Reply
 from isles.membership.failure_detector import FailureDetector, IslandLiveness
 from isles.membership.keys import (
@@ -51,6 +51,7 @@ from isles.membership.keys import (
     signature,
 )
 from isles.membership.messages import (
+    MESSAGES,
     About,
     Admitted,
     AnnounceAddress,
@@ -63,13 +64,16 @@ from isles.membership.messages import (
     PeerReport,
     Reachability,
     Refusal,
+    Reload,
     Silent,
     decode,
     encode,
+    takes,
+    version_text,
 )
 from isles.membership.p2p.relay import RelayCount, new_ticket
 from isles.membership.run_log import JOURNAL
-from isles.membership.session import ControlSession, Query
+from isles.membership.session import ControlSession, Query, RateLimit, network_of
 
 _AT_ONCE = 8  # addresses to dial at the same time: anybody with the token can announce some
 _ISLAND_SIZE = 1024  # the most workers of an island, as in `Fingerprints`
@@ -220,32 +224,14 @@ def _sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-_ADDRESSES = 4096  # beyond that the oldest is dropped, which refills its bucket
-
-
-class Admissions:
-    """A token bucket per address: `most` joins at once, refilled within `seconds`."""
-
-    def __init__(self, most: int, seconds: float) -> None:
-        self._most, self._each = most, seconds / most
-        self._left: OrderedDict[str, tuple[float, float]] = OrderedDict()  # by address: (tokens, when counted)
-
-    def take(self, address: str, now: float) -> float:
-        """Take a token: 0.0; or the seconds until there is one. now: seconds of any clock."""
-        turns, then = self._left.pop(address, (float(self._most), now))
-        turns = min(turns + (now - then) / self._each, float(self._most))
-        wait = 0.0 if turns >= 1.0 else (1.0 - turns) * self._each
-        self._left[address] = (turns if wait else turns - 1.0, now)
-        if len(self._left) > _ADDRESSES:
-            self._left.popitem(last=False)
-        return wait
-
-
 _LOG = logging.getLogger(__name__)
 GRACE = 8.0  # seconds for workers to reconnect to a restarted lighthouse
 JOINS = 30  # members that may join from one address at once, and as many again each minute
-_TICK = 0.25  # seconds; the failure detector needs several looks a second
-_NOTIFY = 5.0  # seconds until a notification is given up: replies to beats repeat it by then
+WORDS, WORD_BYTES, RELOADS = 30_000, 8 << 20, 30  # requests of one member; their bytes; those for another state
+LINES, LINE_BYTES = 30_000, 16 << 20  # reports of one member, and their bytes
+DIALS = 60  # addresses to dial for one address likewise
+_TICK = 0.25
+_NOTIFY = 5.0  # seconds until a notification is given up
 _LONGEST_REPORT = 1 << 20
 _NUMBERS_PER_RUN = 1 << 40  # more numbers than a lighthouse uses between two restarts
 T = TypeVar("T")
@@ -257,8 +243,8 @@ class Lighthouse:
     An entry is on disk (`journal`) before anything that follows from it is sent, so a restarted lighthouse never
     contradicts what it has sent before.
 
-    coordinator: built from the entries of `journal`. config: the run's, as TOML. version: of isles, required of all
-    workers. on_report(member, event): called with a worker's report, parsed from JSON but unchecked; its ValueError
+    coordinator: built from the entries of `journal`. config: the run's, as TOML. version: of isles, to
+    be shown. on_report(member, event): called with a worker's report, parsed from JSON but unchecked; its ValueError
     refuses the report. island_size: workers of each member, which all get its notifications. failure_detector: replaces
     the one that relies on received messages.
 
@@ -295,8 +281,9 @@ class Lighthouse:
         self._address_book = AddressBook(keys, session.seen)
         for entry in journal.entries:
             self._joined(entry)
-        self._admissions, self._failure_detector = Admissions(JOINS, 60.0), failure_detector or FailureDetector()
-        # Guards coordinator and sequence: callbacks use them, and `look` and `wait` in the server's own thread.
+        self._admissions, self._failure_detector = RateLimit(JOINS), failure_detector or FailureDetector()
+        self._words, self._word_bytes, self._reloads = RateLimit(WORDS), RateLimit(WORD_BYTES), RateLimit(RELOADS)
+        self._lines, self._line_bytes, self._dials = RateLimit(LINES), RateLimit(LINE_BYTES), RateLimit(DIALS)
         self._lock = session.condition()
         session.serve(CONFIG, lambda query: query.reply(self._config))
         session.serve(HELLO, self._hello)
@@ -355,8 +342,9 @@ class Lighthouse:
         if (hello := self._greeting(query, Hello)) is None:
             return
         why = None
-        if hello.version != self._version:
-            why = f"this run is of isles {self._version}, not {hello.version}: install that version"
+        if not takes(MESSAGES, hello.messages):
+            there = version_text(hello.version, hello.messages)
+            why = f"this run is of {version_text(self._version, MESSAGES)}, not {there}: install that version"
         elif len(hello.certificates) != self._island_size:
             why = f"each member of this run has {self._island_size} workers, and must show the certificate of each"
         elif self.corpus is not None and hello.corpus != self.corpus:
@@ -368,13 +356,18 @@ class Lighthouse:
             self.refused.note(-1, "another version, text or number of workers")
             query.reply(encode(Refusal(why)))
             return
-        wait = self._admissions.take(self._session.seen(hello.session), self._session.now())
+        seen = self._session.seen(hello.session)
+        if not seen:
+            self._refuse(query, -1, "a session that is not connected")
+            return
+        wait = self._admissions.take(network_of(seen), self._session.now())
         if wait > 0:
             self.refused.note(-1, "joins too often")
             why = f"{JOINS} workers a minute may join from one address"
             query.reply(encode(Later(round(wait, 1), why)))
             return
-        self._carry_out(self._call(lambda m, now: m.join(now, hello.corpus, hello.certificates)), query)
+        address = "" if is_own(seen) else network_of(seen)
+        self._carry_out(self._call(lambda m, now: m.join(now, hello.corpus, hello.certificates, address)), query)
 
     def _joined(self, entry: Mapping[str, Any]) -> None:
         """Note the member of a "join" entry; ignore others."""
@@ -384,7 +377,7 @@ class Lighthouse:
 
     def _about(self) -> About:
         members, newest, last = self._coordinator.about()
-        return About(self._version, self._session.wall(), members, newest, last)
+        return About(self._version, self._session.wall(), members, newest, last, MESSAGES)
 
     def _reach(self, query: Query) -> None:
         if (message := self._greeting(query, AnnounceAddress)) is not None:
@@ -403,6 +396,9 @@ class Lighthouse:
         if member is None:
             self._refuse(query, -1, "a message without the key of its member")
             return
+        if self._is_too_often(member, (self._words, 1), (self._word_bytes, len(query.payload))):
+            self._refuse(query, member, "more requests than a member may send in a minute")
+            return
         try:
             message = decode(query.payload)
         except ValueError as error:
@@ -414,6 +410,8 @@ class Lighthouse:
         if is_members_own and self._failure_detector.heard_from(member):
             self._carry_out(self._call(lambda m, now: m.reconnected(now, member)))
         match message:
+            case Reload() if self._is_too_often(member, (self._reloads, 1)):
+                self._refuse(query, member, "more requests for another state than a member may send in a minute")
             case Lookup():
                 query.reply(encode(self._address_book.find(member, message)))
             case Silent():
@@ -445,7 +443,16 @@ class Lighthouse:
             self.refused.note(message.member, "a share that another worker refuses")
         self._carry_out(effects, query)
 
+    def _is_too_often(self, key: Hashable, *costs: tuple[RateLimit, int]) -> bool:
+        now = self._session.now()
+        return any(limit.take(key, now, amount) > 0 for limit, amount in costs)
+
     def _try_address(self, member: int, message: AnnounceAddress, query: Query) -> None:
+        seen = self._session.seen(message.session)
+        if not is_own(seen) and self._is_too_often(network_of(seen), (self._dials, 1)):
+            self._refuse(query, member, "more addresses than are dialled for one address in a minute")
+            return
+
         def answer(reached: Reachability) -> None:
             self._session.later(lambda: query.reply(encode(reached)))
 
@@ -459,6 +466,9 @@ class Lighthouse:
         member = self._keys.member(query.attachment, REPORTS, payload)
         if member is None or len(payload) > _LONGEST_REPORT:
             self._refuse(query, -1 if member is None else member, "an invalid report")
+            return
+        if self._is_too_often(member, (self._lines, 1), (self._line_bytes, len(payload))):
+            self._refuse(query, member, "more reports than a member may send in a minute")
             return
         try:
             self._on_report(member, parse_json(payload))

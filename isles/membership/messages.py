@@ -4,6 +4,10 @@ Every message is a frozen dataclass of numbers, text and tuples; `encode` and `d
 Data from another machine must have the kind, keys, types and sizes that are declared here; otherwise `decode` refuses
 it with one line. None of it becomes code, a path or a type.
 
+MESSAGES is the version of all of this. A minor version may add fields with defaults, and kinds that machines of the
+former minor version need not understand: they ignore unknown fields. A lighthouse takes members of its own and of the
+former minor version (`takes`), so a run changes version by `isles resume` with the next one, then member by member.
+
 A `View` names the members of the rounds from `since` on, until a newer view replaces it. Workers make their own
 certificates; the lighthouse reports a member's address and vouches for its fingerprint. Views, on which members agree,
 prove that it vouches for the same fingerprint to all of them; people can also compare the printed ones (`spoken`).
@@ -21,6 +25,20 @@ from pydantic_core import from_json, to_json
 
 from isles.base.parsing import MANY, Bool, Exact, Float, Int, Ints, Str, read
 from isles.membership.round_commit import RoundDecision
+
+MESSAGES = (0, 2)
+"""(major, minor) version of the messages. The minor one is raised with what the former one may ignore."""
+
+
+def takes(lighthouse: Sequence[int], member: Sequence[int]) -> bool:
+    """Whether a lighthouse of one version of the messages takes a member of another one."""
+    is_same = len(lighthouse) == len(member) == 2 and lighthouse[0] == member[0]
+    return is_same and 0 <= lighthouse[1] - member[1] <= 1
+
+
+def version_text(version: str, messages: Sequence[int]) -> str:
+    """A version of isles, and that of its messages."""
+    return f"isles {version} (messages {'.'.join(map(str, messages[:2]))})"
 
 
 class SampleRange(NamedTuple):
@@ -356,13 +374,14 @@ class Failed(Exact):
 class Hello(Exact):
     """A worker asks to join. version: of isles. corpus: SHA-256 of its text, which must be the same at all workers.
     session: the name of the session that asks. certificates: fingerprints of its own certificate, or of those of all
-    workers of its island.
+    workers of its island. messages: see `MESSAGES`.
     """
 
     version: Str
     corpus: Str
     session: Str
     certificates: Fingerprints
+    messages: Ints = (0, 2)
 
 
 @dataclass(frozen=True)
@@ -376,7 +395,7 @@ class Later(Exact):
 @dataclass(frozen=True)
 class About(Exact):
     """The progress of a run. clock: of the lighthouse, seconds since 1970. members: number of training members. round:
-    the newest begun one, of `last` (0: no end).
+    the newest begun one, of `last` (0: no end). messages: see `MESSAGES`.
     """
 
     version: Str
@@ -384,6 +403,7 @@ class About(Exact):
     members: Int
     round: Int
     last: Int
+    messages: Ints = (0, 2)
 
 
 @dataclass(frozen=True)

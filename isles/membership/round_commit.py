@@ -29,7 +29,6 @@ start at the first delivery: a member far ahead of the others, as a joiner may b
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -108,10 +107,13 @@ class Ballot:
         return self._decision_of("retry" if self.landed is None else "land", attempt, members, self.view)
 
     def decide(
-        self, living: Collection[int], worst: Callable[[Sequence[int]], int] | None = None
+        self,
+        living: Collection[int],
+        worst: Callable[[Sequence[int]], int] | None = None,
+        votes: Callable[[Collection[int]], int] = len,
     ) -> RoundDecision | None:
         """The decision that is due now, to be journalled and then passed to `decided`. None: wait. worst: picks the
-        member to leave out if most members never get an answer; None: nobody is accused.
+        member to leave out if most members never get an answer; None: nobody is accused. votes: counts those of some.
         """
         if self.landed is not None:
             return None
@@ -124,13 +126,14 @@ class Ballot:
             return self._gathered(left)
         answers = {member: digest for a, member, digest in self.done if a == attempt}
         if all(member in answers for member in left):
-            alike = Counter(answers[member] for member in left if answers[member] != NOTHING).most_common(1)
-            if alike and alike[0][1] == len(left):
+            known = [answers[member] for member in left if answers[member] != NOTHING]
+            by_answer = [[member for member in left if answers[member] == answer] for answer in dict.fromkeys(known)]
+            alike = max(by_answer, key=votes, default=[])
+            if len(alike) == len(left):
                 return self._decision_of("land", attempt, members)
             if self.attempts[-_TRIES:] == (left,) * _TRIES:
-                if alike and (2 * alike[0][1] > len(left) or worst is None):
-                    # Some compute wrongly: go on with the most common answer.
-                    left = tuple(member for member in left if answers[member] == alike[0][0])
+                if alike and (2 * votes(alike) > votes(left) or worst is None):
+                    left = tuple(alike)  # some compute wrongly: go on with the most common answer
                 elif worst is not None and len(left) > 1:
                     # Most never get an answer: a member sends false shares or reports.
                     without = worst(left[::-1])

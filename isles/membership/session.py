@@ -12,8 +12,9 @@ A session also counts what it rejected (`Rejections`), by the member that sent i
 from __future__ import annotations
 
 import threading
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from ipaddress import IPv6Network
 from itertools import chain
 from typing import Annotated, Any, Protocol
 
@@ -70,6 +71,32 @@ def merge_rejections(tables: Iterable[Sequence[RejectionRow]]) -> list[Rejection
 def read_rejections(tables: object) -> list[RejectionRow]:
     """`rows` received from another machine. ValueError for invalid ones."""
     return read(_Rows, tables, "an invalid list of refusals")
+
+
+_KEYS = 4096  # beyond that the oldest is dropped, which refills its bucket
+
+
+class RateLimit:
+    """A token bucket per key: `most` tokens at once, and as many again within `seconds`."""
+
+    def __init__(self, most: int, seconds: float = 60.0) -> None:
+        self._most, self._each = most, seconds / most
+        self._left: OrderedDict[Hashable, tuple[float, float]] = OrderedDict()  # by key: (tokens, when counted)
+
+    def take(self, key: Hashable, now: float, amount: int = 1) -> float:
+        """Take `amount` tokens: 0.0; or the seconds until there are so many. now: seconds of any clock."""
+        tokens, then = self._left.pop(key, (float(self._most), now))
+        tokens = min(tokens + (now - then) / self._each, float(self._most))
+        wait = max(amount - tokens, 0.0) * self._each
+        self._left[key] = (tokens if wait else tokens - amount, now)
+        if len(self._left) > _KEYS:
+            self._left.popitem(last=False)
+        return wait
+
+
+def network_of(address: str) -> str:
+    """The address; of an IPv6 one its network of 64 bits, because one machine may have all addresses in it."""
+    return str(IPv6Network((address.partition("%")[0], 64), strict=False)) if ":" in address else address
 
 
 Answered = Callable[[bytes | None, bytes | None], None]

@@ -20,7 +20,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from isles.membership.effects import Coordinator, Effect, Reply, of_another_version
+from isles.membership.effects import Coordinator, Effect, MemberTable, Reply, of_another_version
 from isles.membership.messages import (
     ANY,
     Admitted,
@@ -62,21 +62,24 @@ class SwarmRules:
 
 @dataclass
 class _Peer:
-    """What is known of one member. identity: fingerprint of its certificate. wish: None if it has not asked for work.
-    heard_at, serving: its last beat; beside: the members in it. is_out: the others go on without it.
+    """What is known of one member. identity: fingerprint of its certificate. address: see `Worker`. wish: None if it
+    has not asked for work. run: see `RequestWork`. heard_at, serving: its last beat; beside: the members in it. is_out:
+    the others go on without it.
     """
 
     identity: str
+    address: str = ""
     connected: bool = True
     left: bool = False
     wish: int | None = None
+    run: int | None = None
     heard_at: float = 0.0
     serving: SwarmBeat | None = None
     beside: Collection[int] = ()
     is_out: bool = False
 
     @property
-    def is_here(self) -> bool:
+    def here(self) -> bool:
         """Whether it takes part in the run now."""
         return self.connected and not self.left
 
@@ -88,7 +91,7 @@ class SwarmCoordinator(Coordinator):
 
     def __init__(self, rules: SwarmRules, entries: Iterable[dict[str, Any]] = (), until: float = 0.0) -> None:
         self.rules = rules
-        self.peers: dict[int, _Peer] = {}
+        self.peers = MemberTable[_Peer]()
         self.members: dict[int, int] = {}
         """By member of the swarm, its stage, as last reported."""
         self.epoch = self.step = self.saved = 0
@@ -100,14 +103,14 @@ class SwarmCoordinator(Coordinator):
 
     # Calls
 
-    def join(self, now: float, description: str, certificates: Sequence[str] = ()) -> list[Effect]:
-        """Admit a worker as a new member. certificates: as in `Hello`."""
+    def join(self, now: float, description: str, certificates: Sequence[str] = (), address: str = "") -> list[Effect]:
+        """Admit a worker as a new member. certificates: as in `Hello`. address: see `Worker`."""
         if len(self._connected()) >= self.rules.most:
             return [Reply(Refusal(f"the run has its most workers, {self.rules.most} (isles lighthouse --max-members)"))]
         if len(self.peers) >= self.rules.members:
             return [Reply(Refusal(f"the run has issued its {self.rules.members} member ids, and none is used twice"))]
         member = len(self.peers)
-        self._record("join", member=member, description=description, certificates=[*certificates])
+        self._record("join", member=member, description=description, certificates=[*certificates], address=address)
         self._reply(Admitted(member))
         return self._taken()
 
@@ -161,7 +164,7 @@ class SwarmCoordinator(Coordinator):
 
     def alive(self) -> list[int]:
         """Members that are connected, or may be: after a restart they have some time to reconnect."""
-        return [member for member in self.members if self.peers[member].is_here]
+        return [member for member in self.members if self.peers[member].here]
 
     def about(self) -> tuple[int, int, int]:
         """(running peers, newest step, last step)."""
@@ -171,7 +174,7 @@ class SwarmCoordinator(Coordinator):
         """The swarm's status, for the user. refused: see `SwarmStatus`."""
         rows = []
         for member, peer in self.peers.items():
-            if peer.is_here:
+            if peer.here:
                 beat = peer.serving
                 work = (0, 0.0, 0.0, 0) if beat is None else (beat.step, beat.seconds, beat.queue, beat.counted)
                 coordinates = () if beat is None else beat.coordinates
@@ -199,17 +202,31 @@ class SwarmCoordinator(Coordinator):
             why = f"--stage {seek.stage}: the run has {count} stages, 0 to {count - 1}"
             self._reply(Refusal(why))
             return
-        self._run = seek.run if self._run is None else self._run
-        if seek.run != self._run:
-            why = "its configuration or its cut points are not the run's: install the same isles, torch and settings"
-            self._reply(Refusal(why))
-            return
         peer = self.peers[member]
-        peer.heard_at, peer.serving = now, None
+        peer.heard_at, peer.serving, peer.run = now, None, seek.run
         if peer.wish is None:
             peer.wish, self._last_joined = seek.stage, now
-        self._form(now)
-        self._reply(self._part(member))
+        run, is_certain = self._most_common_run()
+        if seek.run != run and is_certain:
+            peer.wish, why = None, "its configuration or its cut points are not the run's"
+            self._reply(Refusal(f"{why}: install the same isles, torch and settings"))
+        elif seek.run != run and self.ended is None:
+            self._reply(
+                Wait("waiting: the peers' configurations or cut points differ; further peers decide which counts")
+            )
+        else:
+            self._form(now)
+            self._reply(self._part(member))
+
+    def _most_common_run(self) -> tuple[int | None, bool]:
+        """(the `RequestWork.run` of the swarm, before the first one that of most waiting peers; if it is certain)."""
+        if self._run is not None:
+            return self._run, True
+        waiting = [member for member, peer in self.peers.items() if peer.wish is not None and peer.here]
+        runs = {self.peers[member].run: None for member in waiting}
+        by_run = {run: [member for member in waiting if self.peers[member].run == run] for run in runs}
+        run = max(by_run, key=lambda run: self.peers.votes(by_run[run]), default=None)
+        return run, run is not None and 2 * self.peers.votes(by_run[run]) > self.peers.votes(waiting)
 
     def _part(self, member: int) -> Message:
         if self.ended is not None:
@@ -236,13 +253,16 @@ class SwarmCoordinator(Coordinator):
             raise ValueError("an impossible swarm")
         peer, others = self.peers[member], {*self.alive()} - {member}
         is_new = member not in self.members
-        if serving.epoch != self.epoch or peer.is_out or (is_new and others and not others & stages.keys()):
+        if serving.epoch != self.epoch or peer.is_out or (is_new and not others & stages.keys()):
             self._reply(Rejoin("the run goes on without this part of its swarm"))
             return
         peer.heard_at, peer.serving, peer.beside, peer.wish = now, serving, stages.keys(), None
-        beats = [self.peers[one].serving for one in self.alive()]
-        steps = sorted(self.step if beat is None else beat.step for beat in beats)
-        if steps and (reached := steps[(len(steps) - 1) // 2]) > self.step:  # at least half of them have reached it
+        steps = dict[str | int, int]()  # by vote
+        for one in self.alive():
+            beat, voter = self.peers[one].serving, self.peers.voter(one)
+            steps[voter] = max(steps.get(voter, 0), self.step if beat is None else beat.step)
+        ranked = sorted(steps.values())
+        if ranked and (reached := ranked[(len(ranked) - 1) // 2]) > self.step:  # more than half of them have reached it
             self.step, self._ended_at = reached, now - serving.since
         members = self.members | ({member: stages[member]} if self._is_of(member) else {})
         members = {one: at for one, at in members.items() if one in stages or self._is_of(one)}
@@ -252,12 +272,15 @@ class SwarmCoordinator(Coordinator):
 
     def _is_of(self, member: int) -> bool:
         """Whether it is in the swarm, by the latest beats of the others."""
-        own, others = self.peers[member].serving, [self.peers[one] for one in self.alive() if one != member]
-        votes = [(member in other.beside, other.serving.step) for other in others if other.serving is not None]
+        own, others, count = self.peers[member].serving, [*self.alive()], self.peers.votes
+        others = [one for one in others if one != member]
+        beats = {one: beat for one in others if (beat := self.peers[one].serving) is not None}
         if member not in self.members:
-            return 2 * sum(is_beside for is_beside, _ in votes) > len(others) or not others
+            return 2 * count(one for one in beats if member in self.peers[one].beside) > count(others) or not others
         step = -1 if own is None else own.step
-        return 2 * sum(not is_beside and at > step for is_beside, at in votes) <= len(others)
+        without = [one for one, beat in beats.items() if member not in self.peers[one].beside and beat.step > step]
+        is_pair = count({*others, member}) == 2 and min(self.alive()) not in without  # of two votes the first counts
+        return 2 * count(without) <= count(others) or is_pair
 
     def _form(self, now: float) -> None:
         """Begin a new swarm if there is none and enough peers wait."""
@@ -270,18 +293,28 @@ class SwarmCoordinator(Coordinator):
         if whole or (some and now - self._last_joined >= AGAIN):
             members = sorted(assigned)
             self._record(
-                "begin", epoch=self.epoch + 1, step=self.saved, members=members, stages=[assigned[s] for s in members]
+                "begin",
+                epoch=self.epoch + 1,
+                step=self.saved,
+                members=members,
+                stages=[found[s] for s in members],
+                run=self._most_common_run()[0],
             )
 
     def _assigned(self) -> dict[int, int]:
         """By waiting member, a stage: its wish, or the stage that lacks most peers."""
-        waiting = {member: peer.wish for member, peer in self.peers.items() if peer.wish is not None and peer.is_here}
-        stages = {member: wish for member, wish in waiting.items() if wish != ANY}
-        counts = Counter(stages.values())
-        for member in sorted(waiting.keys() - stages.keys()):
-            stages[member] = min(range(len(self.rules.peers)), key=lambda at: (counts[at] / self.rules.peers[at], at))
-            counts[stages[member]] += 1
-        return stages
+        run, _ = self._most_common_run()
+        waiting = {
+            member: peer.wish
+            for member, peer in self.peers.items()
+            if peer.wish is not None and peer.here and peer.run == run
+        }
+        found = {member: wish for member, wish in waiting.items() if wish != ANY}
+        counts = Counter(found.values())
+        for member in sorted(waiting.keys() - found.keys()):
+            found[member] = min(range(len(self.rules.peers)), key=lambda at: (counts[at] / self.rules.peers[at], at))
+            counts[found[member]] += 1
+        return found
 
     def _wanted(self) -> str:
         counts, peers = Counter(self._assigned().values()), self.rules.peers
@@ -295,12 +328,13 @@ class SwarmCoordinator(Coordinator):
     # Journalled state
 
     def _connected(self) -> list[int]:
-        return [member for member, peer in self.peers.items() if peer.is_here]
+        return [member for member, peer in self.peers.items() if peer.here]
 
     def _apply(self, entry: dict[str, Any]) -> None:
+        self.peers.changed()
         match entry:
             case {"event": "join", "member": member, "certificates": certificates}:
-                self.peers[member] = _Peer(identity_of(certificates))
+                self.peers[member] = _Peer(identity_of(certificates), entry.get("address", ""))
             case {"event": "lost", "member": member}:
                 self.peers[member].connected, self.peers[member].wish = False, None
             case {"event": "back", "member": member}:
@@ -309,6 +343,7 @@ class SwarmCoordinator(Coordinator):
                 self.peers[member].left = True
             case {"event": "begin", "epoch": epoch, "step": step, "members": members, "stages": stages}:
                 self.epoch, self.step, self.members = epoch, step, dict(zip(members, stages, strict=True))
+                self._run = entry.get("run", self._run)
                 for member in members:
                     self.peers[member].wish = None
             case {"event": "serve", "step": step, "members": members, "stages": stages}:

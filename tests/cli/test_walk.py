@@ -16,7 +16,7 @@ from isles.cli.elastic import route as way
 from isles.cli.elastic.route import walk
 from isles.comm.credentials import Token, read
 from isles.membership import lighthouse
-from isles.membership.messages import About
+from isles.membership.messages import MESSAGES, About
 from tests.cli.command import Command
 from tests.cli.test_doctor import TELLING
 from tests.membership.sessions import free_port
@@ -97,7 +97,10 @@ def test_the_first_thing_that_is_wrong(light: tuple[int, Token], monkeypatch: py
 
 
 def test_another_version_and_another_time(light: tuple[int, Token], monkeypatch: pytest.MonkeyPatch) -> None:
-    answers = [About("9.9", time.time(), 3, 17, 100), About(__version__, time.time() - 86_400.0, 3, 17, 100)]
+    answers = [
+        About("9.9", time.time(), 3, 17, 100, (9, 9)),
+        About(__version__, time.time() - 86_400.0, 3, 17, 100, MESSAGES),
+    ]
     monkeypatch.setattr(lighthouse.Lighthouse, "_about", lambda self: answers[0])
     checks = {check.name: check for check in walk("127.0.0.1", *light, None, "")}
     assert not checks["version"].good and "install 9.9 here" in checks["version"].found and "rate" not in checks

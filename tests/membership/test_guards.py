@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 
 from isles.membership.failure_detector import SILENT, FailureDetector
-from isles.membership.lighthouse import Admissions
 from isles.membership.messages import read_paths
 from isles.membership.p2p.transport import SuspicionReporter
-from isles.membership.session import OTHERS, Rejections, read_rejections
+from isles.membership.session import OTHERS, RateLimit, Rejections, network_of, read_rejections
 from isles.membership.tls_session import open_session
 from tests.membership.sessions import router
 
@@ -48,7 +47,7 @@ def test_what_is_told_of_paths_is_looked_at(row: list[object]) -> None:
 
 def test_an_address_has_its_turns_and_more_with_time() -> None:
     """Three at once, and one more every two seconds; another address has its own."""
-    admissions = Admissions(3, 6.0)
+    admissions = RateLimit(3, 6.0)
     assert [admissions.take("a", 100.0) for _ in range(4)] == [0, 0, 0, 2.0]
     assert admissions.take("a", 101.0) == 1.0 and admissions.take("b", 101.0) == 0
     assert admissions.take("a", 102.0) == 0 and admissions.take("a", 102.0) == 2.0
@@ -56,6 +55,16 @@ def test_an_address_has_its_turns_and_more_with_time() -> None:
     for number in range(5000):
         admissions.take(str(number), 1e6)
     assert len(admissions._left) <= 4096
+
+
+def test_a_bucket_counts_bytes() -> None:
+    limit = RateLimit(60, 60.0)
+    assert [limit.take(1, 0.0, 40), limit.take(1, 0.0, 40), limit.take(1, 20.0, 40)] == [0, 20.0, 0]
+
+
+def test_addresses_of_one_ipv6_network_are_one() -> None:
+    assert network_of("2001:db8::1") == network_of("2001:db8::ffff:2%eth0") == "2001:db8::/64"
+    assert network_of("2001:db8:0:1::1") != network_of("2001:db8::1") and network_of("10.0.0.7") == "10.0.0.7"
 
 
 def looks(present: FailureDetector, seconds: float, at: float = 0.0) -> list[int]:

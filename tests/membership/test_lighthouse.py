@@ -19,13 +19,11 @@ from isles.membership.effects import Rules
 from isles.membership.keys import CONFIG, HELLO, REPORTS, REQUESTS, MemberKeys, notify_key, signature, split_sequence
 from isles.membership.lighthouse import Journal, Lighthouse
 from isles.membership.messages import (
-    AnnounceAddress,
+    MESSAGES,
     Beat,
     BeatReply,
     Entry,
     Hello,
-    Lookup,
-    Reachability,
     Refusal,
     RoundDecision,
     Silent,
@@ -83,14 +81,18 @@ def test_what_is_taken_and_what_is_not(tmp_path: Path) -> None:
         assert ask(guest, CONFIG, b"") == (b"[run]\n", None)
 
         def hello(version: str, corpus: str) -> Any:
-            return decode(ask(guest, HELLO, encode(Hello(version, corpus, guest.name(), NOBODYS)))[0] or b"")
+            said = Hello(version, corpus, guest.name(), NOBODYS, tuple(map(int, version.split("."))))
+            return decode(ask(guest, HELLO, encode(said))[0] or b"")
 
-        entry = hello("1.0", "abc")
+        now = ".".join(map(str, MESSAGES))
+        entry = hello(now, "abc")
         assert isinstance(entry, Entry) and entry.member == 0
-        other, text = hello("0.9", "abc"), hello("1.0", "another")
-        assert isinstance(other, Refusal) and "install" in other.reason
+        other, text = hello("0.9", "abc"), hello(now, "another")
+        assert isinstance(other, Refusal) and other.reason == (
+            f"this run is of isles 1.0 (messages {now}), not isles 0.9 (messages 0.9): install that version"
+        )
         assert isinstance(text, Refusal) and "data.path" in text.reason
-        second = hello("1.0", "abc")
+        second = hello(now, "abc")
         word = partial(signature, entry.member, entry.key)
         assert isinstance(decode(ask(guest, REQUESTS, encode(Beat()), word)[0] or b""), BeatReply)
         never = (None, b"never")
@@ -104,7 +106,7 @@ def test_what_is_taken_and_what_is_not(tmp_path: Path) -> None:
             word(REPORTS, encode(Beat())),
         ]
         assert all(ask(guest, REQUESTS, encode(Beat()), wrong) == never for wrong in forged)
-        junk = [b"", b"{", b"[" * 60_000, b"\0" * 70_000, b'{"kind":"beat"}', encode(RoundDecision(1, "land", 0, (0,)))]
+        junk = [b"", b"{", b"[" * 60_000, b"\0" * 70_000, b'{"kind":"ack"}', encode(RoundDecision(1, "land", 0, (0,)))]
         assert all(ask(guest, REQUESTS, wrong, word) == never for wrong in junk)
         assert ask(guest, HELLO, b"{}") == never
         assert ask(guest, REPORTS, b'{"fine": 0}', word) == (b"", None)

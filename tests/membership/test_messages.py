@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -62,8 +63,7 @@ def beat(**values: object) -> dict[str, object]:
         {"kind": 3},
         {"kind": "exec"},
         {"kind": "__class__"},
-        beat(extra=1),
-        {"kind": "beat", "round": 1},
+        {"kind": "ack", "number": 1},
         beat(round=True),
         beat(round="7"),
         beat(round=1.5),
@@ -83,8 +83,8 @@ def beat(**values: object) -> dict[str, object]:
         {"kind": "accusation", "round": 1, "attempt": 0, "member": 1, "charge": "ugly", "reason": ""},
         {"kind": "ack", "number": 1, "promised": 1, "beat": messages.plain(BEAT)},
         {"kind": "ack", "number": 1, "promised": True, "beat": None},
-        {**messages.plain(VIEW), "owed": [[1, 2, 3]]},
-        {**messages.plain(VIEW), "owed": [{"view": 1}]},
+        {**messages.plain(VIEW), "backlog": [[1, 2, 3]]},
+        {**messages.plain(VIEW), "backlog": [{"view": 1}]},
     ],
 )
 def test_what_is_no_message_is_one_line(value: object) -> None:
@@ -121,3 +121,29 @@ def test_no_list_is_longer_than_any_that_is_said() -> None:
 def test_a_worker_may_send_only_what_workers_send() -> None:
     with pytest.raises(ValueError, match="unknown kind"):
         messages.decode(messages.encode(VIEW), {"beat": Beat})
+
+
+def test_another_minor_version_has_more_fields_or_fewer() -> None:
+    """Also in a message that is part of another one."""
+    ack = messages.plain(Ack(4, True, BEAT)) | {"since": 3}
+    ack["beat"] = {key: part for key, part in messages.plain(BEAT).items() if key != "seconds"} | {"more": [1]}
+    assert messages.from_plain(ack) == Ack(4, True, replace(BEAT, seconds=0.0))
+
+
+@pytest.mark.parametrize(
+    ("lighthouse", "member", "fits"),
+    [
+        ((0, 2), (0, 2), True),
+        ((0, 3), (0, 2), True),
+        ((0, 2), (0, 3), False),
+        ((0, 4), (0, 2), False),
+        ((1, 0), (0, 9), False),
+        ((0, 2), (), False),
+        ((0, 2), (0,), False),
+        ((), (), False),
+    ],
+)
+def test_a_lighthouse_takes_its_own_and_the_former_minor_version(
+    lighthouse: tuple[int, ...], member: tuple[int, ...], fits: bool
+) -> None:
+    assert messages.takes(lighthouse, member) == fits

@@ -38,7 +38,7 @@ class Watched:
                 )
             self.look(self.now)
             if self.run.proposal is not None:
-                promise(self.run, *(member for member in self.members if member not in self.still))
+                promise(self.run, *self.run._voters_of_view())
 
     def look(self, at: float) -> None:
         orders = self.run.tick(at)

@@ -44,6 +44,7 @@ class Node:
 
     name: int
     pace: float
+    address: str = ""
     state: MemberState | None = None
     work: int = 0
     alive: bool = True
@@ -186,7 +187,7 @@ class World:
                     node.state.connection(other.member, broken=True)
             self.beat(node)
 
-        self.ask(node, lambda m: m.join(self.now, "toy"), answer)
+        self.ask(node, lambda m: m.join(self.now, "toy", (), node.address), answer)
 
     def kill(self, node: Node) -> None:
         node.alive = False

@@ -19,7 +19,17 @@ from isles.comm.sockets.listener import EchoServer
 from isles.comm.sockets.proof import SecretRefused, TokenRefused
 from isles.comm.tcp import written
 from isles.membership.keys import ABOUT, PIECE, REACH
-from isles.membership.messages import About, AnnounceAddress, Reachability, Refusal, decode, encode
+from isles.membership.messages import (
+    MESSAGES,
+    About,
+    AnnounceAddress,
+    Reachability,
+    Refusal,
+    decode,
+    encode,
+    takes,
+    version_text,
+)
 from isles.membership.requests import ask, measure_lighthouse_link
 from isles.membership.tls_session import Session, open_session
 from isles.report.units import format_bytes
@@ -63,7 +73,7 @@ def walk(host: str, port: int, token: Token, listen: tuple[str, int] | None, ann
             yield Check("version", False, f"the lighthouse does not report it: install isles {__version__} there too")
             return
         yield from _run(about)
-        if about.version == __version__:
+        if takes(about.messages, MESSAGES):
             yield _rates(session)
             yield _direct(session, listen, announced)
 
@@ -91,9 +101,9 @@ def _route(host: str, port: int) -> Iterator[Check]:
 
 
 def _run(about: About) -> Iterator[Check]:
-    same = about.version == __version__
-    there = f"isles {about.version} there, {__version__} here"
-    yield Check("version", same, there if same else f"{there}: install {about.version} here")
+    fits, here = takes(about.messages, MESSAGES), version_text(__version__, MESSAGES)
+    there = f"{version_text(about.version, about.messages)} there, {here} here"
+    yield Check("version", fits, there if fits else f"{there}: install {about.version} here")
     ahead = time.time() - about.clock
     close = "" if abs(ahead) <= _SKEW else ": set this machine's clock, or certificates are not valid"
     yield Check(

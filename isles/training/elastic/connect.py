@@ -37,7 +37,18 @@ from isles.data import Corpus, load_corpus
 from isles.launch.workers import LocalWorkers, raise_first
 from isles.membership.client import FollowerClient, MembershipClient, failure_notifier
 from isles.membership.keys import CONFIG, HELLO, UP
-from isles.membership.messages import Entry, Hello, Later, Over, Refusal, decode, encode, identity_of, spoken
+from isles.membership.messages import (
+    MESSAGES,
+    Entry,
+    Hello,
+    Later,
+    Over,
+    Refusal,
+    decode,
+    encode,
+    identity_of,
+    spoken,
+)
 from isles.membership.p2p.pairs import PeerConnections
 from isles.membership.p2p.transport import ElasticTransport
 from isles.membership.requests import LighthouseClient, ask
@@ -343,7 +354,7 @@ def member_of(session: Session, corpus: str, certificates: tuple[str, ...], noti
 
     ValueError, in one line, if this worker is refused; OSError if it has waited too long.
     """
-    hello = encode(Hello(__version__, corpus, session.name(), certificates))
+    hello = encode(Hello(__version__, corpus, session.name(), certificates, MESSAGES))
     until = time.monotonic() + _CROWDED
     answer = decode(_asked(session, HELLO, hello))
     while isinstance(answer, Later) and time.monotonic() < until:

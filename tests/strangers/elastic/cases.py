@@ -145,7 +145,7 @@ def an_order_for_a_hello(one: Attacker) -> None:
     assert one.ask(HELLO, encode(Leave())) == NEVER
 
 
-@case("lighthouse", "Hello: its keys are version, corpus, session, certificates")
+@case("lighthouse", "Hello: its keys are version, corpus, session, certificates, messages")
 def a_hello_with_other_keys(one: Attacker) -> None:
     assert one.ask(HELLO, b'{"kind":"hello","version":"1","corpus":"a","session":"","__class__":"x"}') == NEVER
 
@@ -256,7 +256,7 @@ def a_word_of_the_lighthouse(one: Attacker) -> None:
 
 @case("lighthouse", "a message without a kind", OWN)
 def words_that_are_none(one: Attacker) -> None:
-    junk = [b"", b"{", b"null", b"\0" * 70_000, b'{"kind":"beat"}', b'{"kind":["beat"]}', b'{"kind":"__init__"}']
+    junk = [b"", b"{", b"null", b"\0" * 70_000, b'{"kind":"ack"}', b'{"kind":["beat"]}', b'{"kind":"__init__"}']
     assert all(one.ask(REQUESTS, said, one.word) == NEVER for said in junk)
 
 
@@ -340,7 +340,7 @@ def a_donor_who_gives_nothing(one: Attacker) -> None:
 
 @case("lighthouse", "another version, text or number of workers")
 def another_version(one: Attacker) -> None:
-    answer = decode(one.ask(HELLO, encode(Hello("0.0.0", one.corpus, "", ("0" * 32,))))[0] or b"")
+    answer = decode(one.ask(HELLO, encode(Hello("0.0.0", one.corpus, "", ("0" * 32,), (0, 0))))[0] or b"")
     assert "install that version" in answer.reason
 
 

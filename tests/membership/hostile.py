@@ -1,0 +1,102 @@
+"""What a hostile member says to the lighthouse: words of every kind, drawn equally, most of them with values that could
+be true.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from random import Random
+from typing import Any
+
+from isles.membership.coordinator import RoundsCoordinator
+from isles.membership.messages import (
+    ANY,
+    Ack,
+    Beat,
+    Delivered,
+    Done,
+    Leave,
+    PeerReport,
+    Reload,
+    RequestWork,
+    SwarmBeat,
+    decode,
+    encode,
+)
+from isles.membership.round_commit import NOTHING
+from isles.membership.swarm_coordinator import SwarmCoordinator
+
+HUGE = 1 << 61
+
+
+class Liar:
+    """Draws words. said: by (kind, whether it was taken); taken: it passed parsing and form."""
+
+    def __init__(self, random: Random) -> None:
+        self.random, self.said = random, Counter[tuple[str, bool]]()
+
+    def near(self, value: int) -> int:
+        """A number about `value`, and now and then one that cannot be."""
+        draw = self.random
+        steps = (-1, 0, 0, 0, 1, 2, 3, 5, 30)
+        return max(value + draw.choice(steps), 0) if draw.random() < 0.93 else draw.choice((-1, HUGE, 1 << 39))
+
+    def member(self, known: Any) -> int:
+        return self.random.choice([*known]) if self.random.random() < 0.97 else 1 << 30
+
+    def beat(self, run: RoundsCoordinator, own: int) -> Beat:
+        worker, draw = run.workers[own], self.random
+        others = draw.sample([*run.workers], min(len(run.workers), draw.randrange(3)))
+        return Beat(
+            self.near(max(worker.round, run.newest_round)),
+            draw.choice((worker.call, worker.call, worker.call, -1)),
+            draw.choice((-1, run.issued)),
+            tuple(self.near(run.newest_round) for _ in range(draw.randrange(2))),
+            tuple((other, max(self.near(run.newest_round), 0)) for other in others),
+            draw.choice((0.0, 0.5, 1e-9, 1e5, 0.5, 0.5)),
+        )
+
+    def word(self, run: RoundsCoordinator, own: int) -> Any:
+        """One word to the lighthouse of whole replicas."""
+        draw, newest, attempt = self.random, max(run.newest_round, 1), self.random.choice((0, 0, 0, 1, 1, 2, 3))
+        match draw.randrange(7):
+            case 0:
+                return self.beat(run, own)
+            case 1:
+                return Ack(
+                    draw.choice((run.issued, run.issued, run.issued + 1)), draw.random() < 0.4, self.beat(run, own)
+                )
+            case 2:
+                return Done(self.near(newest), attempt, draw.choice((NOTHING, NOTHING, 7, 99)))
+            case 3:
+                return Delivered(self.near(newest), self.near(2), draw.choice((0.0, 1.0, 1e5, 1e-6)))
+            case 4:
+                by, charge = draw.choice((-1, -1, self.member(run.workers))), draw.choice(("late", "refused"))
+                return PeerReport(self.near(newest), attempt, self.member(run.workers), charge, "x", by)  # type: ignore[arg-type]
+            case 5:
+                return Leave()
+        return Reload()
+
+    def swarm_word(self, run: SwarmCoordinator) -> Any:
+        """One word to the lighthouse of a swarm."""
+        draw = self.random
+        if draw.random() < 0.04:
+            return Leave()
+        if draw.random() < 0.4:
+            return RequestWork(draw.choice((ANY, 0, 1, self.near(1))), draw.choice((7, 7, 8)))
+        some = draw.sample([*run.peers], draw.randrange(1, len(run.peers) + 1))
+        stages = tuple(draw.randrange(len(run.rules.peers)) for _ in some)
+        epoch = draw.choice((run.epoch, run.epoch, run.epoch, run.epoch + 1))
+        work = (draw.choice((0.1, 0.0, 1e9)), 1.0, self.near(4), draw.choice((0.2, 0.0)))
+        return SwarmBeat(epoch, self.near(run.step), tuple(some), stages, *work, ())
+
+    def say(self, now: float, run: Any, own: int, word: Any) -> list[Any]:
+        """The effects of a word, as it comes over a line; none if it is refused."""
+        try:
+            effects = run.hear(now, own, decode(encode(word)))
+            assert effects is not None
+        except ValueError:
+            self.said[type(word).__name__, False] += 1
+            return []
+        self.said[type(word).__name__, True] += 1
+        return effects
