@@ -297,7 +297,7 @@ class SwarmCoordinator(Coordinator):
                 epoch=self.epoch + 1,
                 step=self.saved,
                 members=members,
-                stages=[found[s] for s in members],
+                stages=[assigned[s] for s in members],
                 run=self._most_common_run()[0],
             )
 

@@ -20,10 +20,13 @@ from isles.membership.keys import CONFIG, HELLO, REPORTS, REQUESTS, MemberKeys, 
 from isles.membership.lighthouse import Journal, Lighthouse
 from isles.membership.messages import (
     MESSAGES,
+    AnnounceAddress,
     Beat,
     BeatReply,
     Entry,
     Hello,
+    Lookup,
+    Reachability,
     Refusal,
     RoundDecision,
     Silent,
