@@ -183,6 +183,8 @@ class ElasticSummary:
     joins: int
     losses: int
     """Connections that broke."""
+    steps_lost: int
+    """Inner steps after the states from which the run began again when all workers were lost."""
     leaves: int
     views: int
     outages: int

@@ -174,9 +174,12 @@ class SwarmBeat(Exact):
 
 @dataclass(frozen=True)
 class StatesSaved(Exact):
-    """To a running peer: the lighthouse has saved all stages' states after `step`; 0: no step yet."""
+    """To a running peer: the lighthouse has saved all stages' states after `step`; 0: no step yet. wanted: after the
+    first step from that one on, all peers offer their states once; 0: it asks for none.
+    """
 
     step: Int
+    wanted: Int = 0
 
 
 @dataclass(frozen=True)

@@ -63,6 +63,31 @@ def read_record(value: Any) -> RoundRecord | StartRecord:
     return read(RoundRecord if isinstance(value, dict) and "outcome" in value else StartRecord, value)
 
 
+class Restarts:
+    """Finds, in the records of a run in their order, when it began again with the state of no member. begun: by the
+    first round, the rounds that had been reached, and that of the state.
+    """
+
+    def __init__(self, records: Iterable[RoundRecord | StartRecord] = ()) -> None:
+        self.newest, self.begun = 0, dict[int, tuple[int, int]]()
+        for record in records:
+            self.add(record)
+
+    def add(self, record: RoundRecord | StartRecord) -> bool:
+        """Take the next record; returns whether the run began again with it."""
+        if isinstance(record, RoundRecord):
+            self.newest = max(self.newest, record.round)
+        elif record.donor < 0 and self.newest and record.first > self.newest and record.first not in self.begun:
+            self.begun[record.first] = self.newest, record.has
+            return True
+        return False
+
+    @property
+    def lost(self) -> int:
+        """Rounds whose work was lost."""
+        return sum(reached - has for reached, has in self.begun.values())
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunHistory:
     """The contents of `members.jsonl`. present: by member, intervals (from, until) in seconds of its connection. views:

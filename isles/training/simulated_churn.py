@@ -51,6 +51,7 @@ from isles.training.elastic.metrics import elastic_metrics
 from isles.training.elastic.support import lands_together, last_round, rules
 from isles.training.lighthouse.mean import consolidate, spread
 from isles.training.lighthouse.rounds import MODEL_FILE
+from isles.training.loop import checkpoint_steps
 from isles.training.memory.plans import step_seconds
 from isles.training.records.checkpoint import Checkpoints
 from isles.training.records.reshard import POSITIONS, run_facts
@@ -88,7 +89,7 @@ class SimulatedWorld(ABC):
         on_metrics: Callable[[dict[str, Any]], None],
         on_notice: Callable[[str], None],
     ) -> None:
-        self._dropped = 0 if self.saves else config.run.checkpoint_every
+        self._dropped = 0 if self.saves else checkpoint_steps(config.run)
         self.config = replace(config, run=replace(config.run, checkpoint_every=0)) if self._dropped else config
         self.out, self.on_metrics, self.on_notice = out, on_metrics, on_notice
         self.founders, self.trace = trace_of(self.config, churn_name)

@@ -15,6 +15,7 @@ from isles.membership.messages import View, from_plain
 from isles.membership.run_log import (
     EXCHANGES,
     JOURNAL,
+    Restarts,
     RoundRecord,
     StartRecord,
     goodput,
@@ -51,6 +52,7 @@ def elastic_metrics(
         inner_steps_repeated=repeated(journal, records),
         joins=there.counts["join"],
         losses=there.counts["lost"],
+        steps_lost=Restarts(records).lost * membership.rules.sync_every,
         leaves=there.counts["leave"],
         views=there.counts["view"],
         outages=len(there.outages),

@@ -86,6 +86,8 @@ class LighthouseServer(ABC):
 
     joins_with: ClassVar[str]
     """The command that workers join with, up to the lighthouse's address."""
+    vectors: ClassVar[int]
+    """Vectors of the model's size in a state, besides weights and moments."""
 
     def __init__(
         self,
@@ -121,6 +123,13 @@ class LighthouseServer(ABC):
         finally:
             with contextlib.suppress(OSError):
                 self.out.rmdir()  # fails unless it is empty: the run never started
+
+    @property
+    def disk(self) -> int:
+        """Bytes of a saved state, at most about; 0: none are saved, or the model's size is not known."""
+        moments = 0 if self.config.inner.optimizer == "sgd" else 2
+        whole = self.rules.weights * (1 + moments + self.vectors) * self.config.world.inner
+        return whole if self.config.run.checkpoint_every else 0
 
     def _run(self) -> SummaryTable | None:
         with lock_run(self.out), contextlib.ExitStack() as stack:

@@ -198,6 +198,10 @@ class SwarmParticipant(OwnMember):
         return ElasticSwarmTrainer(self, part, wish=self.wish, await_saved=self.client.await_saved)
 
     @override
+    def states_wanted(self) -> int:
+        return self.client.wanted
+
+    @override
     def stop_here(self, step: int) -> bool:
         return self.client.ended is not None or (self._trainer is not None and self._trainer.has_left)
 
