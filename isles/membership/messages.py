@@ -219,6 +219,8 @@ class SwarmStatus(Exact):
     paths: MemberPaths = ()
 
 
+MACHINE = 40
+"""The most characters of a machine's name."""
 MARGIN = 3  # rounds from the newest begun round to the first round of a new view
 MAX_BYTES = 64 << 10  # of one message from a worker
 Fingerprints = Annotated[tuple[Fingerprint, ...], Field(max_length=1024, fail_fast=True)]
@@ -359,13 +361,14 @@ class Failed(Exact):
 class Hello(Exact):
     """A worker asks to join. version: of isles. corpus: SHA-256 of its text, which must be the same at all workers.
     session: the name of the session that asks. certificates: fingerprints of its own certificate, or of those of all
-    workers of its island.
+    workers of its island. machine: its name for people, "" for none.
     """
 
     version: Str
     corpus: Str
     session: Str
     certificates: Fingerprints
+    machine: Annotated[str, Field(strict=True, max_length=MACHINE, pattern=r"^[\x20-\x7e]*$")] = ""
 
 
 @dataclass(frozen=True)

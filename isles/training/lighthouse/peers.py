@@ -21,7 +21,7 @@ from typing_extensions import override
 
 from isles.base.durable import settle, write_text
 from isles.base.parsing import integer, table
-from isles.membership.effects import Coordinator
+from isles.membership.effects import Append, Coordinator
 from isles.membership.lighthouse import Journal
 from isles.membership.messages import SwarmStatus
 from isles.membership.state_transfer import MODEL, StateUnavailable, state_of
@@ -30,8 +30,8 @@ from isles.training.lighthouse.schedule import RETAINED, StateSchedule
 from isles.training.lighthouse.server import LOOK, MODEL_FILE, LighthouseServer
 from isles.training.records.checkpoint import Checkpoints
 from isles.training.records.checksums import is_whole
-from isles.training.records.rundir import SUMMARY, as_json
-from isles.training.records.summary import SummaryTable, parallel_bytes, summarise
+from isles.training.records.rundir import METRICS, SUMMARY, as_json
+from isles.training.records.summary import SummaryTable, of_everybody, parallel_bytes, summarise
 
 _MOST_PARTS = 1 << 16  # most parts of a state: nodes of its source cluster
 _SLOW = 30.0  # seconds without a part of a state, after which its transfer fails
@@ -71,9 +71,8 @@ class SwarmLighthouseServer(LighthouseServer):
 
     @override
     def serve(self) -> SummaryTable | None:
-        began = time.perf_counter()
         holder, epoch = None, max(self.coordinator.epoch, 1)
-        schedule = StateSchedule(self.config.run, self.coordinator.step, began)
+        schedule = StateSchedule(self.config.run, self.coordinator.step, time.perf_counter())
         while holder is None:
             self.lighthouse.wait(self._is_asked, LOOK)
             self.refused.look()
@@ -89,7 +88,8 @@ class SwarmLighthouseServer(LighthouseServer):
                 self._ask(schedule)
                 self._save()
         self.lighthouse.wait(lambda: all(member in self.results for member in self.coordinator.alive()), _PATIENCE)
-        summary = self._summary(holder, time.perf_counter() - began)
+        self.lighthouse.act(lambda now: [Append({"event": "end"})])
+        summary = self._summary(holder, time.time() - self.began)
         write_text(self.out / SUMMARY, as_json(summary, indent=2) + "\n")
         self.lighthouse.act(self.coordinator.end)
         self.lighthouse.wait(lambda: not self.coordinator.alive(), _PATIENCE)  # until they have heard it and left
@@ -128,7 +128,7 @@ class SwarmLighthouseServer(LighthouseServer):
         return member
 
     def _summary(self, holder: int, seconds: float) -> SummaryTable:
-        results = [self.results[holder], *(one for member, one in self.results.items() if member != holder)]
+        results = of_everybody(self.results, [holder, *(self.results.keys() - {holder})], self.out / METRICS)
         summary = summarise(self.config, results, seconds)
         peers = self.coordinator.peers.values()
         restarts = sum(one["event"] == "restart" for one in self._journal.entries)

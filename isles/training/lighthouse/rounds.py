@@ -20,19 +20,19 @@ from typing_extensions import override
 from isles.base.durable import no_room, write_text
 from isles.comm.errors import PeerLost
 from isles.membership.coordinator import RoundsCoordinator
-from isles.membership.effects import Coordinator
+from isles.membership.effects import Append, Coordinator
 from isles.membership.lighthouse import Journal
 from isles.membership.messages import MARGIN, Examine, Over, RunStatus
 from isles.membership.run_log import EXCHANGES, Restarts, RoundRecord, read_record
 from isles.membership.state_transfer import MODEL, STATE, StateUnavailable, saved_name, server_name
-from isles.training.elastic.metrics import elastic_metrics, recorded
+from isles.training.elastic.metrics import elastic_metrics, elastic_totals, recorded
 from isles.training.lighthouse.mean import consolidate, spread
 from isles.training.lighthouse.schedule import RETAINED, StateSchedule
 from isles.training.lighthouse.server import LOOK, MODEL_FILE, LighthouseServer
 from isles.training.records.checkpoint import Checkpoints
 from isles.training.records.checksums import is_whole
-from isles.training.records.rundir import SUMMARY, as_json
-from isles.training.records.summary import SummaryTable, parallel_bytes, summarise
+from isles.training.records.rundir import METRICS, SUMMARY, as_json
+from isles.training.records.summary import SummaryTable, of_everybody, summarise
 
 
 class RoundsLighthouseServer(LighthouseServer):
@@ -53,8 +53,7 @@ class RoundsLighthouseServer(LighthouseServer):
 
     @override
     def serve(self) -> SummaryTable | None:
-        began, step = time.perf_counter(), self._rounds() * self.rules.sync_every
-        schedule = StateSchedule(self.config.run, step, began)
+        schedule = StateSchedule(self.config.run, self._rounds() * self.rules.sync_every, time.perf_counter())
         while not self.lighthouse.wait(lambda: self._is_done() or self.stopping.is_set(), LOOK):
             self.refused.look()
             step = self._rounds() * self.rules.sync_every
@@ -69,14 +68,13 @@ class RoundsLighthouseServer(LighthouseServer):
         self._evaluate(sorted(taken))
         if self.stopping.is_set():
             return None
-        summary = summarise(
-            self.config, [self.results[member] for member in sorted(taken)], time.perf_counter() - began
-        )
+        self.lighthouse.act(lambda now: [Append({"event": "end"})])
+        reported = elastic_metrics(*recorded(self.out), self.membership, taken, self.membership.last or 0)
+        everybody = of_everybody(self.results, sorted(taken), self.out / METRICS)
+        summary = summarise(self.config, everybody, time.time() - self.began)
         if self.evaluations:
             summary["val_loss"] = self.evaluations[0]
-        ddp = parallel_bytes(summary["parameters"], len(taken), self.config.run.steps)
-        summary |= {"workers": len(taken), "replica_std": self.spread, "ddp_bytes_per_worker": ddp}
-        reported = elastic_metrics(*recorded(self.out), self.membership, self.membership.last or 0)
+        summary |= elastic_totals(self.config, summary, reported) | {"replica_std": self.spread}
         summary |= replace(reported, links=self.links(), refused=self.refused.table()).record()
         write_text(self.out / SUMMARY, as_json(summary, indent=2) + "\n")
         self.lighthouse.notify(members, Over())

@@ -13,10 +13,11 @@ and states are only files here.
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -49,6 +50,8 @@ MODEL_FILE = "model.safetensors"
 _DESCRIPTORS, _SPARE = 3, 512  # open files of a lighthouse: per member, and in addition
 LOOK = 1.0
 """Seconds between two checks of what is due."""
+_MUTUAL = "half of the others, or more, and it refuse each other's shares"
+_SILENCE = 1.5  # seconds: workers send something each second
 _PAIR = ("by", "to", "way", "round_trip", "sent", "taken")  # of a path in the summary
 _SHOWN = 1000  # most paths in an answer to `isles status`
 _MOST = 1 << 40  # most bytes of a fetched file if the model's size is unknown
@@ -105,6 +108,7 @@ class LighthouseServer(ABC):
         self.results: dict[int, dict[str, Any]] = {}
         self.carried: dict[int, dict[str, int]] = {}
         self._paths: dict[int, list[PathRow]] = {}
+        self._left, self._is_over = set[int](), False
         self.schema = Schema(config)
 
     def run(self) -> SummaryTable | None:
@@ -148,19 +152,22 @@ class LighthouseServer(ABC):
             stack.callback(self.session.close)
             journal = Journal(self.out)
             stack.callback(journal.close)
+            self.began = min([time.time(), *(entry.get("at", math.inf) for entry in journal.entries[:1])])
             if not (self.out / CONFIG).exists():
                 save_config(self.text, self.out)
             self._lines = stack.enter_context((self.out / METRICS).open("a", encoding="utf-8"))
             self.keys = MemberKeys(self.out / CREDENTIALS)
             self.state_server = StateServer(self.session, LIGHTHOUSE, self.on_notice, comes=lambda what: False)
+            coordinator = self._assembled(journal, stack)
             self.lighthouse = Lighthouse(
                 self.session,
-                self._assembled(journal, stack),
+                coordinator,
                 journal,
                 self.keys,
                 config=self.text,
                 version=__version__,
                 on_report=self._on_report,
+                on_entry=lambda entry: self._show(entry, coordinator.about()[0]),
                 island_size=self.config.world.inner,
             )
             stack.callback(self.lighthouse.close)
@@ -228,6 +235,29 @@ class LighthouseServer(ABC):
         """The paths that workers have reported, by bytes, descending."""
         reported = [(member, *row) for member, rows in sorted(self._paths.items()) for row in rows]
         return tuple(sorted(reported, key=lambda row: -row[4]))
+
+    def _show(self, entry: Mapping[str, Any], going_on: int) -> None:
+        """Show an entry of the journal to the user as a line, if it is about a member. In the session's thread."""
+        event, member = entry["event"], entry.get("member", -1)
+        if event == "begin" and entry["epoch"] == 1:
+            self.on_notice(f"+ it begins with {len(entry['members'])} members")
+        self._is_over |= event == "end"
+        if member < 0 or self._is_over or (event == "lost" and member in self._left):
+            return
+        self._left |= {member} if event == "leave" else set()
+        who, silence = self.lighthouse.machines.get(member) or "a machine without a name", entry.get("silence", 0.0)
+        why = f"after {silence:.1f} s of silence" if silence >= _SILENCE else "as its connection broke"
+        hangs = f"no new round for {entry.get('still', 0)} s"
+        shown = {
+            "join": f"+ {who} ({entry.get('seen') or 'here'}) joined as member {member}",
+            "back": f"+ {who} is connected again (member {member})",
+            "leave": f"- {who} leaves (member {member})",
+            "lost": f"- {who} lost {why} (member {member}); {going_on} {'goes' if going_on == 1 else 'go'} on",
+            "ban": f"- {who} shut out (member {member}): {entry.get('why', _MUTUAL)}",
+            "call": f"- {who} left out, {hangs} (member {member})" if "still" in entry else "",
+        }.get(event, "")
+        if shown:
+            self.on_notice(shown)
 
     def _on_report(self, member: int, event: Any) -> None:
         """Handle a worker's report, in the session's thread. ValueError refuses it."""
