@@ -293,8 +293,8 @@ class Lighthouse:
         restarts = sum(entry.get("event") == "restart" for entry in journal.entries) + bool(journal.entries)
         self._sequence = count(restarts * _NUMBERS_PER_RUN)
         self._address_book = AddressBook(keys, session.seen)
-        self.machines: dict[int, str] = {}
-        """By member, the name of its machine, as it says."""
+        self.machines: dict[int, tuple[str, str, float]] = {}
+        """By member, the name of its machine, as it says; the address that it joined from; and when."""
         for entry in journal.entries:
             self._joined(entry)
         self._admissions, self._failure_detector = Admissions(JOINS, 60.0), failure_detector or FailureDetector()
@@ -388,7 +388,8 @@ class Lighthouse:
         """Note the member of a "join" entry; ignore others."""
         if entry.get("event") == "join":
             self.corpus = str(entry.get("description"))
-            self.machines[entry["member"]] = str(entry.get("machine", ""))
+            about = str(entry.get("machine", "")), str(entry.get("seen", "")), float(entry.get("at", 0.0))
+            self.machines[entry["member"]] = about
             self._address_book.joined(entry["member"], entry["certificates"])
 
     def _about(self) -> About:
@@ -464,9 +465,12 @@ class Lighthouse:
             self._refuse(query, member, str(error))
 
     def _reported(self, query: Query) -> None:
+        with self._lock:  # `close` waits for a report that is being written
+            if not self._is_closed:  # what is not acknowledged is sent again, to the next lighthouse
+                self._take_report(query)
+
+    def _take_report(self, query: Query) -> None:
         payload = query.payload
-        if self._is_closed:  # what is not acknowledged is sent again, to the next lighthouse
-            return
         member = self._keys.member(query.attachment, REPORTS, payload)
         if member is None or len(payload) > _LONGEST_REPORT:
             self._refuse(query, -1 if member is None else member, "an invalid report")
@@ -478,8 +482,7 @@ class Lighthouse:
         except OSError as error:
             self._fail(error)
         query.reply()
-        with self._lock:
-            self._lock.notify_all()
+        self._lock.notify_all()
 
     def _presence(self, key: str, there: bool) -> None:
         """The connection of a worker opened or broke, and perhaps with it that of its member."""

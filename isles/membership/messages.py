@@ -204,7 +204,7 @@ class PeerStatus(Exact):
 class SwarmStatus(Exact):
     """The state of a swarm. wanted: what is missing to begin, "" once it has begun. since: seconds since the newest
     step ended, -1 before the first. saved: the newest step after which the lighthouse has saved all stages' states.
-    refused, paths: as in `RunStatus`. clustered: whether it is a run in clusters.
+    refused, paths, machines: as in `RunStatus`. clustered: whether it is a run in clusters.
     """
 
     epoch: Int
@@ -217,6 +217,7 @@ class SwarmStatus(Exact):
     refused: Annotated[tuple[tuple[Int, Int, Str, Int], ...], MANY]
     clustered: Bool
     paths: MemberPaths = ()
+    machines: Annotated[tuple[tuple[Int, Str, Str, Float], ...], MANY] = ()
 
 
 MACHINE = 40
@@ -496,7 +497,8 @@ class MemberStatus(Exact):
 @dataclass(frozen=True)
 class RunStatus(Exact):
     """The state of a run of whole replicas. view: the newest, -1 before the first. round, last: as in `About`. refused:
-    (by whom, -1: the lighthouse; of whom, -1: unknown; reason; count). paths: see `MemberPaths`.
+    (by whom, -1: the lighthouse; of whom, -1: unknown; reason; count). paths: see `MemberPaths`. machines: (member, its
+    name, its address, seconds since it joined). saved: the newest step of which a state is saved.
     """
 
     view: Int
@@ -505,6 +507,8 @@ class RunStatus(Exact):
     members: Annotated[tuple[MemberStatus, ...], MANY]
     refused: Annotated[tuple[tuple[Int, Int, Str, Int], ...], MANY]
     paths: MemberPaths = ()
+    machines: Annotated[tuple[tuple[Int, Str, Str, Float], ...], MANY] = ()
+    saved: Int = 0
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from isles.comm.tcp import room_for
 from isles.membership.effects import Coordinator
 from isles.membership.keys import LIGHTHOUSE, STATUS, MemberKeys
 from isles.membership.lighthouse import GRACE, Journal, Lighthouse
-from isles.membership.messages import MemberPaths, PathRow, encode, read_paths
+from isles.membership.messages import MemberPaths, PathRow, RunStatus, encode, read_paths
 from isles.membership.p2p.stream import CARRIED
 from isles.membership.run_log import JOURNAL
 from isles.membership.session import RejectionRow, Rejections, read_rejections
@@ -172,9 +172,7 @@ class LighthouseServer(ABC):
             )
             stack.callback(self.lighthouse.close)
             self.refused = RejectionLog(self.lighthouse.refused, self.on_notice)
-            self.session.serve(
-                STATUS, lambda query: query.reply(encode(replace(self.now(), paths=self.paths()[:_SHOWN])))
-            )
+            self.session.serve(STATUS, lambda query: query.reply(encode(self._status())))
             if is_new and journal.entries:
                 self.on_notice("its credentials were missing: all workers must join again, with the new token")
             self.on_ready(str(credentials.token))
@@ -231,6 +229,12 @@ class LighthouseServer(ABC):
         pairs = [dict(zip(_PAIR, row, strict=True)) for row in self.paths()]
         return {**ways, "relayed_here": self.lighthouse.relayed, "pairs": pairs}
 
+    def _status(self) -> Any:
+        now, known, at = self.now(), self.lighthouse.machines, time.time()
+        here = [one.member for one in (now.members if isinstance(now, RunStatus) else now.peers)]
+        machines = [(member, *known[member][:2], round(at - known[member][2], 1)) for member in here]
+        return replace(now, paths=self.paths()[:_SHOWN], machines=tuple(machines))
+
     def paths(self) -> MemberPaths:
         """The paths that workers have reported, by bytes, descending."""
         reported = [(member, *row) for member, rows in sorted(self._paths.items()) for row in rows]
@@ -245,7 +249,7 @@ class LighthouseServer(ABC):
         if member < 0 or self._is_over or (event == "lost" and member in self._left):
             return
         self._left |= {member} if event == "leave" else set()
-        who, silence = self.lighthouse.machines.get(member) or "a machine without a name", entry.get("silence", 0.0)
+        who, silence = self.lighthouse.machines[member][0] or "a machine without a name", entry.get("silence", 0.0)
         why = f"after {silence:.1f} s of silence" if silence >= _SILENCE else "as its connection broke"
         hangs = f"no new round for {entry.get('still', 0)} s"
         shown = {
