@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json as json_module
 import time
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typing_extensions import override
 
 from isles.base.errors import printable
 from isles.cli.elastic.join import RunToken, read_token
@@ -24,9 +27,16 @@ def status(
     token: RunToken = None,
     watch: Annotated[bool, typer.Option("--watch", help="Look again every 2 seconds, until Ctrl-C.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON, one line a look.")] = False,
+    metrics_port: Annotated[
+        int | None, typer.Option(help="Serve Prometheus metrics at this port of 127.0.0.1, until Ctrl-C.")
+    ] = None,
 ) -> None:
     """Show the members of a run: machines, addresses, progress, speed, how they reach each other, and refusals."""
     end_in_order()
+    if metrics_port is not None:
+        if not 0 < metrics_port < 65536:
+            raise ValueError(f"--metrics-port {metrics_port}: choose 1 to 65535")
+        _serve(lambda: prometheus(_look(run, token)[1]), metrics_port)
     while True:
         facts, rows = _look(run, token)
         if json:
@@ -58,6 +68,39 @@ def _look(run: str, token: str | None) -> tuple[dict[str, Any], list[dict[str, A
         except OSError:
             return _read(Path(run), "its lighthouse does not answer; this is what its files say")
     return _read(Path(run), "")
+
+
+def prometheus(rows: list[dict[str, Any]]) -> str:
+    """The numbers of all members, in Prometheus' text format."""
+    lines = []
+    for row in rows:
+        labels = f'member="{row["member"]}",machine={json_module.dumps(row["machine"])}'
+        numbers = {key: value for key, value in row.items() if isinstance(value, int | float) and key != "member"}
+        lines += [f"isles_member_{key.replace(' ', '_')}{{{labels}}} {value}" for key, value in numbers.items()]
+    return "\n".join(lines) + "\n"
+
+
+def _serve(text: Callable[[], str], port: int) -> None:
+    """Answer each GET with `text`, on this machine only; 503 while it cannot be had."""
+
+    class Answer(BaseHTTPRequestHandler):
+        timeout = 10.0
+
+        def do_GET(self) -> None:
+            try:
+                code, body = 200, text()
+            except (OSError, ValueError) as error:
+                code, body = 503, f"{error}\n"
+            self.send_response(code)
+            self.send_header("Content-Type", "text/plain; version=0.0.4")
+            self.end_headers()
+            self.wfile.write(body.encode())
+
+        @override
+        def log_message(self, format: str, *of: Any) -> None:
+            """Nothing: each look would be a line."""
+
+    HTTPServer(("127.0.0.1", port), Answer).serve_forever()
 
 
 def _own_token(folder: Path) -> Any:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+import threading
+import time
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
 import pytest
 
@@ -14,6 +18,7 @@ from isles.cli.elastic import status as command
 from isles.running.run import launch
 from isles.training.elastic.connect import LocalSettings
 from isles.training.lighthouse.server import LighthouseAddress
+from tests.membership.sessions import free_port
 from tests.training.elastic.runs import Run, in_run
 from tests.training.elastic.test_runs import leisurely, small
 from tests.training.elastic.test_simulated import small as simulated
@@ -83,5 +88,14 @@ def test_a_fixed_run_is_shown_from_its_files(
         "step",
     ]
     assert [row.split() for row in rows] == [["0", "8", "0", "10.0", "s"], ["1", "8", "0", "10.0", "s"]]
+    port = free_port()
+    serving = partial(command.status, str(tmp_path / "run"), metrics_port=port)
+    threading.Thread(target=serving, daemon=True).start()
+    for _ in range(50):
+        with suppress(OSError):
+            time.sleep(0.1)
+            answer = urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5.0).read().decode().splitlines()
+            break
+    assert 'isles_member_step{member="1",machine=""} 8' in answer
     with pytest.raises(ValueError, match="is not a run directory"):
         command.status(str(tmp_path))
