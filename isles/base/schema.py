@@ -182,7 +182,9 @@ class ElasticSummary:
     """Of the data, that were read twice."""
     joins: int
     losses: int
-    """Connections that broke."""
+    """Connections that broke, of members that had not announced it."""
+    steps_lost: int
+    """Inner steps after the states from which the run began again when all workers were lost."""
     leaves: int
     views: int
     outages: int

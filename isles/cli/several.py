@@ -195,7 +195,8 @@ def read_beside(
 def one_worker(config: Config) -> Config:
     """`config`, in which nobody talks, with one worker that reads the tokens of all: as many steps more."""
     times, run, world = config.replicas_in_all * config.world.inner, config.run, config.world
-    steps = {key: getattr(run, key) * times for key in ("steps", "log_every", "validate_every", "checkpoint_every")}
+    steps = {key: getattr(run, key) * times for key in ("steps", "log_every", "validate_every")}
+    steps |= {"checkpoint_every": run.checkpoint_every * times} if run.checkpoint_every != "auto" else {}
     world = changed(world, {"workers": 1, "inner": 1, "inside": "ddp", "virtual.inner_links": "lan"})
     data = replace(config.data, batch_size=config.data.batch_size_per_worker(times))
     return ending(replace(config, data=data, pipeline=PipelineConfig(), world=world, run=replace(run, **steps)))

@@ -252,8 +252,8 @@ class Coordinator(ABC):
 
 
 def of_another_version(entry: dict[str, Any]) -> None:
-    """ValueError for an unknown entry. Some entries are only for readers: a restart of the lighthouse, and the number
-    of relayed bytes.
+    """ValueError for an unknown entry. Some entries are only for readers: a restart of the lighthouse, the end of the
+    run, and the number of relayed bytes.
     """
-    if entry.get("event") not in ("restart", RELAYED):
+    if entry.get("event") not in ("restart", "end", RELAYED):
         raise ValueError(f"the journal holds an event that this version does not know: {str(entry)[:80]}")

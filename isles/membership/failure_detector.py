@@ -66,6 +66,10 @@ class FailureDetector:
             if len(self._lost) > _MOST:  # anybody with the token can connect under many names
                 del self._lost[next(iter(self._lost))]
 
+    def silence(self, member: int) -> float:
+        """Seconds since a connected member last sent something."""
+        return self._now - self._spoke_at.get(member, self._now)
+
     def is_lost(self, member: int) -> bool:
         """Whether a member was connected, and its connection broke."""
         return member in self._lost

@@ -32,7 +32,7 @@ from isles.comm.sockets import loop
 from isles.comm.sockets.listener import echo_failure
 from isles.comm.tcp import is_own
 from isles.membership.effects import Append, Coordinator, Effect, Reply
-from isles.membership.failure_detector import FailureDetector, IslandLiveness
+from isles.membership.failure_detector import SILENT, FailureDetector, IslandLiveness
 from isles.membership.keys import (
     ABOUT,
     CONFIG,
@@ -243,10 +243,10 @@ class Lighthouse:
     An entry is on disk (`journal`) before anything that follows from it is sent, so a restarted lighthouse never
     contradicts what it has sent before.
 
-    coordinator: built from the entries of `journal`. config: the run's, as TOML. version: of isles, to
-    be shown. on_report(member, event): called with a worker's report, parsed from JSON but unchecked; its ValueError
-    refuses the report. island_size: workers of each member, which all get its notifications. failure_detector: replaces
-    the one that relies on received messages.
+    coordinator: built from the entries of `journal`. config: the run's, as TOML. version: of isles, to be shown.
+    on_report(member, event): called with a worker's report, parsed from JSON but unchecked; its ValueError refuses the
+    report. on_entry: called with each new entry of the journal. island_size: workers of each member, which all get its
+    notifications. failure_detector: replaces the one that relies on received messages.
 
     finished: members that have done the last round. refused: counts rejections by (member or -1, reason). corpus:
     SHA-256 of the first worker's text; None before it has joined.
@@ -262,16 +262,19 @@ class Lighthouse:
         config: str,
         version: str,
         on_report: Callable[[int, Any], None],
+        on_entry: Callable[[Mapping[str, Any]], None] = lambda entry: None,
         island_size: int = 1,
         failure_detector: FailureDetector | None = None,
     ) -> None:
         self.refused = session.refused
         self.finished = coordinator.finished
         self._failed: OSError | None = None
+        self._is_closed = False
         self._relay = RelayCount(lambda: session.relayed, journal.entries)
         self.corpus: str | None = None
         self._session, self._journal, self._keys = session, journal, keys
         self._config, self._version, self._on_report = config.encode("utf-8"), version, on_report
+        self._on_entry = on_entry
         self._coordinator, self._island_size, self._islands = coordinator, island_size, IslandLiveness()
         if journal.entries:
             journal.append({"event": "restart", "at": round(session.wall(), 3)})
@@ -279,6 +282,8 @@ class Lighthouse:
         restarts = sum(entry.get("event") == "restart" for entry in journal.entries) + bool(journal.entries)
         self._sequence = count(restarts * _NUMBERS_PER_RUN)
         self._address_book = AddressBook(keys, session.seen)
+        self.machines: dict[int, tuple[str, str, float]] = {}
+        """By member, the name of its machine, as it says; the address that it joined from; and when."""
         for entry in journal.entries:
             self._joined(entry)
         self._admissions, self._failure_detector = RateLimit(JOINS), failure_detector or FailureDetector()
@@ -331,8 +336,9 @@ class Lighthouse:
         return self._address_book.addresses.get((member, 0), "")
 
     def close(self) -> None:
-        """Stop the timer. The session stays open: its opener closes it."""
+        """Stop the timer, and take no more reports. The session stays open: its opener closes it."""
         with self._lock:
+            self._is_closed = True
             if self._end_ticks is not None:
                 self._end_ticks()
 
@@ -367,12 +373,19 @@ class Lighthouse:
             query.reply(encode(Later(round(wait, 1), why)))
             return
         address = "" if is_own(seen) else network_of(seen)
-        self._carry_out(self._call(lambda m, now: m.join(now, hello.corpus, hello.certificates, address)), query)
+        self._carry_out(
+            self._call(lambda m, now: m.join(now, hello.corpus, hello.certificates, address)),
+            query,
+            machine=hello.machine,
+            seen=seen,
+        )
 
     def _joined(self, entry: Mapping[str, Any]) -> None:
         """Note the member of a "join" entry; ignore others."""
         if entry.get("event") == "join":
             self.corpus = str(entry.get("description"))
+            about = str(entry.get("machine", "")), str(entry.get("seen", "")), float(entry.get("at", 0.0))
+            self.machines[entry["member"]] = about
             self._address_book.joined(entry["member"], entry["certificates"])
 
     def _about(self) -> About:
@@ -462,6 +475,11 @@ class Lighthouse:
             self._refuse(query, member, str(error))
 
     def _reported(self, query: Query) -> None:
+        with self._lock:  # `close` waits for a report that is being written
+            if not self._is_closed:  # what is not acknowledged is sent again, to the next lighthouse
+                self._take_report(query)
+
+    def _take_report(self, query: Query) -> None:
         payload = query.payload
         member = self._keys.member(query.attachment, REPORTS, payload)
         if member is None or len(payload) > _LONGEST_REPORT:
@@ -478,8 +496,7 @@ class Lighthouse:
             self._fail(error)
             return  # no answer: the worker keeps the line, and sends it to the restarted lighthouse
         query.reply()
-        with self._lock:
-            self._lock.notify_all()
+        self._lock.notify_all()
 
     def _presence(self, key: str, there: bool) -> None:
         """The connection of a worker opened or broke, and perhaps with it that of its member."""
@@ -493,16 +510,18 @@ class Lighthouse:
             self._address_book.forget(member, island_rank)
         whole = self._islands.changed(member, island_rank, there)
         if whole is not None:
+            silence = round(self._failure_detector.silence(member), 1)
             self._failure_detector.changed(member, whole)
             self._carry_out(
-                self._call(lambda m, now: m.reconnected(now, member) if whole else m.disconnected(now, member))
+                self._call(lambda m, now: m.reconnected(now, member) if whole else m.disconnected(now, member)),
+                silence=silence,
             )
 
     def tick(self) -> None:
         """Time has passed; called several times a second."""
         self._carry_out(self._call(lambda m, now: m.tick(now)))
         for member in self._failure_detector.newly_silent(self._session.now()):
-            self._carry_out(self._call(lambda m, now, member=member: m.disconnected(now, member)))
+            self._carry_out(self._call(lambda m, now, member=member: m.disconnected(now, member)), silence=SILENT)
         if (note := self._relay.note(self.relayed)) is not None:
             self._carry_out([Append(note)])
 
@@ -512,11 +531,12 @@ class Lighthouse:
             self._lock.notify_all()
         return effects
 
-    def _carry_out(self, effects: Sequence[Effect], query: Query | None = None) -> None:
+    def _carry_out(self, effects: Sequence[Effect], query: Query | None = None, **more: Any) -> None:
+        """more: what entries of joins and losses hold besides."""
         if self._failed is not None:
             return
         try:
-            self._carry(effects, query)
+            self._carry(effects, query, more)
         except OSError as error:
             self._fail(error)
 
@@ -526,13 +546,16 @@ class Lighthouse:
             self._failed = self._failed or error
             self._lock.notify_all()
 
-    def _carry(self, effects: Sequence[Effect], query: Query | None) -> None:
+    def _carry(self, effects: Sequence[Effect], query: Query | None, more: Mapping[str, Any]) -> None:
         answer, encoded = b"", (None, b"")
         for effect in effects:
             # Not synced here: one sync before the next effect that leaves serves all entries.
             if isinstance(effect, Append):
-                self._journal.append({**effect.entry, "at": round(self._session.wall(), 3)})
-                self._joined(effect.entry)
+                beside = more if effect.entry["event"] in ("join", "lost") else {}
+                entry = {**effect.entry, **beside, "at": round(self._session.wall(), 3)}
+                self._journal.append(entry)
+                self._joined(entry)
+                self._on_entry(entry)
                 if "still" in effect.entry:
                     self.refused.note(effect.entry["member"], f"no new round for {effect.entry['still']} s: left out")
                 continue

@@ -192,9 +192,12 @@ class SwarmBeat(Exact):
 
 @dataclass(frozen=True)
 class StatesSaved(Exact):
-    """To a running peer: the lighthouse has saved all stages' states after `step`; 0: no step yet."""
+    """To a running peer: the lighthouse has saved all stages' states after `step`; 0: no step yet. wanted: after the
+    first step from that one on, all peers offer their states once; 0: it asks for none.
+    """
 
     step: Int
+    wanted: Int = 0
 
 
 @dataclass(frozen=True)
@@ -219,7 +222,7 @@ class PeerStatus(Exact):
 class SwarmStatus(Exact):
     """The state of a swarm. wanted: what is missing to begin, "" once it has begun. since: seconds since the newest
     step ended, -1 before the first. saved: the newest step after which the lighthouse has saved all stages' states.
-    refused, paths: as in `RunStatus`. clustered: whether it is a run in clusters.
+    refused, paths, machines: as in `RunStatus`. clustered: whether it is a run in clusters.
     """
 
     epoch: Int
@@ -232,8 +235,11 @@ class SwarmStatus(Exact):
     refused: Annotated[tuple[tuple[Int, Int, Str, Int], ...], MANY]
     clustered: Bool
     paths: MemberPaths = ()
+    machines: Annotated[tuple[tuple[Int, Str, Str, Float], ...], MANY] = ()
 
 
+MACHINE = 40
+"""The most characters of a machine's name."""
 MARGIN = 3  # rounds from the newest begun round to the first round of a new view
 MAX_BYTES = 64 << 10  # of one message from a worker
 Fingerprints = Annotated[tuple[Fingerprint, ...], Field(max_length=1024, fail_fast=True)]
@@ -374,7 +380,7 @@ class Failed(Exact):
 class Hello(Exact):
     """A worker asks to join. version: of isles. corpus: SHA-256 of its text, which must be the same at all workers.
     session: the name of the session that asks. certificates: fingerprints of its own certificate, or of those of all
-    workers of its island. messages: see `MESSAGES`.
+    workers of its island. messages: see `MESSAGES`. machine: its name for people, "" for none.
     """
 
     version: Str
@@ -382,6 +388,7 @@ class Hello(Exact):
     session: Str
     certificates: Fingerprints
     messages: Ints = (0, 2)
+    machine: Annotated[str, Field(strict=True, max_length=MACHINE, pattern=r"^[\x20-\x7e]*$")] = ""
 
 
 @dataclass(frozen=True)
@@ -510,7 +517,8 @@ class MemberStatus(Exact):
 @dataclass(frozen=True)
 class RunStatus(Exact):
     """The state of a run of whole replicas. view: the newest, -1 before the first. round, last: as in `About`. refused:
-    (by whom, -1: the lighthouse; of whom, -1: unknown; reason; count). paths: see `MemberPaths`.
+    (by whom, -1: the lighthouse; of whom, -1: unknown; reason; count). paths: see `MemberPaths`. machines: (member, its
+    name, its address, seconds since it joined). saved: the newest step of which a state is saved.
     """
 
     view: Int
@@ -519,6 +527,8 @@ class RunStatus(Exact):
     members: Annotated[tuple[MemberStatus, ...], MANY]
     refused: Annotated[tuple[tuple[Int, Int, Str, Int], ...], MANY]
     paths: MemberPaths = ()
+    machines: Annotated[tuple[tuple[Int, Str, Str, Float], ...], MANY] = ()
+    saved: Int = 0
 
 
 @dataclass(frozen=True)

@@ -237,8 +237,8 @@ SwarmPart = StartSwarm | JoinSwarm | Wait | Over | Rejoin | Refusal
 class SwarmClient(LighthouseClient):
     """The client of the peer in the member of `entry`.
 
-    ended: the lighthouse's message that ended this peer's part in the run. saved: the newest step of which it has saved
-    all states. is_away: whether it has not replied lately. met: called with a peer whose connection opens, in any
+    ended: the lighthouse's message that ended this peer's part in the run. saved, wanted: as in its newest
+    `StatesSaved`. is_away: whether it has not replied lately. met: called with a peer whose connection opens, in any
     thread.
     """
 
@@ -246,7 +246,8 @@ class SwarmClient(LighthouseClient):
         super().__init__(session, entry)
         self.member, self._met = entry.member, met
         self.ended: Over | Rejoin | Refusal | None = None
-        self.saved, self.is_away = 0, False
+        self.saved = self.wanted = 0
+        self.is_away = False
         self._beat: Callable[[], SwarmBeat | None] = lambda: None
         session.later(self._beat_on, BEAT)
 
@@ -296,7 +297,7 @@ class SwarmClient(LighthouseClient):
         with self.changed:
             self.is_away = answer is None
             if isinstance(answer, StatesSaved):
-                self.saved = max(self.saved, answer.step)
+                self.saved, self.wanted = max(self.saved, answer.step), answer.wanted
             if isinstance(answer, Over | Rejoin | Refusal):
                 self.ended = self.ended or answer
             self.changed.notify_all()

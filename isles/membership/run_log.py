@@ -63,11 +63,38 @@ def read_record(value: Any) -> RoundRecord | StartRecord:
     return read(RoundRecord if isinstance(value, dict) and "outcome" in value else StartRecord, value)
 
 
+class Restarts:
+    """Finds, in the records of a run in their order, when it began again with the state of no member. begun: by the
+    first round, the rounds that had been reached, and that of the state.
+    """
+
+    def __init__(self, records: Iterable[RoundRecord | StartRecord] = ()) -> None:
+        self.newest, self.begun = 0, dict[int, tuple[int, int]]()
+        for record in records:
+            self.add(record)
+
+    def add(self, record: RoundRecord | StartRecord) -> bool:
+        """Take the next record; returns whether the run began again with it."""
+        if isinstance(record, RoundRecord):
+            self.newest = max(self.newest, record.round)
+        elif record.donor < 0 and self.newest and record.first > self.newest and record.first not in self.begun:
+            self.begun[record.first] = self.newest, record.has
+            return True
+        return False
+
+    @property
+    def lost(self) -> int:
+        """Rounds whose work was lost."""
+        return sum(reached - has for reached, has in self.begun.values())
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunHistory:
     """The contents of `members.jsonl`. present: by member, intervals (from, until) in seconds of its connection. views:
-    (moment, number, first round, members). counts: of entries by event; "retry": decisions to repeat a round. outages:
-    of the lighthouse, (last entry, restart).
+    (moment, number, first round, members); of a swarm (moment, epoch, step, members). counts: of entries by event;
+    "retry": decisions to repeat a round. outages: of the lighthouse, (last entry, restart). machines: names by member.
+    marks: (moment, event, member, or -1) of joins, losses, bans, leaves, restarts, and of swarms that began again, with
+    the steps (reached, begun from) in `again`.
     """
 
     present: Mapping[int, list[tuple[float, float]]]
@@ -75,6 +102,13 @@ class RunHistory:
     counts: Counter[str]
     end: float
     outages: list[tuple[float, float]] = field(default_factory=list)
+    machines: dict[int, str] = field(default_factory=dict)
+    marks: list[tuple[float, str, int]] = field(default_factory=list)
+    again: list[tuple[int, int]] = field(default_factory=list)
+
+    def name(self, member: int) -> str:
+        """A member and its machine, as a reader knows it."""
+        return f"member {member}" + (f" ({self.machines[member]})" if self.machines.get(member) else "")
 
 
 def read_history(entries: Iterable[Mapping[str, Any]], end: float = 0.0) -> RunHistory:
@@ -84,26 +118,49 @@ def read_history(entries: Iterable[Mapping[str, Any]], end: float = 0.0) -> RunH
     views: list[tuple[float, int, int, tuple[int, ...]]] = []
     counts: Counter[str] = Counter()
     outages: list[tuple[float, float]] = []
+    left = set[int]()
+    machines, again = dict[int, str](), list[tuple[int, int]]()
+    marks: list[tuple[float, str, int]] = []
     last: float | None = None
     for entry in entries:
         at, event, member = float(entry.get("at", 0.0)), entry["event"], entry.get("member", -1)
         if event == "restart" and last is not None:
             outages.append((last, at))
         last, end = at, max(end, at)
+        if event == "end":  # what follows are workers that go
+            break
+        left |= {member} if event == "leave" else set()
+        if event == "lost" and member in left:
+            event = "gone"
         counts[event] += 1
+        if event in ("join", "lost", "ban", "leave", "restart") or (event == "begin" and entry["epoch"] > 1):
+            marks.append((at, event, member))
         if event in ("join", "back"):
             since.setdefault(member, at)
-        elif event in ("lost", "ban") and member in since:
+            machines |= {member: str(entry["machine"])} if "machine" in entry else {}
+        elif event in ("lost", "gone", "ban") and member in since:
             present.setdefault(member, []).append((since.pop(member), at))
         elif event == "view":
             view = entry["view"]
             views.append((at, view["number"], view["since"], tuple(view["members"])))
+        elif event in ("begin", "serve"):
+            views.append((at, entry.get("epoch", 0), entry["step"], tuple(entry["members"])))
+            again += [(entry["reached"], entry["step"])] if marks[-1:] == [(at, "begin", -1)] else []
         elif event == "decision":
             decision = entry["decision"]
             counts["retry"] += decision["outcome"] == "retry" and (decision["attempt"] > 1 or not decision["steps"])
     for member, at in since.items():
         present.setdefault(member, []).append((at, end))
-    return RunHistory(present=present, views=views, counts=counts, end=end, outages=outages)
+    return RunHistory(
+        present=present,
+        views=views,
+        counts=counts,
+        end=end,
+        outages=outages,
+        machines=machines,
+        marks=marks,
+        again=again,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,6 +196,52 @@ def ledger(records: Sequence[RoundRecord | StartRecord]) -> RoundCounts:
         transfers=len(transfers),
         size=sum(record.size for record in transfers),
     )
+
+
+Clock = Mapping[tuple[int, int], int]
+"""By member and the first round of one of its states: up to which round the work done with that state is included."""
+
+
+def in_model(records: Sequence[RoundRecord | StartRecord], members: Iterable[int]) -> int:
+    """Inner steps whose work is in the last weights of any of `members`: their own, and those of others that they have
+    taken in by exchanges, or with the state of a donor.
+    """
+    starts = {(one.member, one.first): one for one in records if isinstance(one, StartRecord)}
+    copied = {one.has for one in starts.values()}
+    by_round: dict[int, list[RoundRecord]] = {}
+    for record in records:
+        if isinstance(record, RoundRecord):
+            by_round.setdefault(record.round, []).append(record)
+    clocks, states, done = dict[int, Clock](), dict[int, int](), list[tuple[tuple[int, int], RoundRecord]]()
+    copies: dict[int, dict[int, Clock]] = {}
+    for round, own in sorted(by_round.items()):
+        for record in own:
+            member, start = record.member, starts.pop((record.member, round), None)
+            if start is not None or member not in clocks:
+                states[member], there = round, copies.get(start.has, {}) if start is not None else {}
+                clocks[member] = there.get(start.donor, next(iter(there.values()), {})) if start is not None else {}
+            key = member, states[member]
+            clocks[member] = {**clocks[member], key: round}
+            done.append((key, record))
+        shared: dict[tuple[int, ...], Clock] = {}
+        for record in own:
+            if record.outcome in (WHOLE, LATE) and record.members not in shared:
+                shared[record.members] = _union(clocks.get(member, {}) for member in record.members)
+        for record in own:
+            if record.outcome in (WHOLE, LATE):
+                clocks[record.member] = _union((shared[record.members], clocks[record.member]))
+        if round in copied:
+            copies[round] = dict(clocks)
+    final = _union(clocks.get(member, {}) for member in members)
+    return sum(record.steps for key, record in done if record.round <= final.get(key, -1))
+
+
+def _union(clocks: Iterable[Clock]) -> Clock:
+    found: dict[tuple[int, int], int] = {}
+    for clock in clocks:
+        for key, round in clock.items():
+            found[key] = max(round, found.get(key, -1))
+    return found
 
 
 def goodput(counted: int, done: RoundCounts, there: RunHistory) -> float:

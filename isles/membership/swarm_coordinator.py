@@ -95,6 +95,11 @@ class SwarmCoordinator(Coordinator):
         self.members: dict[int, int] = {}
         """By member of the swarm, its stage, as last reported."""
         self.epoch = self.step = self.saved = 0
+        self.wanted = 0
+        """The step from which on peers are asked for their states; 0: they are not."""
+        self.steps_lost, self.begun_because = 0, ""
+        """Steps after the states from which swarms began again; and why the newest one did."""
+        self._bare: int | None = None  # the stage that was the first to lose its last peer
         self.ended: str | None = None
         """Set once the run is over: its reason, "" for a regular end."""
         self._run: int | None = None
@@ -153,6 +158,11 @@ class SwarmCoordinator(Coordinator):
         """The states of all stages after `step` are on disk."""
         if step > self.saved:
             self._record("saved", step=step)
+        return self._taken()
+
+    def ask_states(self, step: int) -> list[Effect]:
+        """Ask all peers for their states, after `step` or soon after."""
+        self.wanted = step
         return self._taken()
 
     def end(self, now: float, reason: str = "") -> list[Effect]:
@@ -268,7 +278,8 @@ class SwarmCoordinator(Coordinator):
         members = {one: at for one, at in members.items() if one in stages or self._is_of(one)}
         if members != self.members:
             self._record("serve", step=self.step, members=list(members), stages=list(members.values()))
-        self._reply(StatesSaved(self.saved) if self.ended is None else Over(self.ended))
+        wanted = self.wanted if self.wanted > self.saved else 0
+        self._reply(StatesSaved(self.saved, wanted) if self.ended is None else Over(self.ended))
 
     def _is_of(self, member: int) -> bool:
         """Whether it is in the swarm, by the latest beats of the others."""
@@ -292,14 +303,9 @@ class SwarmCoordinator(Coordinator):
         some = self.epoch > 0 and all(counts[stage] >= self.rules.least for stage in range(len(self.rules.peers)))
         if whole or (some and now - self._last_joined >= AGAIN):
             members = sorted(assigned)
-            self._record(
-                "begin",
-                epoch=self.epoch + 1,
-                step=self.saved,
-                members=members,
-                stages=[assigned[s] for s in members],
-                run=self._most_common_run()[0],
-            )
+            stages, run = [assigned[member] for member in members], self._most_common_run()[0]
+            begin = {"epoch": self.epoch + 1, "step": self.saved, "members": members, "stages": stages, "run": run}
+            self._record("begin", **begin, reached=self.step, bare=self._bare)
 
     def _assigned(self) -> dict[int, int]:
         """By waiting member, a stage: its wish, or the stage that lacks most peers."""
@@ -330,6 +336,18 @@ class SwarmCoordinator(Coordinator):
     def _connected(self) -> list[int]:
         return [member for member, peer in self.peers.items() if peer.here]
 
+    def _note_bare(self) -> None:
+        """Note the first stage that has lost its last peer."""
+        bare = {*self.members.values()} - {self.members[member] for member in self.alive()}
+        self._bare = self._bare if self._bare in bare else min(bare, default=None)
+
+    def _note_again(self, begin: dict[str, Any]) -> None:
+        """Note what the run lost when a later swarm began."""
+        step, reached, bare = begin["step"], begin["reached"], begin["bare"]
+        lost, self.steps_lost = max(reached - step, 0), self.steps_lost + max(reached - step, 0)
+        why = "no complete cluster was left" if self.rules.clustered else f"stage {bare} lost its last peer"
+        self.begun_because = f"{why} at step {reached}: begins again from step {step}, {lost} steps lost"
+
     def _apply(self, entry: dict[str, Any]) -> None:
         self.peers.changed()
         match entry:
@@ -337,13 +355,19 @@ class SwarmCoordinator(Coordinator):
                 self.peers[member] = _Peer(identity_of(certificates), entry.get("address", ""))
             case {"event": "lost", "member": member}:
                 self.peers[member].connected, self.peers[member].wish = False, None
+                self._note_bare()
             case {"event": "back", "member": member}:
                 self.peers[member].connected = True
+                self._note_bare()
             case {"event": "leave", "member": member}:
                 self.peers[member].left = True
-            case {"event": "begin", "epoch": epoch, "step": step, "members": members, "stages": stages}:
+                self._note_bare()
+            case {"event": "begin", "epoch": epoch, "step": step, "members": members, "stages": stages} as begin:
+                if epoch > 1:
+                    self._note_again(begin)
                 self.epoch, self.step, self.members = epoch, step, dict(zip(members, stages, strict=True))
                 self._run = entry.get("run", self._run)
+                self.wanted, self._bare = 0, None
                 for member in members:
                     self.peers[member].wish = None
             case {"event": "serve", "step": step, "members": members, "stages": stages}:

@@ -22,6 +22,7 @@ from isles.report.panels import (
     average,
     chart_panel,
     latest_of,
+    mean_of_totals,
     mean_over,
     plain,
     quantile,
@@ -136,7 +137,7 @@ def loss_against(run: Run, cost: CostAxis) -> list[Point]:
 def bytes_panel(run: Run) -> Panel | None:
     """The bytes each worker sent so far, beside data parallel's; None when none were counted."""
     series = {worker: _points(log.bytes_sent) for worker, log in run.workers.items() if log.bytes_sent}
-    mean = mean_over(series.values())
+    mean = mean_of_totals(series.values())
     if not mean:
         return None
     # The last exchanges may come after the last line, so the summary's number is the whole one.

@@ -7,6 +7,7 @@ out. Seconds are counted from the first entry, of the lighthouse's clock.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,6 +17,7 @@ from isles.membership.run_log import (
     JOURNAL,
     LATE,
     WHOLE,
+    Restarts,
     RoundRecord,
     RunHistory,
     StartRecord,
@@ -34,6 +36,15 @@ _KEYS = (
     ("away", "there, and not in a round: waits for a state or a view"),
     ("other", "the lighthouse is away"),
 )
+_MARKS = {
+    "join": ("series2", "joined"),
+    "lost": ("rate", "was lost"),
+    "ban": ("series5", "was shut out"),
+    "leave": ("series4", "left"),
+    "restart": ("series7", "the lighthouse was started again"),
+    "begin": ("series3", "the run began again"),
+}
+MAX_MARKS = 200
 T = TypeVar("T")
 
 
@@ -48,6 +59,25 @@ def elastic_panels(run: Run) -> list[Panel]:
     if there.end <= start:
         return []
     return [_members(there, start), _member_lanes(there, lines, start)]
+
+
+def marked(run: Run, losses: Panel) -> Panel:
+    """The chart of losses against steps, with a mark at each step at which the run began again."""
+    there = read_history(_usable(run.path / JOURNAL, _entry))
+    begun = Restarts(_usable(run.path / EXCHANGES, read_record)).begun.values()
+    every = int(finite(run.setting("replicas", "sync_every")) or 1)
+    again = there.again or [(reached * every, has * every) for reached, has in begun]
+    if not again or not isinstance(losses.picture, Chart):
+        return losses
+    values = [y for line in losses.picture.lines for _, y in line.points]
+    heights = min(values), max(values)
+    lines = [
+        Polyline(points=[(at, y) for y in heights], css="rate", name=f"step {at}: began again from step {step}")
+        for at, step in again
+    ]
+    key = ("rate", "all workers, or a stage, were lost: the run began again from an earlier step")
+    picture = replace(losses.picture, lines=[*losses.picture.lines, *lines])
+    return replace(losses, picture=picture, keys=[*losses.keys, key])
 
 
 def _members(there: RunHistory, start: float) -> Panel:
@@ -68,17 +98,30 @@ def _members(there: RunHistory, start: float) -> Panel:
     for at, _, _, members in there.views:
         in_view += [(at - start, in_view[-1][1]), (at - start, float(len(members)))]
     in_view.append((there.end - start, in_view[-1][1]))
+    top, begun = max(y for _, y in connected), min((at for at, *_ in there.views), default=start)
+    marks = [mark for mark in there.marks if mark[1] != "join" or mark[0] > begun]
+    drawn = [
+        Polyline(
+            points=[(at - start, 0.0), (at - start, top)],
+            css=_MARKS[event][0],
+            name=f"{there.name(member)} {_MARKS[event][1]}" if member >= 0 else _MARKS[event][1],
+        )
+        for at, event, member in marks[:MAX_MARKS]
+    ]
     picture = Chart(
         title="Members over time",
         x_label="seconds since the first one joined",
         lines=[
             Polyline(points=in_view, css="series1", name="in the newest view"),
             Polyline(points=connected, css="series0", name="connected"),
+            *drawn,
         ],
         whole_y=True,
     )
     keys = [("series0", "connected"), ("series1", "in the newest view, which begins some rounds later")]
-    return chart_panel(picture, keys=keys)
+    keys += [key for event, key in _MARKS.items() if any(event == one for _, one, _ in marks)]
+    notes = [f"The first {MAX_MARKS} of {len(marks)} marks."] if len(marks) > MAX_MARKS else []
+    return chart_panel(picture, *notes, keys=keys)
 
 
 def _member_lanes(there: RunHistory, lines: list[RoundRecord | StartRecord], start: float) -> Panel:
@@ -97,12 +140,12 @@ def _member_lanes(there: RunHistory, lines: list[RoundRecord | StartRecord], sta
             pieces.append(LaneSegment(start=since - start, end=until - start, css="away", row=0, hint="waits,"))
         for line in own:
             first = begun.get((member, line.round))
-            donor = f", with the state of {first.donor}" if first is not None and first.donor >= 0 else ""
+            donor = f", with the state of {there.name(first.donor)}" if first is not None and first.donor >= 0 else ""
             hint = f"round {line.round}{donor}: {line.outcome},"
             css = _LOOKS.get(line.outcome, "blocked")
             at = line.at - start
             pieces.append(LaneSegment(start=max(at - line.seconds, 0.0), end=at, css=css, row=0, hint=hint))
-        lanes.append(Lane(label=f"member {member}", segments=pieces))
+        lanes.append(Lane(label=there.name(member), segments=pieces))
     if there.outages:
         away = [
             LaneSegment(start=since - start, end=until - start, css="other", row=0, hint="the lighthouse is away,")

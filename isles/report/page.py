@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from typing import Any, NamedTuple
@@ -74,7 +75,12 @@ def format_rejections(rows: Any) -> str:
 def _listed(table: Any, form: Callable[[Any], str]) -> str:
     if not isinstance(table, Mapping) or any(finite(value) is None for value in table.values()):
         return json.dumps(table)
-    return ", ".join(f"{str(name).replace('_', ' ')} {form(value)}" for name, value in table.items()) or "nothing"
+    return ", ".join(f"{_words(name)} {form(value)}" for name, value in table.items()) or "nothing"
+
+
+def _words(name: Any) -> str:
+    """A key, or the name of an error, in words."""
+    return re.sub(r"(?<=[a-z])(?=[A-Z])", " ", str(name)).replace("_", " ").lower()
 
 
 _NAMES = (str, _by_channel, format_counts, format_link_bytes, format_rejections)
@@ -123,6 +129,9 @@ FIELDS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("inner_steps_repeated", "Inner steps of the data that were read twice", format_count),
     ("joins", "Workers that joined", format_count),
     ("losses", "Connections that broke", format_count),
+    ("steps_lost", "Inner steps lost as the run began again", format_count),
+    ("begun", "Times that a swarm began", format_count),
+    ("deaths", "Workers that were lost", format_count),
     ("leaves", "Workers that announced that they leave", format_count),
     ("views", "Views", format_count),
     ("outages", "Times that the lighthouse was away", format_count),
@@ -161,13 +170,13 @@ def run_report(run: Run) -> Report:
 
 def panels(run: Run) -> list[Panel]:
     """The pictures of a run, those for which it has the data."""
-    elastic = []
+    elastic, losses = [], loss_panel(run)
     if (run.path / JOURNAL).is_file():  # its reading loads the lighthouse's messages, a third of a page's time
-        from isles.report.elastic import elastic_panels
+        from isles.report.elastic import elastic_panels, marked
 
-        elastic = elastic_panels(run)
+        elastic, losses = elastic_panels(run), losses and marked(run, losses)
     made = [
-        loss_panel(run),
+        losses,
         *([] if elastic else loss_cost_panels(run)),  # means over workers of whom some came later go back in time
         bytes_panel(run),
         spread_panel(run),
@@ -314,7 +323,11 @@ def _table(run: Run) -> str:
     summary = _summary(run) | usage
     known = {key for key, _, _ in FIELDS}
     rows = [_row(key, name, summary[key], form) for key, name, form in FIELDS if summary.get(key) is not None]
-    rows += [_row(key, key, value, _raw) for key, value in summary.items() if key not in known and value is not None]
+    rows += [
+        _row(key, _words(key).capitalize(), value, _raw)
+        for key, value in summary.items()
+        if key not in known and value is not None
+    ]
     if not rows:
         return ""
     heading = "Summary" if run.summary is not None else "So far"

@@ -52,6 +52,19 @@ def mean_over(series: Iterable[Sequence[Point]]) -> list[Point]:
     return [(x, total / count) for x, (total, count) in sorted(sums.items())]
 
 
+def mean_of_totals(series: Iterable[Sequence[Point]]) -> list[Point]:
+    """The mean over several series of running totals, each as at its last point, at every x that any of them has."""
+    listed = [sorted(points) for points in series]
+    changes = sorted(
+        (after[0], after[1] - before)
+        for points in listed
+        for before, after in zip([0.0, *(y for _, y in points)], points, strict=False)
+    )
+    sums = accumulate((change for _, change in changes), initial=0.0)
+    next(sums)
+    return [*{x: total / len(listed) for (x, _), total in zip(changes, sums, strict=True)}.items()]
+
+
 def latest_of(series: Iterable[Sequence[Point]]) -> list[Point]:
     """The largest of several series at every x that any of them has."""
     found: dict[float, float] = {}

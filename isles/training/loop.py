@@ -30,11 +30,16 @@ from isles.comm.transport import Transport
 from isles.network.machines import known_gpu
 from isles.network.routing.events import Span
 from isles.training.config.inner import lr_factor
-from isles.training.config.sections import Config
+from isles.training.config.sections import Config, RunConfig
 from isles.training.records.checkpoint import Checkpoints
 from isles.training.records.shard import refuse_losses, refuse_state
 from isles.training.records.timeline import Timeline
 from isles.training.step import WAITS, Text, draws_state, restore_draws
+
+
+def checkpoint_steps(run: RunConfig) -> int:
+    """Steps between checkpoints that workers write by themselves; 0: none."""
+    return run.checkpoint_every if isinstance(run.checkpoint_every, int) else 0
 
 
 class StepClock:
@@ -200,7 +205,7 @@ class TrainingLoop(ABC):
         return stopping
 
     def _saves_after(self, step: int) -> bool:
-        every = self.config.run.checkpoint_every
+        every = checkpoint_steps(self.config.run)
         return bool(every) and step % every == 0
 
     def _save(self, out: Path, step: int) -> None:

@@ -47,15 +47,16 @@ from isles.training.clusters.node import ClusterWorker, enter, found_clusters, g
 from isles.training.config.conflicts import refuse_conflicts
 from isles.training.config.sections import Config
 from isles.training.elastic.leader import Participant
-from isles.training.elastic.metrics import elastic_metrics
+from isles.training.elastic.metrics import elastic_metrics, elastic_totals
 from isles.training.elastic.support import lands_together, last_round, rules
 from isles.training.lighthouse.mean import consolidate, spread
 from isles.training.lighthouse.rounds import MODEL_FILE
+from isles.training.loop import checkpoint_steps
 from isles.training.memory.plans import step_seconds
 from isles.training.records.checkpoint import Checkpoints
 from isles.training.records.reshard import POSITIONS, run_facts
 from isles.training.records.rundir import METRICS, SUMMARY, as_json, claim, lock_run
-from isles.training.records.summary import SummaryTable, summarise
+from isles.training.records.summary import SummaryTable, of_everybody, summarise
 from isles.training.records.writer import write_config
 from isles.training.step import Left, seed_draws
 from isles.training.swarm.trainer import SwarmTrainer
@@ -88,7 +89,7 @@ class SimulatedWorld(ABC):
         on_metrics: Callable[[dict[str, Any]], None],
         on_notice: Callable[[str], None],
     ) -> None:
-        self._dropped = 0 if self.saves else config.run.checkpoint_every
+        self._dropped = 0 if self.saves else checkpoint_steps(config.run)
         self.config = replace(config, run=replace(config.run, checkpoint_every=0)) if self._dropped else config
         self.out, self.on_metrics, self.on_notice = out, on_metrics, on_notice
         self.founders, self.trace = trace_of(self.config, churn_name)
@@ -129,7 +130,8 @@ class SimulatedWorld(ABC):
             write_trace(self.trace, str(self.out / CHURN))
             with (self.out / METRICS).open("a", encoding="utf-8") as self._metrics:
                 results = self.train(load_corpus(self.config.data))
-                self.summary = summarise(self.config, results, time.perf_counter() - began) | self.summary_fields()
+                self.summary = summarise(self.config, results, time.perf_counter() - began)
+                self.summary |= self.summary_fields()
                 write_text(self.out / SUMMARY, as_json(self.summary, indent=2) + "\n")
         return self.summary
 
@@ -361,7 +363,7 @@ class SimulatedElasticRun(SimulatedWorld):
                 lines = (f"{json.dumps(entry, separators=(',', ':'))}\n" for entry in entries)
                 write_text(self.out / name, "".join(lines))
             self._members = self._mean(Path(folder))
-        return [self.results[member] for member in self._members]
+        return of_everybody(self.results, self._members, self.out / METRICS)
 
     def _train(self, corpus: Corpus, folder: Path) -> None:
         def work(transport: VirtualTransport) -> None:
@@ -434,5 +436,6 @@ class SimulatedElasticRun(SimulatedWorld):
         membership = self.simulation.membership
         assert membership is not None, "no lighthouse at the end"
         last = last_round(self.config, membership.view)
-        summary_fields = elastic_metrics(self.simulation.journal, records, membership, last, computed).record()
-        return {"workers": len(self._members), "replica_std": self.spread, **summary_fields}
+        summary_fields = elastic_metrics(self.simulation.journal, records, membership, self._members, last, computed)
+        totals = elastic_totals(self.config, self.summary, summary_fields)
+        return {"replica_std": self.spread, **totals, **summary_fields.record()}

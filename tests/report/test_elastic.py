@@ -54,7 +54,8 @@ def written(folder: Path, entries: list[Any], lines: list[Any], summary: dict[st
 def test_members_and_seats(tmp_path: Path) -> None:
     members, by_member = elastic_panels(read_run(written(tmp_path, ENTRIES, LINES)))
     assert isinstance(members.picture, Chart) and isinstance(by_member.picture, Lanes)
-    in_view, connected = (one.points for one in members.picture.lines)
+    in_view, connected, *marks = (one.points for one in members.picture.lines)
+    assert marks == [[(30.0, 0.0), (30.0, 2.0)], [(40.0, 0.0), (40.0, 2.0)], [(50.0, 0.0), (50.0, 2.0)]]
     assert connected[-1] == (75.0, 2.0) and (30.0, 1.0) in connected and (50.0, 2.0) in connected
     assert in_view[-1] == (75.0, 2.0)
     lanes = {lane.label: [(s.start, s.end, s.css) for s in lane.segments] for lane in by_member.picture.lanes}
@@ -64,7 +65,7 @@ def test_members_and_seats(tmp_path: Path) -> None:
     assert lanes["member 2"] == [(50.0, 65.0, "away"), (65.0, 75.0, "compute")]
     assert lanes["lighthouse"] == [(30.0, 40.0, "other")]
     hints = [piece.hint for lane in by_member.picture.lanes for piece in lane.segments]
-    assert "round 4, with the state of 0: whole," in hints
+    assert "round 4, with the state of member 0: whole," in hints
 
 
 def test_the_page_says_what_happened(tmp_path: Path) -> None:

@@ -18,7 +18,8 @@ def names(cls: type) -> list[str]:
 
 
 def test_the_page_shows_every_key_of_the_summary() -> None:
-    assert sorted(key for key, _, _ in FIELDS) == sorted([*names(Summary), *names(ElasticSummary), *USAGE])
+    of_swarms = ["begun", "deaths"]
+    assert sorted(key for key, _, _ in FIELDS) == sorted([*names(Summary), *names(ElasticSummary), *of_swarms, *USAGE])
     assert {key for key, _, _ in COLUMNS} <= set(names(Summary))
     assert TOTALS == ("tokens", "bytes_sent", "bytes_received", "blocked_seconds", "compute_seconds")
 

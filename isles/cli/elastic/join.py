@@ -34,6 +34,12 @@ OwnRelay = Annotated[
 ]
 
 
+OwnName = Annotated[
+    str | None,
+    typer.Option(metavar="TEXT", help='This machine, as others see it; "": unnamed. Default: its host name.'),
+]
+
+
 def join(
     address: Annotated[str, typer.Argument(metavar="HOST:PORT", help="The lighthouse's address.")],
     token: RunToken = None,
@@ -49,6 +55,7 @@ def join(
         ),
     ] = None,
     relay: OwnRelay = False,
+    name: OwnName = None,
     apart: Annotated[int, typer.Option(hidden=True, help="Ports from one worker of an island to the next.")] = 1,
 ) -> None:
     """Join a run: the configuration comes from the lighthouse, the state from another worker. Ctrl-C leaves the run
@@ -65,11 +72,12 @@ def join(
     settings = own(data, device, set_)
     there = places(listen, workers, relay)
     if workers > 1:
-        raise typer.Exit(_several(address, parsed, there, [*as_arguments(settings), *["--relay"] * relay]))
+        more = [*["--relay"] * relay, *(["--name", name] if name is not None else [])]
+        raise typer.Exit(_several(address, parsed, there, [*as_arguments(settings), *more]))
     from isles.training.elastic.connect import LocalSettings, take_part
 
     listening, announced = place(there[0], address)
-    here = LocalSettings(own=settings, listen=listening, announced=announced, apart=apart, relays=relay)
+    here = LocalSettings(own=settings, listen=listening, announced=announced, apart=apart, relays=relay, machine=name)
     print(take_part(address, parsed, here, notify=notify), flush=True)
 
 
@@ -174,6 +182,7 @@ def peer(
         str | None, typer.Option(metavar="[HOST:]PORT", help="Let other peers reach this one directly, at this port.")
     ] = None,
     relay: OwnRelay = False,
+    name: OwnName = None,
     node: Annotated[
         str | None,
         typer.Option(
@@ -197,7 +206,9 @@ def peer(
     from isles.training.swarm.trainer import ANYWHERE
 
     listening, announced = place(there, join)
-    here = LocalSettings(own=settings, listen=listening, announced=announced, relays=relay, node=described)
+    here = LocalSettings(
+        own=settings, listen=listening, announced=announced, relays=relay, node=described, machine=name
+    )
     print(take_part(join, parsed, here, ANYWHERE if stage is None else stage, notify=notify), flush=True)
 
 

@@ -97,6 +97,7 @@ def _keep(config: Config, run: Path, stand: LighthouseAddress) -> None:
             count = server.rules.founders
             workers = "a worker is" if count == 1 else f"{count} workers are"
             progress.notice(f"it begins once {workers} there; what becomes of it: {run}")
+            progress.notice(_states(config, server.disk))
             for number in range(stand.workers):
                 if not server.stopping.is_set():
                     started.append(_start(config, kind.joins_with, address, run, number))
@@ -114,6 +115,19 @@ def _keep(config: Config, run: Path, stand: LighthouseAddress) -> None:
         )
         raise typer.Exit(130)
     print_summary(summary, run)
+
+
+def _states(config: Config, disk: int) -> str:
+    """A line on the states that the lighthouse saves. disk: bytes of one."""
+    from isles.report.units import format_bytes
+    from isles.training.lighthouse.schedule import RETAINED
+
+    every = config.run.checkpoint_every
+    if not every:
+        return "no states are saved (run.checkpoint_every = 0): if all workers are lost, the run begins again at step 0"
+    often = f"{every} steps" if every != "auto" else "10 minutes, or every 5 % of the run if that is shorter,"
+    size = f"up to {format_bytes(disk)}" if disk else "an unknown size"
+    return f"states every {often} in RUN/states: {RETAINED} x {size}"
 
 
 def _drawn_up(

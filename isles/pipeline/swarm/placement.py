@@ -160,7 +160,7 @@ NOWHERE = -1
 class PeerStats(NamedTuple):
     """A peer's vote on a step. holds: 1 if it has its gradient. square: the gradient's square norm, clock: seconds,
     both as the bits of a double. counted: microbatches. nanoseconds: compute time of one, 0 if it had none. queued: its
-    mean queue, in thousandths. leaves: 1 if it asks to leave.
+    mean queue, in thousandths. leaves: 1 if it asks to leave. saves: 1 if it asks all to save their states.
     """
 
     holds: int
@@ -170,6 +170,7 @@ class PeerStats(NamedTuple):
     queued: int
     clock: int
     leaves: int
+    saves: int = 0
 
     @property
     def seconds(self) -> float:

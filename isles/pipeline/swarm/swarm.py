@@ -182,6 +182,8 @@ class Swarm:
         """
         self.is_needed = False
         """Whether this peer asks to leave but no other can serve its stage."""
+        self.wants_states = self.saves = False
+        """Whether this peer asks all to save their states after the step; and whether any does: the same at all."""
         self.bare: set[int] = set()
         """Stages that would have no peer if all that ask to leave did; the same at all peers."""
         self._going: list[int] = []
@@ -392,6 +394,7 @@ class Swarm:
             self.peer.mean_queue(),
             clock,
             int(self.leaving),
+            int(self.wants_states),
         )
         answers = self.agreement.agree([*vote, *self.asking])
         self.apply_placement()
@@ -402,7 +405,7 @@ class Swarm:
         means = self._squares({position: as_number(vote.square) for position, vote in votes.items()})
         self.peer.counts.seconds = 0.0
         self.placement.measured(votes)
-        members = self.agreement.members
+        members, self.saves = self.agreement.members, any(vote.saves for vote in votes.values())
         clock = as_number(votes[members[0]].clock)
         self._next = self._changes(clock, {peer for peer in members if votes[peer].leaves}, votes, asked)
         own = means[self.stages[self.me]]

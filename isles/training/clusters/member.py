@@ -100,6 +100,7 @@ class ElasticClusterNode(PeerWork):
         try:
             worker = self._worker = self._started()
             worker.saves, worker.leaving, worker.decide_exit = self._offer, self._leaving, self._decide_exit
+            worker.states_wanted = self._member.states_wanted
             if self._saved_state is not None:
                 _restore(worker, self._saved_state)
             return worker.run(out)

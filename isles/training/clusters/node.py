@@ -56,7 +56,7 @@ from isles.training.clusters.stage_server import (
 )
 from isles.training.config.reading import run_name
 from isles.training.config.sections import Config
-from isles.training.loop import TrainingLoop
+from isles.training.loop import TrainingLoop, checkpoint_steps
 from isles.training.records.checkpoint import Checkpoints
 from isles.training.setup import take_cores
 from isles.training.step import Left
@@ -96,7 +96,9 @@ class ClusterWorker(TrainingLoop):
         """Called after a step, once its cluster has saved: whether this worker leaves without a successor. None: it
         stays until it has one.
         """
-        self._saved_for: frozenset[int] = frozenset()
+        self.states_wanted: Callable[[], int] = lambda: 0
+        """The step from which on a lighthouse asks for the state; 0: it does not."""
+        self._saved_for, self._saved_at = frozenset[int](), 0
         self.steps = self.averaged = 0
         """Updates so far, and up to the last average."""
         batch = config.data.batch_size_per_worker(config.replicas_in_all)
@@ -199,11 +201,13 @@ class ClusterWorker(TrainingLoop):
     def _saves_after(self, step: int) -> bool:
         stuck = frozenset() if self.decide_exit is None else self.agreement.assignment.leaving
         before, self._saved_for = self._saved_for, stuck
-        return super()._saves_after(step) or bool(stuck - before)
+        is_asked = self._saved_at < self.states_wanted() <= step
+        return super()._saves_after(step) or is_asked or bool(stuck - before)
 
     @override
     def _save(self, out: Path, step: int) -> None:
         self.agreement.drain()
+        self._saved_at = step
         super()._save(out, step)
 
     # Segments
@@ -217,9 +221,8 @@ class ClusterWorker(TrainingLoop):
     def _until(self) -> int:
         """The last update of the next segment."""
         run, step = self.config.run, self.steps
-        marks = [
-            (step // every + 1) * every for every in (self._every, run.validate_every, run.checkpoint_every) if every
-        ]
+        often = (self._every, run.validate_every, checkpoint_steps(run))
+        marks = [(step // every + 1) * every for every in often if every]
         return min([*marks, step + LONGEST, run.steps])
 
     def _settles(self, step: int) -> bool:

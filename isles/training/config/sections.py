@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import MISSING, dataclass, field, fields, replace
-from typing import Any
+from typing import Any, Literal
 
 from isles.base.errors import demand, unknown_name
 from isles.base.imports import import_target
@@ -51,8 +51,10 @@ class RunConfig:
     """Steps between lines of metrics.jsonl."""
     validate_every: int = 200
     """Steps between validations (0: only at the end)."""
-    checkpoint_every: int = 0
-    """Steps between checkpoints (0: only when interrupted)."""
+    checkpoint_every: int | Literal["auto"] = "auto"
+    """Steps between checkpoints (0: only when interrupted). "auto": 0; with a lighthouse every 10 minutes, or every 5 %
+    of the run if that is shorter, but once a minute at most.
+    """
     keep_checkpoints: int = 2
     """How many of the newest stay (0: all; with several machines at least two, so that all have one in common)."""
     grace: float = 25.0
@@ -66,9 +68,8 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         demand(self, "steps log_every", lambda x: x >= 1, "choose 1 or more steps")
-        demand(
-            self, "tokens validate_every checkpoint_every keep_checkpoints seed", lambda x: x >= 0, "choose 0 or more"
-        )
+        demand(self, "tokens validate_every keep_checkpoints seed", lambda x: x >= 0, "choose 0 or more")
+        demand(self, "checkpoint_every", lambda x: x == "auto" or x >= 0, 'choose 0 or more steps, or "auto"')
         demand(self, "grace", lambda x: 0 < x < math.inf, "choose a positive number of seconds")
         for name in self.loggers:
             if name not in _LOGGERS:

@@ -7,6 +7,7 @@ what its user typed (`--set`), or the defaults.
 
 from __future__ import annotations
 
+import socket
 import sys
 import tempfile
 import time
@@ -38,6 +39,7 @@ from isles.launch.workers import LocalWorkers, raise_first
 from isles.membership.client import FollowerClient, MembershipClient, failure_notifier
 from isles.membership.keys import CONFIG, HELLO, UP
 from isles.membership.messages import (
+    MACHINE,
     MESSAGES,
     Entry,
     Hello,
@@ -118,7 +120,8 @@ class LocalSettings:
 
     own: of the configuration, see `with_own`. listen: (host, port) at which other workers connect to this one; port 0:
     any. announced: the address that they are sent; "": the one that the lighthouse sees. apart: difference between the
-    ports of an island's workers. relays: whether to relay for others. node: a cluster node's resources.
+    ports of an island's workers. relays: whether to relay for others. node: a cluster node's resources. machine: its
+    name for people; None: its host name.
     """
 
     own: Tables = field(default_factory=dict)
@@ -127,6 +130,13 @@ class LocalSettings:
     apart: int = 1
     relays: bool = False
     node: ClusterNode | None = None
+    machine: str | None = None
+
+    @property
+    def name(self) -> str:
+        """The name that others see: printable and short."""
+        name = socket.gethostname() if self.machine is None else self.machine
+        return "".join(one if one.isascii() and one.isprintable() else "?" for one in name)[:MACHINE]
 
 
 def train(worker: Participant, address: str, notify: Callable[[str], None]) -> str:
@@ -214,7 +224,7 @@ def with_member(
 
     with ExitStack() as stack:
         certificates = connection.shown(island)
-        entry = member_of(session, connection.corpus.sha256, certificates, notify)
+        entry = member_of(session, connection.corpus.sha256, certificates, connection.here.name, notify)
         island.next_decision(lambda: Decision(kind="member", member=entry.member, key=entry.key))
         client = MembershipClient(session, entry)
         size = config.replicas_in_all
@@ -348,13 +358,15 @@ def _configuration(text: bytes, here: LocalSettings, fit: Callable[[Config], Con
     return fit(resolve(with_own(tables, here.own)))
 
 
-def member_of(session: Session, corpus: str, certificates: tuple[str, ...], notify: Callable[[str], None]) -> Entry:
+def member_of(
+    session: Session, corpus: str, certificates: tuple[str, ...], machine: str, notify: Callable[[str], None]
+) -> Entry:
     """Request a member id, and wait while too many workers do. corpus: SHA-256 of this machine's training text.
-    certificates: see `Hello`.
+    certificates, machine: see `Hello`.
 
     ValueError, in one line, if this worker is refused; OSError if it has waited too long.
     """
-    hello = encode(Hello(__version__, corpus, session.name(), certificates, MESSAGES))
+    hello = encode(Hello(__version__, corpus, session.name(), certificates, MESSAGES, machine))
     until = time.monotonic() + _CROWDED
     answer = decode(_asked(session, HELLO, hello))
     while isinstance(answer, Later) and time.monotonic() < until:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,26 +16,32 @@ from isles.membership.messages import View, from_plain
 from isles.membership.run_log import (
     EXCHANGES,
     JOURNAL,
+    Restarts,
     RoundRecord,
     StartRecord,
     goodput,
+    in_model,
     ledger,
     read_history,
     read_record,
 )
+from isles.training.config.reading import tokens_a_step
+from isles.training.config.sections import Config
+from isles.training.records.summary import SummaryTable, parallel_bytes
 
 
 def elastic_metrics(
     journal: Sequence[Mapping[str, Any]],
     records: Sequence[RoundRecord | StartRecord],
     membership: RoundsCoordinator,
+    members: Iterable[int],
     last: int,
     computed: float | None = None,
 ) -> ElasticSummary:
-    """membership: at the end of the run, whose last round was `last`. computed: compute seconds of all workers; None:
-    those of the reported rounds.
+    """membership: at the end of the run, whose last round was `last`. members: that its model is made of. computed:
+    compute seconds of all workers; None: those of the reported rounds.
     """
-    done, counted = ledger(records), membership.read(last + 1)
+    done, counted = ledger(records), in_model(records, members)
     seconds = done.seconds if computed is None else computed
     there = read_history(journal, max((record.at for record in records), default=0.0))
     return ElasticSummary(
@@ -51,12 +58,22 @@ def elastic_metrics(
         inner_steps_repeated=repeated(journal, records),
         joins=there.counts["join"],
         losses=there.counts["lost"],
+        steps_lost=Restarts(records).lost * membership.rules.sync_every,
         leaves=there.counts["leave"],
         views=there.counts["view"],
         outages=len(there.outages),
         state_transfers=done.transfers,
         state_transfer_bytes=done.size,
     )
+
+
+def elastic_totals(config: Config, summary: SummaryTable, of: ElasticSummary) -> SummaryTable:
+    """Entries of the summary that follow from the inner steps of all members, whenever they were there: the tokens that
+    they read, and the bytes that data parallel would have sent for as many steps, by member.
+    """
+    usual = max(round(of.inner_steps / config.run.steps), 1)  # members at once
+    sent = parallel_bytes(summary["parameters"], usual, config.run.steps) * usual / summary["workers"]
+    return {"tokens": of.inner_steps * tokens_a_step(config, 1), "ddp_bytes_per_worker": sent}
 
 
 def views_of(journal: Iterable[Mapping[str, Any]]) -> dict[int, View]:
@@ -83,9 +100,11 @@ def recorded(out: Path) -> tuple[list[dict[str, Any]], list[RoundRecord | StartR
     """(the journal's entries, the lines of its exchanges) of the run in `out`; a last line that was not written whole
     is left out. ValueError for any other that is none.
     """
-    return [dict(entry) for entry in _read_lines(out / JOURNAL)], [
-        read_record(record) for record in _read_lines(out / EXCHANGES)
-    ]
+    records = [read_record(record) for record in _read_lines(out / EXCHANGES)]
+    once = {
+        replace(record, at=0.0): record for record in records
+    }  # a lighthouse may die before it has acknowledged one
+    return [dict(entry) for entry in _read_lines(out / JOURNAL)], [*once.values()]
 
 
 def _read_lines(path: Path) -> list[Any]:

@@ -1,8 +1,9 @@
 """The lighthouse of a swarm, or of a run in clusters. Peers agree among themselves; see
 `isles.membership.swarm_coordinator`.
 
-RUN/states/             the states of every stage, twice in run.checkpoint_every steps; a step is valid once the journal
-                        records that all of its stages are here. In clusters: one part per node of the source cluster
+RUN/states/             the states of every stage, twice in run.checkpoint_every steps, or when this asks for them; a
+                        step is valid once the journal records that all of its stages are here. In clusters: one part
+                        per node of the source cluster
 RUN/model.safetensors   gathered by the first peer of stage 0, at the end
 """
 
@@ -20,19 +21,19 @@ from typing_extensions import override
 
 from isles.base.durable import settle, write_text
 from isles.base.parsing import integer, table
-from isles.membership.effects import Coordinator
+from isles.membership.effects import Append, Coordinator
 from isles.membership.lighthouse import Journal
 from isles.membership.messages import SwarmStatus
 from isles.membership.state_transfer import MODEL, StateUnavailable, state_of
 from isles.membership.swarm_coordinator import SwarmCoordinator, SwarmRules
+from isles.training.lighthouse.schedule import RETAINED, StateSchedule
 from isles.training.lighthouse.server import LOOK, MODEL_FILE, LighthouseServer
 from isles.training.records.checkpoint import Checkpoints
 from isles.training.records.checksums import is_whole
-from isles.training.records.rundir import SUMMARY, as_json
-from isles.training.records.summary import SummaryTable, parallel_bytes, summarise
+from isles.training.records.rundir import METRICS, SUMMARY, as_json
+from isles.training.records.summary import SummaryTable, of_everybody, parallel_bytes, summarise
 
 _MOST_PARTS = 1 << 16  # most parts of a state: nodes of its source cluster
-_RETAINED = 2  # steps whose states stay: a peer may still be fetching the older one
 _SLOW = 30.0  # seconds without a part of a state, after which its transfer fails
 _PATIENCE = 10.0  # seconds for the last reports of peers
 
@@ -40,7 +41,7 @@ _PATIENCE = 10.0  # seconds for the last reports of peers
 class SwarmLighthouseServer(LighthouseServer):
     """Peers of stages: `SwarmCoordinator`."""
 
-    joins_with = "isles swarm peer --join"
+    joins_with, vectors = "isles swarm peer --join", 0
 
     @override
     def assembly(self, journal: Journal, until: float, stack: ExitStack) -> Coordinator:
@@ -70,23 +71,25 @@ class SwarmLighthouseServer(LighthouseServer):
 
     @override
     def serve(self) -> SummaryTable | None:
-        began = time.perf_counter()
         holder, epoch = None, max(self.coordinator.epoch, 1)
+        schedule = StateSchedule(self.config.run, self.coordinator.step, time.perf_counter())
         while holder is None:
             self.lighthouse.wait(self._is_asked, LOOK)
             self.refused.look()
             if self.coordinator.epoch > epoch:
                 epoch = self.coordinator.epoch
-                step = self.coordinator.saved or "0, as no states were saved (run.checkpoint_every)"
-                self.on_notice(f"all peers were lost: the run begins again at step {step}")
+                none = "" if self.coordinator.saved else ", as no states were saved yet (run.checkpoint_every)"
+                self.on_notice(self.coordinator.begun_because + none)
             if self.stopping.is_set():
                 return None
             if self.lighthouse.look(lambda now: self._holder()) is not None:
                 holder = self._collect()
             else:
+                self._ask(schedule)
                 self._save()
         self.lighthouse.wait(lambda: all(member in self.results for member in self.coordinator.alive()), _PATIENCE)
-        summary = self._summary(holder, time.perf_counter() - began)
+        self.lighthouse.act(lambda now: [Append({"event": "end"})])
+        summary = self._summary(holder, time.time() - self.began)
         write_text(self.out / SUMMARY, as_json(summary, indent=2) + "\n")
         self.lighthouse.act(self.coordinator.end)
         self.lighthouse.wait(lambda: not self.coordinator.alive(), _PATIENCE)  # until they have heard it and left
@@ -125,7 +128,7 @@ class SwarmLighthouseServer(LighthouseServer):
         return member
 
     def _summary(self, holder: int, seconds: float) -> SummaryTable:
-        results = [self.results[holder], *(one for member, one in self.results.items() if member != holder)]
+        results = of_everybody(self.results, [holder, *(self.results.keys() - {holder})], self.out / METRICS)
         summary = summarise(self.config, results, seconds)
         peers = self.coordinator.peers.values()
         restarts = sum(one["event"] == "restart" for one in self._journal.entries)
@@ -137,6 +140,7 @@ class SwarmLighthouseServer(LighthouseServer):
             "deaths": sum(not peer.connected and not peer.left for peer in peers),
             "leaves": sum(peer.left for peer in peers),
             "begun": self.coordinator.epoch,
+            "steps_lost": self.coordinator.steps_lost,
             "outages": restarts + bool(self._journal.entries),
             "links": self.links(),
             "refused": self.refused.table(),
@@ -169,6 +173,14 @@ class SwarmLighthouseServer(LighthouseServer):
         complete = [step for step, offers in offered if all(stage in offers for stage in range(self.parts(step)))]
         return max(complete, default=None)
 
+    def _ask(self, schedule: StateSchedule) -> None:
+        """With run.checkpoint_every = "auto", ask all peers for their states when they are due."""
+        step, now = self.coordinator.step, time.perf_counter()
+        if self.config.run.checkpoint_every == "auto" and schedule.is_due(step, now):
+            wanted = schedule.ahead(step, now)
+            self.lighthouse.act(lambda now: self.coordinator.ask_states(wanted))
+            schedule.saved(step, now)
+
     def _save(self) -> None:
         """Fetch the states of all stages of the newest complete step."""
         with self._offering:
@@ -186,10 +198,10 @@ class SwarmLighthouseServer(LighthouseServer):
         # Served before the journal names the step: from then on a new swarm starts from it.
         self._offer_states(step)
         self.lighthouse.act(lambda now: self.coordinator.keep(step))
-        for old in self._states.steps()[:-_RETAINED]:
+        for old in self._states.steps()[:-RETAINED]:
             for stage in self._states.ranks(old):
                 self.state_server.unpublish(state_of(stage, old))
-        self._states.thin(_RETAINED)
+        self._states.thin(RETAINED)
 
     def _fetch_state(self, members: list[int], step: int, stage: int, path: Path) -> int:
         """Fetch a stage's state from the first of `members` that sends it; returns its step. StateUnavailable if none

@@ -1,7 +1,7 @@
 """The lighthouse of a run of whole replicas, see `isles.training.lighthouse.server`.
 
 RUN/exchanges.jsonl     the outcomes of the workers' rounds
-RUN/states/             the last state fetched from a member, every run.checkpoint_every steps
+RUN/states/             the last states fetched from members, see run.checkpoint_every
 RUN/model.safetensors   the mean over the members of the last view, at the end, by NumPy
 """
 
@@ -20,31 +20,31 @@ from typing_extensions import override
 from isles.base.durable import no_room, write_text
 from isles.comm.errors import PeerLost
 from isles.membership.coordinator import RoundsCoordinator
-from isles.membership.effects import Coordinator
+from isles.membership.effects import Append, Coordinator
 from isles.membership.lighthouse import Journal
 from isles.membership.messages import MARGIN, Examine, Over, RunStatus
-from isles.membership.run_log import EXCHANGES, RoundRecord, read_record
+from isles.membership.run_log import EXCHANGES, Restarts, RoundRecord, read_record
 from isles.membership.state_transfer import MODEL, STATE, StateUnavailable, saved_name, server_name
-from isles.training.elastic.metrics import elastic_metrics, recorded
+from isles.training.elastic.metrics import elastic_metrics, elastic_totals, recorded
 from isles.training.lighthouse.mean import consolidate, spread
+from isles.training.lighthouse.schedule import RETAINED, StateSchedule
 from isles.training.lighthouse.server import LOOK, MODEL_FILE, LighthouseServer
 from isles.training.records.checkpoint import Checkpoints
 from isles.training.records.checksums import is_whole
-from isles.training.records.rundir import SUMMARY, as_json
-from isles.training.records.summary import SummaryTable, parallel_bytes, summarise
-
-_RETAINED = 2  # rounds whose states stay: a worker may still be fetching the older one
+from isles.training.records.rundir import METRICS, SUMMARY, as_json
+from isles.training.records.summary import SummaryTable, of_everybody, summarise
 
 
 class RoundsLighthouseServer(LighthouseServer):
     """The lighthouse of whole replicas; `membership` decides on views and rounds."""
 
-    joins_with = "isles join"
+    joins_with, vectors = "isles join", 2
 
     @override
     def assembly(self, journal: Journal, until: float, stack: ExitStack) -> Coordinator:
         self.evaluations: list[float | None] = []
         self.spread = 0.0
+        self._restarts = Restarts(recorded(self.out)[1])
         self._exchanges = stack.enter_context((self.out / EXCHANGES).open("a", encoding="utf-8"))
         self._states = Checkpoints(self.out, "states")
         self._offer(self._states.newest_sound(self.on_notice))
@@ -53,13 +53,12 @@ class RoundsLighthouseServer(LighthouseServer):
 
     @override
     def serve(self) -> SummaryTable | None:
-        began, saved = time.perf_counter(), self._rounds() * self.rules.sync_every
-        every = self.config.run.checkpoint_every
+        schedule = StateSchedule(self.config.run, self._rounds() * self.rules.sync_every, time.perf_counter())
         while not self.lighthouse.wait(lambda: self._is_done() or self.stopping.is_set(), LOOK):
             self.refused.look()
             step = self._rounds() * self.rules.sync_every
-            if every and step // every > saved // every and self._save():
-                saved = step
+            if schedule.is_due(step, time.perf_counter()) and self._save():
+                schedule.saved(step, time.perf_counter())
         if self.stopping.is_set():
             return None
         members = self.members()
@@ -69,14 +68,13 @@ class RoundsLighthouseServer(LighthouseServer):
         self._evaluate(sorted(taken))
         if self.stopping.is_set():
             return None
-        summary = summarise(
-            self.config, [self.results[member] for member in sorted(taken)], time.perf_counter() - began
-        )
+        self.lighthouse.act(lambda now: [Append({"event": "end"})])
+        reported = elastic_metrics(*recorded(self.out), self.membership, taken, self.membership.last or 0)
+        everybody = of_everybody(self.results, sorted(taken), self.out / METRICS)
+        summary = summarise(self.config, everybody, time.time() - self.began)
         if self.evaluations:
             summary["val_loss"] = self.evaluations[0]
-        ddp = parallel_bytes(summary["parameters"], len(taken), self.config.run.steps)
-        summary |= {"workers": len(taken), "replica_std": self.spread, "ddp_bytes_per_worker": ddp}
-        reported = elastic_metrics(*recorded(self.out), self.membership, self.membership.last or 0)
+        summary |= elastic_totals(self.config, summary, reported) | {"replica_std": self.spread}
         summary |= replace(reported, links=self.links(), refused=self.refused.table()).record()
         write_text(self.out / SUMMARY, as_json(summary, indent=2) + "\n")
         self.lighthouse.notify(members, Over())
@@ -95,7 +93,9 @@ class RoundsLighthouseServer(LighthouseServer):
     @override
     def now(self) -> RunStatus:
         refused = self.refused.rows()
-        return self.lighthouse.look(lambda now: self.membership.now(self.lighthouse.seen, refused))
+        saved = max(self._states.steps(), default=0) * self.rules.sync_every
+        now = self.lighthouse.look(lambda now: self.membership.now(self.lighthouse.seen, refused))
+        return replace(now, saved=saved)
 
     def _rounds(self) -> int:
         done, last = max(self.membership.newest_round - 1, 0), self.membership.last
@@ -110,7 +110,7 @@ class RoundsLighthouseServer(LighthouseServer):
                 saved = self._states.take_in(range(self.config.world.inner), partial(self._fetch, member))
                 if saved is not None:
                     self._offer(saved)
-                    self._states.thin(_RETAINED)
+                    self._states.thin(RETAINED)
                     return True
             except StateUnavailable:
                 continue  # lost, or at another round: ask the next member
@@ -180,5 +180,9 @@ class RoundsLighthouseServer(LighthouseServer):
         rounds = (record.round,) if isinstance(record, RoundRecord) else (record.first, record.copied, record.has)
         if record.member != member or max(rounds) > (self.membership.last or max(rounds)) + 1:
             raise ValueError("a record of another member, or of rounds beyond the end of this run")
+        if self._restarts.add(record):
+            newest, has = (round * self.rules.sync_every for round in [*self._restarts.begun.values()][-1])
+            where = f"step {newest}: begins again from step {has}, {newest - has} steps lost"
+            self.on_notice(f"all workers were lost at {where}")
         self._exchanges.write(as_json(asdict(replace(record, at=round(time.time(), 3)))) + "\n")
         self._exchanges.flush()

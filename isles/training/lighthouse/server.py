@@ -13,10 +13,11 @@ and states are only files here.
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -31,7 +32,7 @@ from isles.comm.tcp import room_for
 from isles.membership.effects import Coordinator
 from isles.membership.keys import LIGHTHOUSE, STATUS, MemberKeys
 from isles.membership.lighthouse import GRACE, Journal, Lighthouse
-from isles.membership.messages import MemberPaths, PathRow, encode, read_paths
+from isles.membership.messages import MemberPaths, PathRow, RunStatus, encode, read_paths
 from isles.membership.p2p.stream import CARRIED
 from isles.membership.run_log import JOURNAL
 from isles.membership.session import RejectionRow, Rejections, read_rejections
@@ -49,6 +50,8 @@ MODEL_FILE = "model.safetensors"
 _DESCRIPTORS, _SPARE = 3, 512  # open files of a lighthouse: per member, and in addition
 LOOK = 1.0
 """Seconds between two checks of what is due."""
+_MUTUAL = "half of the others, or more, and it refuse each other's shares"
+_SILENCE = 1.5  # seconds: workers send something each second
 _PAIR = ("by", "to", "way", "round_trip", "sent", "taken")  # of a path in the summary
 _SHOWN = 1000  # most paths in an answer to `isles status`
 _MOST = 1 << 40  # most bytes of a fetched file if the model's size is unknown
@@ -86,6 +89,8 @@ class LighthouseServer(ABC):
 
     joins_with: ClassVar[str]
     """The command that workers join with, up to the lighthouse's address."""
+    vectors: ClassVar[int]
+    """Vectors of the model's size in a state, besides weights and moments."""
 
     def __init__(
         self,
@@ -103,6 +108,7 @@ class LighthouseServer(ABC):
         self.results: dict[int, dict[str, Any]] = {}
         self.carried: dict[int, dict[str, int]] = {}
         self._paths: dict[int, list[PathRow]] = {}
+        self._left, self._is_over = set[int](), False
         self.schema = Schema(config)
 
     def run(self) -> SummaryTable | None:
@@ -122,6 +128,13 @@ class LighthouseServer(ABC):
             with contextlib.suppress(OSError):
                 self.out.rmdir()  # fails unless it is empty: the run never started
 
+    @property
+    def disk(self) -> int:
+        """Bytes of a saved state, at most about; 0: none are saved, or the model's size is not known."""
+        moments = 0 if self.config.inner.optimizer == "sgd" else 2
+        whole = self.rules.weights * (1 + moments + self.vectors) * self.config.world.inner
+        return whole if self.config.run.checkpoint_every else 0
+
     def _run(self) -> SummaryTable | None:
         with lock_run(self.out), contextlib.ExitStack() as stack:
             if (self.out / SUMMARY).exists() and (self.out / JOURNAL).exists():
@@ -139,26 +152,27 @@ class LighthouseServer(ABC):
             stack.callback(self.session.close)
             journal = Journal(self.out)
             stack.callback(journal.close)
+            self.began = min([time.time(), *(entry.get("at", math.inf) for entry in journal.entries[:1])])
             if not (self.out / CONFIG).exists():
                 save_config(self.text, self.out)
             self._lines = stack.enter_context((self.out / METRICS).open("a", encoding="utf-8"))
             self.keys = MemberKeys(self.out / CREDENTIALS)
             self.state_server = StateServer(self.session, LIGHTHOUSE, self.on_notice, comes=lambda what: False)
+            coordinator = self._assembled(journal, stack)
             self.lighthouse = Lighthouse(
                 self.session,
-                self._assembled(journal, stack),
+                coordinator,
                 journal,
                 self.keys,
                 config=self.text,
                 version=__version__,
                 on_report=self._on_report,
+                on_entry=lambda entry: self._show(entry, coordinator.about()[0]),
                 island_size=self.config.world.inner,
             )
             stack.callback(self.lighthouse.close)
             self.refused = RejectionLog(self.lighthouse.refused, self.on_notice)
-            self.session.serve(
-                STATUS, lambda query: query.reply(encode(replace(self.now(), paths=self.paths()[:_SHOWN])))
-            )
+            self.session.serve(STATUS, lambda query: query.reply(encode(self._status())))
             if is_new and journal.entries:
                 self.on_notice("its credentials were missing: all workers must join again, with the new token")
             self.on_ready(str(credentials.token))
@@ -215,10 +229,39 @@ class LighthouseServer(ABC):
         pairs = [dict(zip(_PAIR, row, strict=True)) for row in self.paths()]
         return {**ways, "relayed_here": self.lighthouse.relayed, "pairs": pairs}
 
+    def _status(self) -> Any:
+        now, known, at = self.now(), self.lighthouse.machines, time.time()
+        here = [one.member for one in (now.members if isinstance(now, RunStatus) else now.peers)]
+        machines = [(member, *known[member][:2], round(at - known[member][2], 1)) for member in here]
+        return replace(now, paths=self.paths()[:_SHOWN], machines=tuple(machines))
+
     def paths(self) -> MemberPaths:
         """The paths that workers have reported, by bytes, descending."""
         reported = [(member, *row) for member, rows in sorted(self._paths.items()) for row in rows]
         return tuple(sorted(reported, key=lambda row: -row[4]))
+
+    def _show(self, entry: Mapping[str, Any], going_on: int) -> None:
+        """Show an entry of the journal to the user as a line, if it is about a member. In the session's thread."""
+        event, member = entry["event"], entry.get("member", -1)
+        if event == "begin" and entry["epoch"] == 1:
+            self.on_notice(f"+ it begins with {len(entry['members'])} members")
+        self._is_over |= event == "end"
+        if member < 0 or self._is_over or (event == "lost" and member in self._left):
+            return
+        self._left |= {member} if event == "leave" else set()
+        who, silence = self.lighthouse.machines[member][0] or "a machine without a name", entry.get("silence", 0.0)
+        why = f"after {silence:.1f} s of silence" if silence >= _SILENCE else "as its connection broke"
+        hangs = f"no new round for {entry.get('still', 0)} s"
+        shown = {
+            "join": f"+ {who} ({entry.get('seen') or 'here'}) joined as member {member}",
+            "back": f"+ {who} is connected again (member {member})",
+            "leave": f"- {who} leaves (member {member})",
+            "lost": f"- {who} lost {why} (member {member}); {going_on} {'goes' if going_on == 1 else 'go'} on",
+            "ban": f"- {who} shut out (member {member}): {entry.get('why', _MUTUAL)}",
+            "call": f"- {who} left out, {hangs} (member {member})" if "still" in entry else "",
+        }.get(event, "")
+        if shown:
+            self.on_notice(shown)
 
     def _on_report(self, member: int, event: Any) -> None:
         """Handle a worker's report, in the session's thread. ValueError refuses it."""

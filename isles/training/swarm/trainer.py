@@ -38,6 +38,7 @@ from isles.pipeline.swarm.outer import SwarmRoster
 from isles.replicas.sync import ReplicaSync
 from isles.training.config.inner import lr_factor
 from isles.training.config.sections import Config
+from isles.training.loop import checkpoint_steps
 from isles.training.optimizer import rate_schedule, wrapped
 from isles.training.records.shard import StateCopy, state_from_bytes
 from isles.training.stage_runner import broadcast_from_first, build_stage, run_scheme
@@ -308,6 +309,10 @@ class OwnMember(ABC):
     def stop_here(self, step: int) -> bool:
         """Whether this peer stops after `step` at once, without an agreement."""
 
+    @abstractmethod
+    def states_wanted(self) -> int:
+        """The step from which on the lighthouse asks for all states; 0: it does not."""
+
     def mesh(self, stages: Mapping[int, int]) -> Mesh:
         """The mesh of all member ids. stages: of the known members, including this one."""
         members = range(MAX_MEMBERS)
@@ -380,7 +385,8 @@ class ElasticSwarmTrainer(SwarmTrainer, PeerWork):
     A step waits while it is more than `run.checkpoint_every` steps after the newest states at the lighthouse, so the
     loss of all peers costs no more than these steps. States are published twice in that many steps, so that one
     transfer runs while the next half is trained. The wait ends if the lighthouse is away, or after half of
-    `world.pipeline_deadline`: peers that hear nothing of each other for longer than the deadline end the run.
+    `world.pipeline_deadline`: peers that hear nothing of each other for longer than the deadline end the run. With
+    "auto" peers wait for no state, and publish theirs when the lighthouse asks for them.
     """
 
     def __init__(
@@ -390,7 +396,7 @@ class ElasticSwarmTrainer(SwarmTrainer, PeerWork):
         self._asked = part.members if isinstance(part, JoinSwarm) else ()
         self.epoch, self._wish = part.epoch, wish
         self._await_saved = await_saved
-        self._not_awaited = self._noticed_until = 0  # steps
+        self._not_awaited = self._noticed_until = self._saved_at = 0  # steps
         self._member = member
         self._ended_at, self.handed_over = member.transport.now(), 0
         """`handed_over`: the step whose states all peers published, as a stage's last peer wants to leave."""
@@ -429,6 +435,7 @@ class ElasticSwarmTrainer(SwarmTrainer, PeerWork):
     @override
     def step(self) -> None:
         self._hold_back()
+        self.model_step.swarm.wants_states = self._saved_at < self._member.states_wanted() <= self.optimizer.steps + 1
         super().step()
         self._ended_at, swarm = self.world.transport.now(), self.model_step.swarm
         if swarm.bare and not self.handed_over:
@@ -453,7 +460,7 @@ class ElasticSwarmTrainer(SwarmTrainer, PeerWork):
 
     def _hold_back(self) -> None:
         """Wait while the next step would be too far from the states at the lighthouse."""
-        every = self.config.run.checkpoint_every
+        every = checkpoint_steps(self.config.run)
         done, seconds = self.optimizer.steps, self.config.world.pipeline_deadline / 2
         oldest = done + 1 - every
         if not every or oldest <= self._not_awaited:
@@ -470,15 +477,15 @@ class ElasticSwarmTrainer(SwarmTrainer, PeerWork):
 
     @override
     def _saves_after(self, step: int) -> bool:
-        every = (self.config.run.checkpoint_every + 1) // 2
-        return bool(every) and step % every == 0
+        every = (checkpoint_steps(self.config.run) + 1) // 2
+        return step % every == 0 if every else self.model_step.swarm.saves
 
     @override
     def _save(self, out: Path, step: int) -> None:
         """Publish the stage's state, at the first `HOLDERS` peers of the stage."""
         swarm, me = self.model_step.swarm, self.world.rank
         swarm.close()
-        stage = swarm.stages[me]
+        stage, self._saved_at = swarm.stages[me], step
         if me not in swarm.peers(stage)[:HOLDERS]:
             return
         self._refuse_broken(step, {"model": self.optimizer.weights()})

@@ -145,7 +145,7 @@ def an_order_for_a_hello(one: Attacker) -> None:
     assert one.ask(HELLO, encode(Leave())) == NEVER
 
 
-@case("lighthouse", "Hello: its keys are version, corpus, session, certificates, messages")
+@case("lighthouse", "Hello: its keys are version, corpus, session, certificates, messages, machine")
 def a_hello_with_other_keys(one: Attacker) -> None:
     assert one.ask(HELLO, b'{"kind":"hello","version":"1","corpus":"a","session":"","__class__":"x"}') == NEVER
 

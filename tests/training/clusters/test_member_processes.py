@@ -104,12 +104,7 @@ def test_killed_frozen_asked_to_leave_and_coming_later(commands: Make, tmp_path:
     run.until(lambda: len(run.whole()) == 1)
     run.until(lambda: any(not one.coordinates[3] for one in run.now().peers if one.coordinates))  # its partner's beat
     code, descriptor, error = isles("status", run.address, "--token", f"@{tmp_path / 'token'}", folder=tmp_path)
-    assert (
-        code == 0
-        and "1 cluster at work, 1 broken" in descriptor
-        and ", broken" in descriptor
-        and "1 of 2" in descriptor
-    ), descriptor + error
+    assert code == 0 and ", broken" in descriptor and "1 of 2" in descriptor, descriptor + error
     third = run.node()  # takes the killed one's place
     run.until(lambda: len(run.whole()) == 2)
     pair = [run.node(), run.node()]

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from isles.network.clusters import ClusterNode
 from isles.training.clusters.member import ClusterParticipant
 from isles.training.clusters.node import growth_of
+from isles.training.lighthouse import schedule
 from isles.training.lighthouse.peers import ClusterLighthouseServer
 from tests.training.clusters.changing import FOUR
 from tests.training.swarm.members import SwarmRun, elastic_config
@@ -85,18 +86,27 @@ def test_who_comes_makes_a_cluster_takes_a_place_and_leaves(tmp_path: Path) -> N
 
 
 @LONG
-def test_a_run_that_lost_all_goes_on_from_what_the_lighthouse_keeps(tmp_path: Path) -> None:
-    run = ClusterRun(tmp_path / "run", "run.steps=200", "run.validate_every=0", "run.checkpoint_every=20")
+@pytest.mark.parametrize("every", [20, "auto"])
+def test_a_run_that_lost_all_goes_on_from_what_the_lighthouse_keeps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every: Any
+) -> None:
+    monkeypatch.setattr(schedule, "LEAST", 0.5)
+    monkeypatch.setattr(schedule, "MOST", 0.5)
+    monkeypatch.setattr(schedule, "_NOTICE", 1.0)
+    run = ClusterRun(tmp_path / "run", "run.steps=200", "run.validate_every=0", f"run.checkpoint_every={every}")
     for _ in range(4):
         run.join()
     run.until(lambda: run.keeper.coordinator.saved >= 40)
     retained = run.keeper.coordinator.saved
     for number in range(4):
         run.vanish(number)
+    run.until(lambda: not run.keeper.coordinator.alive())
     fresh = [run.join() for _ in range(4)]
     run.until(lambda: run.step(fresh[0]) > retained)
     assert run.keeper.coordinator.epoch == 2
     summary = run.end(300)
+    (notice,) = [line for line in run.notices if "begins again" in line]
+    assert notice.startswith("no complete cluster was left") and f", {summary['steps_lost']} steps lost" in notice
     assert summary["begun"] == 2 and all(run.end_reasons[number] == "finished" for number in fresh)
 
 

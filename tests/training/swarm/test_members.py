@@ -19,10 +19,11 @@ from isles.membership.messages import RequestWork
 from isles.membership.state_transfer import StateUnavailable
 from isles.pipeline.peers.inbox import FORWARD, HOME
 from isles.training.elastic.connect import LocalSettings
+from isles.training.lighthouse import schedule
 from isles.training.swarm.connect import take_part
 from isles.training.swarm.trainer import ElasticSwarmTrainer
 from tests.training.elastic.runs import Run, in_run
-from tests.training.elastic.test_runs import small
+from tests.training.elastic.test_runs import events, small
 from tests.training.swarm.members import SwarmRun, elastic_config
 from tests.training.swarm.test_swarm import ONE, config, furthest, train
 
@@ -359,12 +360,14 @@ def test_the_last_of_a_stage_hands_its_state_over(tmp_path: Path) -> None:
 
 
 def test_a_swarm_that_begins_again_says_from_where(tmp_path: Path) -> None:
-    """Of the lighthouse alone: its peers are words to it. Nothing is kept at first, then the states of step 5."""
+    """Of the lighthouse alone: its peers are words to it. Stage 1 loses its peer at step 20, then at 25; at first
+    nothing is saved, then the states of step 15.
+    """
     run = SwarmRun(elastic_config(*settings("[1,1]", 30)), tmp_path / "run")
-    coordinator, said = run.keeper.coordinator, "all peers were lost: the run begins again at step "
+    coordinator = run.keeper.coordinator
     for epoch in (1, 2, 3):
         members = [len(coordinator.peers), len(coordinator.peers) + 1]
-        calls = [partial(coordinator.disconnected, member=member) for member in coordinator.members]
+        calls = [partial(coordinator.disconnected, member=member) for member in reversed(coordinator.members)]
         calls += [partial(coordinator.join, description="") for _ in members]
         calls += [
             partial(coordinator.hear, member=member, message=RequestWork(stage, 7))
@@ -373,11 +376,40 @@ def test_a_swarm_that_begins_again_says_from_where(tmp_path: Path) -> None:
         for call in calls:
             run.keeper.lighthouse.act(call)
         run.until(lambda epoch=epoch: coordinator.epoch == epoch)
-        run.until(lambda epoch=epoch: len([line for line in run.notices if said in line]) == epoch - 1)
-        coordinator.saved = 5 * (epoch - 1)
-    told = [line.removeprefix(said) for line in run.notices if said in line]
-    assert told == ["0, as no states were saved (run.checkpoint_every)", "5"]
+        run.until(lambda epoch=epoch: len([line for line in run.notices if "begins again" in line]) == epoch - 1)
+        coordinator.step, coordinator.saved = 15 + 5 * epoch, 15 * (epoch - 1)
+    assert [line for line in run.notices if "begins again" in line] == [
+        "stage 1 lost its last peer at step 20: begins again from step 0, 20 steps lost, as no states were saved yet "
+        "(run.checkpoint_every)",
+        "stage 1 lost its last peer at step 25: begins again from step 15, 10 steps lost",
+    ]
+    assert coordinator.steps_lost == 30
     run.stop()
+    run.keep()
+    assert run.keeper.coordinator.steps_lost == 30, "the journal has it"
+    run.stop()
+
+
+@pytest.mark.long(cases=2)
+@pytest.mark.parametrize("delayed", [0, 1])
+def test_states_are_saved_by_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, delayed: int) -> None:
+    """run.checkpoint_every is left out: the lighthouse asks for states, here every 0.2 s; a stage loses its peer."""
+    monkeypatch.setattr(schedule, "LEAST", 0.2)
+    monkeypatch.setattr(schedule, "MOST", 0.2)
+    monkeypatch.setattr(schedule, "_NOTICE", 0.5)
+    steps, more = 80, ["pipeline.swarm.delay_updates=1"] * delayed
+    run = SwarmRun(elastic_config(*settings("[1,2,1]", steps, *more)), tmp_path / "run")
+    for stage in (0, 1, 1, 2):
+        run.join(stage)
+    run.until(lambda: run.keeper.coordinator.saved > 0)
+    run.vanish(3)
+    run.until(lambda: run.keeper.coordinator.alive() == [])
+    run.join()
+    summary = run.end(120)
+    saved = next(entry["step"] for entry in events(run.out, "begin") if entry["epoch"] == 2)
+    (notice,) = [line for line in run.notices if "begins again" in line]
+    assert notice.endswith(f": begins again from step {saved}, {summary['steps_lost']} steps lost") and saved > 0
+    assert furthest(weights(run), undisturbed(tmp_path, "[1,2,1]", steps, *more)) < 1e-8
 
 
 def test_what_cannot_be_is_a_line(tmp_path: Path) -> None:

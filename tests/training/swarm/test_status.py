@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import threading
 import time
@@ -35,17 +36,18 @@ def show(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
 
 def told(lines: list[str]) -> list[list[str]]:
     """Of the peers: stage, member, step, counted."""
-    rows = [line.split() for line in lines[1:]]
-    paths = next((place for place, row in enumerate(rows) if row[:1] == ["path"]), len(rows))
-    return [row[:4] for row in rows[:paths] if row and (row[0] == "waiting" or row[0].isdigit())]
+    heads, *rows = [re.split(r"  +", line.strip()) for line in lines[1:]]
+    found = [dict(zip(heads, row, strict=True)) for row in rows if len(row) == len(heads)]
+    assert all(row["machine"] == socket.gethostname()[:40] and row["address"] == "127.0.0.1" for row in found)
+    return [[row["place"].removeprefix("stage "), row["member"], row["step"], row["counted"]] for row in found]
 
 
 @pytest.mark.long
 def test_it_shows_stages_peers_and_loads(tmp_path: Path, show: Show) -> None:
     """Of a swarm that waits, of one at work, and what was refused."""
     run = SwarmRun(elastic_config(*settings("[1,2,1]", 400)), tmp_path / "run")
-    assert show(run)[0] == "step 0 of 400; states saved: none yet; swarms begun: 0; " + (
-        "waiting: stage 0 for 1 peer, stage 1 for 2 peers, stage 2 for 1 peer"
+    assert show(run)[0] == "step 0 of 400; swarms begun: 0; " + (
+        "waiting: stage 0 for 1 peer, stage 1 for 2 peers, stage 2 for 1 peer; states saved: none yet"
     )
     run.join(1)
     run.until(lambda: told(show(run)) == [["waiting", "0", "0", "0"]])
@@ -60,7 +62,10 @@ def test_it_shows_stages_peers_and_loads(tmp_path: Path, show: Show) -> None:
     assert all(step > 0 for _, step, _ in members.values())
     counts = [sum(counted for at, _, counted in members.values() if at == stage) for stage in (0, 2)]
     assert counts == [6, 6], "one peer of a stage counts all microbatches of a step"
-    assert all(cell in next(line for line in lines if "stage" in line) for cell in ("a microbatch", "queue", "heard"))
+    assert all(
+        cell in next(line for line in lines if "place" in line)
+        for cell in ("a microbatch", "queue", "heard", "here for")
+    )
     liar = run.peers[2]
     assert liar._trainer is not None
     liar._trainer.model_step.swarm.agreement.inbox.queue.send(run.peers[1].client.member, MessageHeader(99, 0))
