@@ -31,6 +31,7 @@ from isles.membership.state_transfer import MODEL, FetchRequest, StateUnavailabl
 from isles.membership.swarm_coordinator import MAX_MEMBERS
 from isles.models import choose_device
 from isles.training.elastic.connect import LocalSettings, RunConnection, admit, connect, member_of
+from isles.training.elastic.needs import refuse_beyond
 from isles.training.elastic.support import among_peers
 from isles.training.interrupts import first_interrupt
 from isles.training.kinds import kind_of
@@ -62,10 +63,13 @@ def take_part(address: str, token: Token, here: LocalSettings, wish: int, *, not
         for peer in current:
             peer.leave()
 
+    joined = False
     with first_interrupt(leave):
         while True:
             with ExitStack() as stack:
-                connection = admit(stack, address, token, here, notify=notify, fit=among_peers)
+                connection = admit(stack, address, token, here, notify=notify, fit=among_peers, again=joined)
+                refuse_beyond(connection.config, connection.folder)
+                joined = True
                 if not 0 <= wish < connection.config.pipeline.stages and wish != ANYWHERE:
                     stages = connection.config.pipeline.stages
                     raise ValueError(f"--stage {wish}: the run has {stages} stages, 0 to {stages - 1}; leave it out")
