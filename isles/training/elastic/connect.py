@@ -49,6 +49,7 @@ from isles.training.config.sections import Config
 from isles.training.config.trust import names_in
 from isles.training.elastic.leader import Participant
 from isles.training.elastic.needs import refuse_beyond, shown
+from isles.training.elastic.stall import StallWatch
 from isles.training.elastic.support import in_rounds
 from isles.training.elastic.worker import ElasticWorker
 from isles.training.interrupts import first_interrupt, notify_in_handler
@@ -243,7 +244,10 @@ def with_member(
             island=island,
             shown=show,
         )
-        worker.worker.refusals = session.refused
+        worker.worker.refusals, transfers.stops = session.refused, worker.stops_fetching
+        watch = StallWatch(client, config.world.elastic.stall, notify)
+        worker.worker.watched = watch.step
+        stack.callback(watch.close)
         session.watch(UP, seen)
         stack.callback(worker.worker.close)
         yield worker
@@ -307,7 +311,13 @@ def connect(
         return state_server.isdecimal() and client.lost(int(state_server))
 
     transfers = StateServer(
-        session, server_name(entry.member, island_rank), notify, lost=lost, changed=client.changed, peer_keys=pairs
+        session,
+        server_name(entry.member, island_rank),
+        notify,
+        lost=lost,
+        changed=client.changed,
+        peer_keys=pairs,
+        total=connection.config.world.elastic.state_deadline,
     )
     stack.callback(transfers.close)
     return transport, transfers
