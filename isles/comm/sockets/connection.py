@@ -30,7 +30,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, cast
 
 from isles.base.parsing import parse_json
 from isles.comm.errors import CommError
@@ -204,7 +204,7 @@ PIECE = 1 << 14
 """Bytes of a message in one frame."""
 _LOOKS = 4  # looks, and signs of life, within a silence
 _LOOK = 1.0  # the most seconds between them
-_UNSENT = 1 << 17  # unsent bytes that the kernel buffers
+_UNSENT = 1 << 15  # unsent bytes in each of the buffers below: urgent messages wait behind them
 _NOTSENT_LOWAT = 25  # of linux/tcp.h
 _FLUSH = 2.0  # seconds to send the queue
 
@@ -235,6 +235,8 @@ class Connection:
         self._waiting, self._any, self._left = 0, asyncio.Event(), asyncio.Event()
         self._holds = False
         writer.transport.set_write_buffer_limits(high=_UNSENT)
+        with contextlib.suppress(AttributeError):  # private: the transport below TLS, which has a buffer of its own
+            cast(Any, writer.transport)._ssl_protocol._transport.set_write_buffer_limits(high=_UNSENT)
         own = writer.get_extra_info("socket")
         self.socket: socket.socket | None = None if own is None else own._sock  # its descriptor is asyncio's
         with contextlib.suppress(OSError):

@@ -9,7 +9,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,10 +19,11 @@ from isles.base import scratch as own_scratch
 from isles.base.scratch import scratch
 from isles.cli import main
 from isles.comm.sockets.listener import MOST
+from isles.membership.run_log import RoundRecord
 from isles.training.elastic import needs
 from isles.training.records.checkpoint import Checkpoints
 from tests.membership.sessions import free_port, router
-from tests.strangers.callers import call
+from tests.strangers.callers import ESCAPES, call
 from tests.training.elastic.runs import Run
 from tests.training.elastic.test_runs import small
 
@@ -89,6 +92,30 @@ def test_states_are_private(tmp_path: Path) -> None:
     finally:
         os.umask(before)
     assert stat.S_IMODE((tmp_path / "states").stat().st_mode) == 0o700
+
+
+def test_no_escape_of_a_member_reaches_a_terminal_or_a_file(world: Run, tmp_path: Path) -> None:
+    """In a notice, a refusal, the outcome of a round, a path, a result, a line of metrics, and as a key."""
+    record = RoundRecord(
+        member=0, round=1, view=-1, spare=0, steps=5, seconds=0.1, members=(0,), outcome=ESCAPES, at=0.0
+    )
+    events: list[Any] = [
+        {"refused": [[1, ESCAPES, 2]]},
+        {"paths": [[1, ESCAPES, 0.1, 1, 1]]},
+        {"result": {"x": ESCAPES}},
+    ]
+    events += [{"step": 5, "loss": 1.0, "worker": 0, ESCAPES: 1}, {ESCAPES: 3}, {"carried": {ESCAPES: 1}}]
+    events += [{"round": {**asdict(record), "members": [0]}}]
+    world.keeper.lighthouse._call(lambda m, now: m.join(now, ""))
+    world.keeper._on_report(0, {"notice": ESCAPES})
+    for event in events:
+        with pytest.raises(ValueError) as refused:
+            world.keeper._on_report(0, event)
+        assert str(refused.value).isprintable()
+    assert any("owned" in line for line in world.notices) and all(line.isprintable() for line in world.notices)
+    for path in (tmp_path / "run").glob("*.jsonl"):
+        text = path.read_text()
+        assert "\\u001b" not in text and all(line.isprintable() for line in text.splitlines())
 
 
 def test_a_closed_port_is_told_at_once(
