@@ -134,11 +134,11 @@ def test_a_doctor_survives_strangers() -> None:
         call(doctor.port, said).close()
     for _ in range(20):
         reset(doctor.port)
+    time.sleep(0.5)  # it has looked at these before it must cut some off
     hello = {"doctor": ESCAPES, "port": 1, "ports": ESCAPES}
     with many(doctor.port, 100), call(doctor.port, packed(hello)) as liar, call(doctor.port, packed(hello)):
         read(liar, 10)
         say(liar, packed({"reached": ""}) + packed({"round_trip": -1, "out": 10**30, "back": 1}))
-        time.sleep(1.0)  # until it looks at what failed
         doctor.is_well()
     assert doctor.failures and len(doctor.failures) <= 20 and all(text.isprintable() for text in doctor.failures)
 
