@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from isles.base.schema import backend_of
+from isles.base.scratch import free_memory
 from isles.cli import torchrun
 from isles.cli.terminal import As, ConfigFile, InnerSteps, Progress, Set, Trust, end_in_order
 from isles.report import write_report
@@ -233,17 +234,8 @@ def refuse_too_many(
     cores = os.cpu_count() or 1
     if workers > _A_CORE * cores:
         raise ValueError(f"{option} {workers}: more than {_A_CORE} a core of this machine's {cores}; {mend}")
-    free = _free_memory()
-    if free is not None and workers * _A_PROCESS > free:
+    free = free_memory()
+    if workers * _A_PROCESS > free:
         raise ValueError(
             f"{option} {workers}: each takes 0.2 GB before it has a model, {free / 1e9:.1f} GB are free; {mend}"
         )
-
-
-def _free_memory() -> float | None:
-    """Bytes, as the kernel thinks; None where it does not say."""
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        return 1024.0 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, ValueError, StopIteration, IndexError):
-        return None

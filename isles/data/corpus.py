@@ -155,7 +155,7 @@ _SMALL = ("bounds", "file_of", _SUMS)  # compared whole when it is opened
 def save_corpus(corpus: Corpus, folder: Path) -> Corpus:
     """Write `corpus` to `folder` and return it opened from there, so that its memory is the shared mapping."""
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         building = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
     except OSError as error:
         raise ValueError(f"data.cache: {folder.parent} cannot be written ({error.strerror}); give another") from None
@@ -175,7 +175,7 @@ def save_corpus(corpus: Corpus, folder: Path) -> Corpus:
             "sums": {f"{part}-{array}": _sum_of(building, part, array) for part in _PARTS for array in _SMALL},
         }
         (building / "manifest.json").write_text(json.dumps({"check": _check(manifest), **manifest}), encoding="utf-8")
-        building.chmod(0o755)  # mkdtemp makes it private, but the cache may be shared by the users of a machine
+        building.chmod(0o755)  # mkdtemp makes it private, but the folder around it may be one that several users share
         try:
             building.rename(folder)
         except OSError:

@@ -153,13 +153,14 @@ class MembershipClient(LighthouseClient):
     """A member's client of the lighthouse, in its first worker. entry: the member's id and key.
 
     ended: set once this worker takes no further part in the run: `Over`, or `Examine` if it is to evaluate the model.
-    decisions: the newest one on each round.
+    decisions: the newest one on each round. stalls: whether the training thread hangs; no beats are sent meanwhile.
     """
 
     def __init__(self, session: ControlSession, entry: Entry) -> None:
         super().__init__(session, entry)
         self.member, self.state, self.decisions = entry.member, MemberState(entry.member), DecisionLog()
         self.ended: Over | Examine | None = None
+        self.stalls = False
         self._load: Load | None = None
         self._training, self._answers = False, True
         self._answered_at = -math.inf
@@ -378,6 +379,9 @@ class MembershipClient(LighthouseClient):
             return
         if self._cancel_beat is not None:
             self._cancel_beat()
+        if self.stalls:
+            self._cancel_beat = self.session.later(self._beat, BEAT)
+            return
         self._is_beating, self._beat_again = True, False
         beat = self.state.beat()
         self.send(beat, partial(self._answered, beat, self.session.now()))

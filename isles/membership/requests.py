@@ -140,6 +140,7 @@ class LighthouseClient:
     """Sends a worker's messages in the name of the member of `entry`.
 
     changed: guards what callbacks and the worker's thread share. waited: seconds that this thread has waited here.
+    waits_for: grows while this thread waits for other members.
     transfers: the transport, once there is one. meets: called with each known view, once it is set.
     """
 
@@ -148,6 +149,7 @@ class LighthouseClient:
     def __init__(self, session: ControlSession, entry: Entry) -> None:
         self.meets: Callable[[View], None] | None = None
         self.session, self.entry, self.changed, self.waited = session, entry, session.condition(), 0.0
+        self.waits_for = 0
         self._reports = ReportQueue(session, self._hand_in)
         self._closed = False
 
@@ -207,6 +209,7 @@ class LighthouseClient:
 
     def suspect(self, member: int) -> None:
         """Ask the lighthouse whether `member`, for which this worker waits too long, still sends beats."""
+        self.waits_for += 1
         self.send(Silent(member))
 
     def close(self) -> None:

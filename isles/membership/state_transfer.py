@@ -60,6 +60,11 @@ REQUEST = b"isles state "
 _NUMBERS = {"size": (0, 1 << 62), "number": (0, 1 << 53), "crc32": (0, (1 << 32) - 1), "step": (0, 1 << 53)}
 _NUMBERS |= {"parts": (1, 1 << 16), "participants": (1, 1 << 30), "digest": (-1 << 63, (1 << 63) - 1)}
 _AGAIN = 0.2  # seconds between looks at whether the source is lost, and between requests that got no answer
+TOTAL = 3600.0
+"""Seconds that a transfer may take, see `world.elastic.state_deadline`."""
+_LEAST = 12_500  # bytes a second that a transfer must reach
+_WINDOW = 30.0  # seconds until its rate counts
+_TELL = 10.0  # seconds of a transfer until the user is told how long it will take; four times that until the next line
 _Answer = tuple[bytes | None, bytes | None]  # a reply, or a refusal
 
 
@@ -131,13 +136,17 @@ def fetch_state(
     *,
     lost: Callable[[], bool] = lambda: False,
     changed: Condition | None = None,
+    total: float = TOTAL,
+    notice: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
     """Fetch a file into `path`. Not for callbacks.
 
     Args:
         receiver: the member that asks; -1: the lighthouse.
         peer_key: as in `PeerKeys`.
-        lost: whether the source is lost; called when `changed` is notified, without it several times a second.
+        lost: whether to give up, as the source is lost; called when `changed` is notified, and several times a second.
+        total: seconds that it may take; less if it is slower than `_LEAST`.
+        notice: called with a line for the user if it takes long.
 
     Returns:
         The facts that were published with it.
@@ -145,7 +154,7 @@ def fetch_state(
     Raises:
         StateUnavailable: it does not arrive, is too long, or differs from what was published.
     """
-    look = _AGAIN if changed is None else math.inf
+    look = _AGAIN if session.beats else math.inf
     fetch = _Fetch(session, asked, receiver, peer_key, lost, changed or session.condition(), look)
     facts = fetch.open(asked.patience)
     size, number = facts["size"], facts["number"]
@@ -153,7 +162,7 @@ def fetch_state(
         raise StateUnavailable(f"it has {size} bytes, more than the {asked.most} that fit this model")
     with path.open("wb") as file:
         checksum = 0
-        for piece in fetch.pieces(number, size, asked.seconds):
+        for piece in fetch.pieces(number, size, asked.seconds, total, notice):
             checksum = zlib.crc32(piece, checksum)
             file.write(piece)
     if checksum != facts.get("crc32"):
@@ -202,10 +211,22 @@ class _Fetch:
             self._mac_key = self.peer_key(self._source) or b""
         return self._source < 0 or bool(self._mac_key)
 
-    def pieces(self, number: int, size: int, seconds: float) -> Iterator[bytes]:
+    def pieces(
+        self, number: int, size: int, seconds: float, total: float, notice: Callable[[str], None]
+    ) -> Iterator[bytes]:
         """The file's bytes, in order."""
-        offsets, posted = range(0, size, PIECE), 0
+        offsets, posted, began, tell = range(0, size, PIECE), 0, self.session.now(), _TELL
+        allowed = min(total, seconds + size / _LEAST)
         for index, offset in enumerate(offsets):
+            passed = self.session.now() - began
+            needs = passed * size / max(offset, 1)
+            if passed > allowed or (passed > _WINDOW and needs > 2 * allowed):
+                rate = f"{size / 1e6:.1f} MB at {8 * offset / 1e6 / passed:.2g} Mbit/s take {_hours(needs)}"
+                least = f"of {_hours(allowed)}" if allowed < total else f"(world.elastic.state_deadline = {total:g})"
+                raise StateUnavailable(f"{rate}, more than is allowed {least}: raise that, or use a faster line")
+            if passed > tell:
+                tell *= 4
+                notice(f"{offset / 1e6:.1f} of {size / 1e6:.1f} MB are here; it takes {_hours(needs)} in all")
             while posted < min(index + WINDOW, len(offsets)):
                 self._post(number, offsets[posted], seconds)
                 posted += 1
@@ -256,6 +277,16 @@ class _Fetch:
                     raise StateUnavailable("its source is lost")
                 self.changed.wait_for(lambda: offset in self._answers or self.lost(), min(self.look, left))
             return self._answers.pop(offset, (None, None))
+
+
+def _hours(seconds: float) -> str:
+    return (
+        f"{seconds:.0f} s"
+        if seconds < 600
+        else f"{seconds / 60:.0f} min"
+        if seconds < 36_000
+        else f"{seconds / 3600:.0f} h"
+    )
 
 
 def _facts(answer: bytes, rounds: range) -> dict[str, Any]:
@@ -312,9 +343,10 @@ class _Published:
 class StateServer:
     """The files that this process publishes as `name` (a member, or `LIGHTHOUSE`).
 
-    notice: called with a line for the user if a file could not be written. lost: whether the source of that name is
-    lost, so that nothing is fetched from it any more; changed: notified when that may be so. peer_keys: keys of
-    members. comes: see `announce`.
+    notice: called with a line for the user if a file could not be written, or takes long to fetch. lost: whether the
+    source of that name is lost, so that nothing is fetched from it any more; changed: notified when that may be so.
+    stops: whether to fetch nothing more at all. total: as in `fetch_state`. peer_keys: keys of members. comes: see
+    `announce`.
     """
 
     session: ControlSession
@@ -324,6 +356,8 @@ class StateServer:
     lost: Callable[[str], bool] = lambda name: False
     peer_keys: PeerKeys = field(default_factory=NoPeerKeys)
     changed: Condition | None = None
+    total: float = TOTAL
+    stops: Callable[[], bool] = lambda: False
     _published: dict[int, _Published] = field(default_factory=dict)  # by number, the newest last
     _open: dict[str, int] = field(default_factory=dict)  # by name: the number that a new receiver gets
     _made: int = 0
@@ -374,8 +408,14 @@ class StateServer:
         self._open.pop(what, None)
 
     def fetch(self, asked: FetchRequest, path: Path) -> dict[str, Any]:
-        here, lost = member_in(self.name), partial(self.lost, asked.source)
-        return fetch_state(self.session, asked, path, here, self.peer_keys.peer_key, lost=lost, changed=self.changed)
+        def lost() -> bool:
+            return self.stops() or self.lost(asked.source)
+
+        def notice(line: str) -> None:
+            self.notice(f"{'the model' if asked.what == MODEL else 'a state'} of {asked.source}: {line}")
+
+        own, key, ends = member_in(self.name), self.peer_keys.peer_key, {"lost": lost, "changed": self.changed}
+        return fetch_state(self.session, asked, path, own, key, **ends, total=self.total, notice=notice)
 
     def close(self) -> None:
         """Wait until files that are being written are complete."""

@@ -28,7 +28,7 @@ from queue import SimpleQueue
 from isles.comm.credentials import Credentials, Token
 from isles.comm.sockets import loop
 from isles.comm.sockets.connection import PIECE, SILENCE, Connection, LinkLost, reason
-from isles.comm.sockets.proof import SecretRefused, TokenRefused, dial
+from isles.comm.sockets.proof import TokenRefused, dial
 from isles.comm.tcp import listen, parse_address
 from isles.membership.hub import LONGEST, MAX_MESSAGE, Frame, FrameKind, Hub, Peer, pack, unpack
 from isles.membership.keys import RELAY_TICKETS
@@ -65,19 +65,20 @@ class Uplink:
         self._task: asyncio.Task[None] | None = None
 
     async def start(self, seconds: float) -> None:
-        """Connect within `seconds`. LinkLost with the last reason; TokenRefused if another machine than the token's
-        answers.
+        """Connect within `seconds`. LinkLost with the last reason, at once if nothing listens there; TokenRefused if
+        another machine than the token's answers, or it has another secret.
         """
         self._task = asyncio.get_running_loop().create_task(self._keep())
         welcomed = asyncio.ensure_future(self._welcomed.wait())
         await asyncio.wait((self._task, welcomed), timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
         welcomed.cancel()
-        if self._task.done():
-            self._task.result()
         if not self._welcomed.is_set():
+            why = self._task.exception() if self._task.done() else self._why
             await self.end()
-            why = self._why or TimeoutError()
-            raise LinkLost(str(why) if isinstance(why, TokenRefused | LinkLost) else reason(why, seconds)) from why
+            if isinstance(why, TokenRefused):
+                raise why
+            why = why or TimeoutError()
+            raise LinkLost(str(why) if isinstance(why, LinkLost) else reason(why, seconds)) from why
 
     def send(self, frame: Frame, urgent: bool) -> None:
         """Send a frame; a declaration is repeated on each new connection, a question without one has no reply."""
@@ -108,8 +109,7 @@ class Uplink:
                 pause = _AGAIN
                 await self._attend(Connection(*streams, SILENCE, longest=LONGEST, most=_WAITING))
             except BROKEN as error:
-                is_another = isinstance(error, TokenRefused) and not isinstance(error, SecretRefused)
-                if is_another and not self._welcomed.is_set():
+                if not self._welcomed.is_set() and isinstance(error, TokenRefused | ConnectionRefusedError):
                     raise
                 self._why = error
             await asyncio.sleep(pause)

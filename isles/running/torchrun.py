@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import tempfile
 import threading
 from collections.abc import Callable, Sequence
 from multiprocessing import Pipe
@@ -22,6 +21,7 @@ from typing import Any, cast
 
 import torch.distributed as dist
 
+from isles.base.scratch import scratch
 from isles.comm import credentials, mesh
 from isles.comm.credentials import parse_token
 from isles.comm.errors import WorkerFailed, to_plain
@@ -58,8 +58,8 @@ def take_part(
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = next(iter(dist.rendezvous("env://")))[0]
     try:
-        with tempfile.TemporaryDirectory(prefix="isles-") as folder:
-            node_spec = _node_spec(rank, size, store, Path(folder, "credentials"))
+        with scratch() as folder:
+            node_spec = _node_spec(rank, size, store, folder / "credentials")
             if rank == 0:
                 return _lead(config, out(), on_metrics, on_notice, resume, node_spec, store)
             _follow(config, on_notice, resume, node_spec, store)

@@ -15,7 +15,6 @@ it. A paused one is awaited, or lost after a while and joins again when it resum
 from __future__ import annotations
 
 import json
-import tempfile
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -28,6 +27,7 @@ from typing_extensions import override
 
 from isles.base.durable import write_text
 from isles.base.modes import torch_threads
+from isles.base.scratch import scratch
 from isles.comm import mesh
 from isles.comm.errors import PeerLost
 from isles.comm.layout import Layout
@@ -357,12 +357,12 @@ class SimulatedElasticRun(SimulatedWorld):
 
     @override
     def train(self, corpus: Corpus) -> list[dict[str, Any]]:
-        with tempfile.TemporaryDirectory(prefix="isles-") as folder:
-            self._train(corpus, Path(folder))
+        with scratch() as folder:
+            self._train(corpus, folder)
             for name, entries in ((JOURNAL, self.simulation.journal), (EXCHANGES, self.records)):
                 lines = (f"{json.dumps(entry, separators=(',', ':'))}\n" for entry in entries)
                 write_text(self.out / name, "".join(lines))
-            self._members = self._mean(Path(folder))
+            self._members = self._mean(folder)
         return of_everybody(self.results, self._members, self.out / METRICS)
 
     def _train(self, corpus: Corpus, folder: Path) -> None:

@@ -305,7 +305,7 @@ def test_strangers_get_no_session(tmp_path: Path) -> None:
         other = credentials.found(tmp_path / "other").token
         with pytest.raises(TokenRefused, match="is not the machine of this token"):
             open_session(other, address, patience=1.5)
-        with pytest.raises(LinkLost, match="does not take this token"):
+        with pytest.raises(TokenRefused, match="does not take this token"):
             open_session(Token(mine.token.fingerprint, "0" * 32), address, patience=1.5)
         with pytest.raises(ValueError, match="the port is taken"):
             open_router(mine, address)

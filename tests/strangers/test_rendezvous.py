@@ -148,7 +148,7 @@ def test_a_wrong_token_is_one_line_on_both_sides(mine: Credentials, tmp_path: Pa
         with pytest.raises(TokenRefused, match="is not the machine of this token: look at address and token"):
             host.come(1, other).result(20.0)
         host.hears("turned away 127.0.0.1: it has the token of another run")
-        with pytest.raises(TokenRefused, match="does not take this token; copy the one that node 0 shows"):
+        with pytest.raises(TokenRefused, match="does not take this token; copy the one that it shows"):
             host.come(1, Token(mine.token.fingerprint, "0" * 32)).result(20.0)
         host.hears("turned away 127.0.0.1: it does not know the token of this run")
         host.all_meet()
@@ -176,7 +176,7 @@ def test_what_was_overheard_is_of_no_use(mine: Credentials) -> None:
                 line.sendall(own)
                 read(line, 32)
                 say(line, words)
-                assert read(line, 32) == b""
+                assert read(line, 33) == bytes(32)  # no proof
         host.hears("it does not know the token of this run")
         host.all_meet()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from isles.comm.credentials import Token
     from isles.network.clusters import ClusterNode
     from isles.training.config.reading import Tables
+    from isles.training.config.sections import Config
 
 RunToken = Annotated[
     str | None,
@@ -31,6 +33,10 @@ OwnSettings = Annotated[
 
 OwnRelay = Annotated[
     bool, typer.Option("--relay", help="With --listen: relay, unread, for workers that cannot reach each other.")
+]
+
+Show = Annotated[
+    bool, typer.Option("--show", help="Print what would run here, and what it takes of this machine; do not join.")
 ]
 
 
@@ -56,6 +62,7 @@ def join(
     ] = None,
     relay: OwnRelay = False,
     name: OwnName = None,
+    show: Show = False,
     apart: Annotated[int, typer.Option(hidden=True, help="Ports from one worker of an island to the next.")] = 1,
 ) -> None:
     """Join a run: the configuration comes from the lighthouse, the state from another worker. Ctrl-C leaves the run
@@ -71,6 +78,10 @@ def join(
     refuse_too_many(workers, "--workers", "start fewer")
     settings = own(data, device, set_)
     there = places(listen, workers, relay)
+    if show:
+        from isles.training.elastic.support import in_rounds
+
+        return _show(address, parsed, settings, in_rounds)
     if workers > 1:
         more = [*["--relay"] * relay, *(["--name", name] if name is not None else [])]
         raise typer.Exit(_several(address, parsed, there, [*as_arguments(settings), *more]))
@@ -79,6 +90,12 @@ def join(
     listening, announced = place(there[0], address)
     here = LocalSettings(own=settings, listen=listening, announced=announced, apart=apart, relays=relay, machine=name)
     print(take_part(address, parsed, here, notify=notify), flush=True)
+
+
+def _show(address: str, token: Token, settings: Tables, fit: Callable[[Config], Config]) -> None:
+    from isles.training.elastic.connect import LocalSettings, show
+
+    print(show(address, token, LocalSettings(own=settings), notify=notify, fit=fit), flush=True)
 
 
 def own(data: str | None, device: str | None, assignments: list[str] | None) -> Tables:
@@ -183,6 +200,7 @@ def peer(
     ] = None,
     relay: OwnRelay = False,
     name: OwnName = None,
+    show: Show = False,
     node: Annotated[
         str | None,
         typer.Option(
@@ -201,6 +219,10 @@ def peer(
     if stage is not None and stage < 0:
         raise ValueError(f"--stage {stage}: choose 0 or more, or leave it out")
     settings = own(data, device, set_)
+    if show:
+        from isles.training.elastic.support import among_peers
+
+        return _show(join, parsed, settings, among_peers)
     from isles.training.elastic.connect import LocalSettings
     from isles.training.swarm.connect import take_part
     from isles.training.swarm.trainer import ANYWHERE

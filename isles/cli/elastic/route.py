@@ -53,9 +53,9 @@ def walk(host: str, port: int, token: Token, listen: tuple[str, int] | None, ann
             session = open_session(token, written(host, port), _PATIENCE)
             stack.callback(session.close)
         except (TokenRefused, LinkLost) as error:
-            why = error.__cause__ if isinstance(error.__cause__, SecretRefused) else error
+            why = error
         if isinstance(why, LinkLost):
-            yield Check("tls", False, f"{written(host, port)} is no lighthouse: check the port")
+            yield Check("tls", False, f"{written(host, port)} is no lighthouse, or busy ({why}): check the port")
             return
         yield Check("tls", True, "1.3, with a certificate")
         is_known = why is None or isinstance(why, SecretRefused)
@@ -64,7 +64,6 @@ def walk(host: str, port: int, token: Token, listen: tuple[str, int] | None, ann
             says = "the lighthouse accepts this token"
             if why is not None:
                 says = "the lighthouse does not take this token's secret; copy the whole token once more"
-                says += ", or it is busy with strangers: try again in a minute"
             yield Check("session", why is None, says)
         if why is not None:
             return

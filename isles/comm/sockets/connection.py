@@ -30,7 +30,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, cast
 
 from isles.base.parsing import parse_json
 from isles.comm.errors import CommError
@@ -208,7 +208,7 @@ PIECE = 1 << 14
 """Bytes of a message in one frame: those of a TLS record."""
 _LOOKS = 4  # looks, and signs of life, within a silence: some may be late or lost
 _LOOK = 1.0  # the most seconds between them; below _STOOD, or `Silence` would not count all of the time
-_UNSENT = 1 << 17  # most unsent bytes in the kernel: urgent messages wait behind them
+_UNSENT = 1 << 15  # most unsent bytes in each of the buffers below: urgent messages wait behind them
 _NOTSENT_LOWAT = 25  # of linux/tcp.h
 _FLUSH = 2.0  # seconds to send the queue
 
@@ -239,6 +239,8 @@ class Connection:
         self._waiting, self._any, self._left = 0, asyncio.Event(), asyncio.Event()
         self._holds = False
         writer.transport.set_write_buffer_limits(high=_UNSENT)
+        with contextlib.suppress(AttributeError):  # private: the transport below TLS, which has a buffer of its own
+            cast(Any, writer.transport)._ssl_protocol._transport.set_write_buffer_limits(high=_UNSENT)
         wrapped = writer.get_extra_info("socket")
         self.socket: socket.socket | None = None if wrapped is None else wrapped._sock  # its descriptor is asyncio's
         with contextlib.suppress(OSError):  # it has broken already: the first read reports that

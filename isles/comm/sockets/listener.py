@@ -1,8 +1,9 @@
 """A listening socket that is safe against strangers; and whether one machine can reach another, and how fast.
 
 Each connection is handled by a task of its own in the loop's thread, with `seconds` from its beginning to its end. At
-most `MOST` are handled at a time: beyond that, the oldest of the address with the most connections is cut off, so that
-a machine that opens thousands only cuts off itself.
+most `MOST` are handled at a time: beyond that, one of the address with the most connections is cut off, so that a
+machine that opens thousands only cuts off itself: the oldest of those that have got least far (silent, has sent
+something, has completed TLS).
 
 Streams and their transports refer to each other, and asyncio gives each TLS connection a buffer of 256 kB. Python
 collects such cycles more rarely the more objects a process has, and one with torch has a million: thousands of
@@ -29,7 +30,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import NamedTuple, Self, cast
 
 from isles.base.parsing import OneLine, table, value_of
 from isles.comm import credentials
@@ -73,6 +74,7 @@ class Listener:
         self._seconds, self._mine, self._raw = seconds, mine, raw
         self._tls = None if mine is None else credentials.server_context(mine)
         self._heard: dict[asyncio.Task[None], str] = {}  # in the order in which they came
+        self._stage = Counter[asyncio.Task[None]]()  # how far each has got
         self._gone = 0
         listening.setblocking(False)
         listening.listen(_BACKLOG)
@@ -112,24 +114,27 @@ class Listener:
 
     def _over(self, task: asyncio.Task[None]) -> None:
         self._heard.pop(task, None)
+        self._stage.pop(task, None)
         self._gone += 1
         if self._gone % _LITTER == 0:
             gc.collect()
 
     def _make_room(self) -> None:
         ((address, _),) = Counter(self._heard.values()).most_common(1)
-        oldest = next(task for task, its in self._heard.items() if its == address)
+        oldest = min((task for task, its in self._heard.items() if its == address), key=self._stage.__getitem__)
         # Removed before it has ended, so that it is not chosen again meanwhile.
         del self._heard[oldest]
         oldest.cancel()
 
     async def _attend(self, connection: socket.socket, address: str) -> None:
-        writer: asyncio.StreamWriter | None = None
+        writer, own = None, cast(asyncio.Task[None], asyncio.current_task())
         try:
             async with asyncio.timeout(self._seconds):
                 if self._raw is not None and await self._raw(connection):
                     return
+                self._stage[own] += self._raw is not None
                 reader, writer = await opened(connection, self._tls)
+                self._stage[own] += 1
                 if self._mine is not None:
                     await prove_as_host(reader.readexactly, writer.write, self._mine.token)
                 await self._hear(reader, writer)

@@ -5,7 +5,7 @@ token.
     its challenge, 32 bytes             ------>
                                         <------   its challenge, 32 bytes
     what it thinks of the certificate   ------>   one byte, so that both sides can say why it goes
-    its proof, 32 bytes                 ------>   the first that node 0 acts on; wrong: closed without a word
+    its proof, 32 bytes                 ------>   the first that node 0 acts on; wrong: it sends 32 zeros and closes
                                         <------   node 0's proof, 32 bytes
 
 The node compares the certificate with the token before it sends anything, because what it sends is meant for the
@@ -44,7 +44,7 @@ class TokenRefused(ValueError):
 
 
 class SecretRefused(TokenRefused):
-    """It refuses the token, or admits nobody at the moment: it closed the connection."""
+    """The token's second half is another one than the host's."""
 
 
 async def prove_as_host(read: Read, write: Write, token: Token) -> None:
@@ -60,12 +60,15 @@ async def prove_as_host(read: Read, write: Write, token: Token) -> None:
     except EOFError:
         raise LinkLost("it left without a proof that it knows the token") from None
     if not credentials.proved(answer, token, "node", theirs, own):
+        write(bytes(_SIZE))  # so that a wrong token can be told from a host that closes connections
         raise LinkLost("it does not know the token of this run")
     write(credentials.proof(token, "node 0", own, theirs))
 
 
 async def prove_as_node(read: Read, write: Write, token: Token, certificate: bytes | None, where: str) -> None:
-    """The other side, which checks the certificate first. TokenRefused, with a text for its user."""
+    """The other side, which checks the certificate first. TokenRefused, with a text for its user; LinkLost if the host
+    closes the connection.
+    """
     own = credentials.challenge()
     opinion = _opinion(certificate, token)
     write(own)
@@ -81,7 +84,9 @@ async def prove_as_node(read: Read, write: Write, token: Token, certificate: byt
     try:
         answer = await read(_SIZE)
     except (EOFError, OSError):
-        raise SecretRefused(f"{where} does not take this token; copy the one that node 0 shows") from None
+        raise LinkLost("it closed the connection during the proof of the token: it may be busy") from None
+    if answer == bytes(_SIZE):
+        raise SecretRefused(f"{where} does not take this token; copy the one that it shows")
     if not credentials.proved(answer, token, "node 0", theirs, own):
         raise TokenRefused(f"{where} does not know the token of this run")
 

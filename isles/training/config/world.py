@@ -72,22 +72,25 @@ class ElasticConfig:
     """Of runs in which workers join a lighthouse, or come and go by a trace."""
 
     lease: float = LEASE
-    """Seconds of silence after which one counts as gone, for it stands still or is cut off; one that is killed is
-    missed at once. Raise it for lines that stand still longer.
-    """
+    """Seconds of silence until one that is stopped or cut off counts as lost; raise it for lines that stall longer."""
     max_members: int = 1024
     """How many may be there at once; whoever comes then is refused a seat."""
     join_state: JoinState = "full"
     """What a joiner is given, "full": all that its donor trains with; "anchors": the anchors and outer momenta alone,
     about a third of that for AdamW: its inner rate rises over two rounds.
     """
-
     connections: int = 1
     """TLS connections of a pair in each direction, over which messages of 1 MB and more are spread. More help on long
     lines that lose packets, and where one core is too slow to encrypt.
     """
 
+    state_deadline: float = 3600.0
+    """Longest transfer of a state or a model, seconds; raise it for a big model over a slow line."""
+    stall: float = 60.0
+    """Seconds without an inner step, and ten usual ones, until a worker counts as hanging; raise it if steps vary."""
+
     def __post_init__(self) -> None:
+        demand(self, "state_deadline stall", lambda x: 0 < x < math.inf, "choose a positive number of seconds")
         demand(self, "connections", lambda x: 1 <= x <= 16, "choose 1 to 16")
         demand(self, "max_members", lambda x: x >= 1, "choose 1 or more")
         demand(self, "lease", lambda x: _LEAST_LEASE <= x <= _MOST_LEASE, "choose 0.5 to 60 seconds")

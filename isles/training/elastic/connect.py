@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import socket
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -23,6 +22,7 @@ import torch
 
 from isles.base.errors import as_typed, printable
 from isles.base.parsing import parse_toml
+from isles.base.scratch import scratch
 from isles.base.tables import table_of
 from isles.base.version import __version__
 from isles.comm import credentials
@@ -32,7 +32,6 @@ from isles.comm.errors import CommError, Malformed, RendezvousFailed
 from isles.comm.group import Group
 from isles.comm.mesh import Mesh
 from isles.comm.sockets.connection import LinkLost
-from isles.comm.sockets.proof import SecretRefused
 from isles.comm.tcp import parse_address, refuse_unknown, written
 from isles.data import Corpus, load_corpus
 from isles.launch.workers import LocalWorkers, raise_first
@@ -62,6 +61,8 @@ from isles.training.config.reading import Tables, over, resolve
 from isles.training.config.sections import Config
 from isles.training.config.trust import names_in
 from isles.training.elastic.leader import Participant
+from isles.training.elastic.needs import refuse_beyond, shown
+from isles.training.elastic.stall import StallWatch
 from isles.training.elastic.support import in_rounds
 from isles.training.elastic.worker import ElasticWorker
 from isles.training.interrupts import first_interrupt, notify_in_handler
@@ -80,15 +81,29 @@ def with_own(theirs: Tables, own: Tables) -> Tables:
     for name in _names(own):
         if name not in _OWN:
             raise ValueError(f"--set {name}: only the lighthouse sets this; a joiner may set {', '.join(_OWN)}")
-    for name in _OWN:
+    for name, value in missing(theirs, own).items():
+        raise ValueError(
+            f"the run has {name} = {printable(as_typed(value), 100)}, and a joiner takes no path and no code from "
+            f"a lighthouse: say what it is on this machine, --set {name}=..."
+        )
+    return over(_others(theirs), own)
+
+
+def missing(theirs: Tables, own: Tables) -> Tables:
+    """The settings of the run that `own` must have, by name, with the run's values."""
+    found = {}
+    for name in _NEEDED:
         table, key = table_of(theirs, name)
-        value = table.pop(key, None)
-        if name in _NEEDED and value not in (None, "", "bytes") and key not in table_of(own, name)[0]:
-            raise ValueError(
-                f"the run has {name} = {printable(as_typed(value), 100)}, and a joiner takes no path and no code from "
-                f"a lighthouse: say what it is on this machine, --set {name}=..."
-            )
-    return over(theirs, own)
+        if table.get(key) not in (None, "", "bytes") and key not in table_of(own, name)[0]:
+            found[name] = table[key]
+    return found
+
+
+def _others(theirs: Tables) -> Tables:
+    """The settings of the run that are not of a machine."""
+    for table, key in (table_of(theirs, name) for name in _OWN):
+        table.pop(key, None)
+    return theirs
 
 
 def _names(tables: Tables, prefix: str = "") -> Iterator[str]:
@@ -109,6 +124,7 @@ def as_arguments(tables: Tables) -> list[str]:
 
 _PATIENCE = 60.0  # seconds to connect: unauthenticated clients may occupy all connections for a while
 _MOMENT = 5.0  # seconds of these until the user is told
+_SOON = 1.0  # seconds between two tries
 _CROWDED = 600.0  # seconds to get a member id when too many workers join
 _SELDOM = 60.0  # seconds between lines for the user
 _LONGEST = 1 << 20  # most bytes of a configuration
@@ -185,19 +201,28 @@ def admit(
     *,
     notify: Callable[[str], None],
     fit: Callable[[Config], Config] = in_rounds,
+    again: bool = False,
 ) -> RunConnection:
     """Connect to the lighthouse, until `stack` ends. fit: checks and adapts the run's configuration; ValueError if it
-    is not for such workers. notify: called with lines of text for the user.
+    is not for such workers. notify: called with lines of text for the user. again: this worker was in the run before.
 
     ValueError, in one line, for what the user can fix; OSError if the lighthouse does not answer.
     """
+    session, folder = _connected(stack, address, token, notify, again=again)
+    config = fit(resolve(with_own(_configuration(_asked(session, CONFIG, b"")), here.own)))
+    return RunConnection(session=session, token=token, config=config, here=here, folder=folder)
+
+
+def _connected(
+    stack: ExitStack, address: str, token: Token, notify: Callable[[str], None], *, again: bool = False
+) -> tuple[Session, Path]:
+    """A session with the lighthouse, and a folder for temporary files, until `stack` ends."""
     host, port = parse_address(address, "HOST:PORT")
     refuse_unknown(host)
-    folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="isles-")))
-    session = _opened(token, written(host, port), notify)
+    folder = stack.enter_context(scratch())
+    session = _opened(token, written(host, port), notify, again=again)
     stack.callback(session.close)
-    config = _configuration(_asked(session, CONFIG, b""), here, fit)
-    return RunConnection(session=session, token=token, config=config, here=here, folder=folder)
+    return session, folder
 
 
 @contextmanager
@@ -240,7 +265,10 @@ def with_member(
             island=island,
             shown=show,
         )
-        worker.worker.refusals = session.refused
+        worker.worker.refusals, transfers.stops = session.refused, worker.stops_fetching
+        watch = StallWatch(client, config.world.elastic.stall, notify)
+        worker.worker.watched = watch.step
+        stack.callback(watch.close)
         session.watch(UP, seen)
         stack.callback(worker.worker.close)
         yield worker
@@ -306,27 +334,38 @@ def connect(
         return state_server.isdecimal() and client.lost(int(state_server))
 
     transfers = StateServer(
-        session, server_name(entry.member, island_rank), notify, lost=lost, changed=client.changed, peer_keys=pairs
+        session,
+        server_name(entry.member, island_rank),
+        notify,
+        lost=lost,
+        changed=client.changed,
+        peer_keys=pairs,
+        total=connection.config.world.elastic.state_deadline,
     )
     stack.callback(transfers.close)
     return transport, transfers
 
 
-def _opened(token: Token, address: str, notify: Callable[[str], None]) -> Session:
-    """A session with the lighthouse, which may be restarting, or busy with unauthenticated clients. OSError, in one
-    line, if it does not accept this machine.
+def _opened(token: Token, address: str, notify: Callable[[str], None], *, again: bool) -> Session:
+    """A session with the lighthouse, which may be busy with unauthenticated clients, or restarting if this worker joins
+    `again`. ValueError if nothing listens there; OSError, in one line, if it does not accept this machine.
     """
-    try:
-        return open_session(token, address, _MOMENT)
-    except LinkLost as error:
-        notify(f"cannot connect to the run at {address} yet ({error}); trying for {_PATIENCE:g} s")
-    try:
-        return open_session(token, address, _PATIENCE)
-    except LinkLost as error:
-        hint = "is the lighthouse running, at this address, is its port open, and the token complete?"
-        if isinstance(error.__cause__, SecretRefused):
-            hint = "copy the whole token once more, or try again: it may be busy with other clients"
-        raise OSError(f"cannot connect to the run at {address} within {_PATIENCE:g} s ({error}): {hint}") from None
+    until, patience = time.monotonic() + _PATIENCE, _MOMENT
+    while True:
+        try:
+            return open_session(token, address, patience)
+        except LinkLost as error:
+            is_closed = isinstance(error.__cause__, ConnectionRefusedError)
+            if is_closed and not again:
+                why = "nothing listens there (connection refused)"
+                raise ValueError(f"{address}: {why}; start the lighthouse, or check address and port") from None
+            if time.monotonic() > until:
+                why = f"cannot connect to the run at {address} within {_PATIENCE:g} s ({error})"
+                raise OSError(f"{why}: is it a lighthouse, and its port open?") from None
+            if patience == _MOMENT:
+                notify(f"cannot connect to the run at {address} yet ({error}); trying for {_PATIENCE:g} s")
+            time.sleep(_SOON if is_closed else 0.0)
+            patience = max(until - time.monotonic(), _SOON)
 
 
 def _asked(session: Session, key: str, value: bytes) -> bytes:
@@ -337,9 +376,9 @@ def _asked(session: Session, key: str, value: bytes) -> bytes:
     return answer
 
 
-def _configuration(text: bytes, here: LocalSettings, fit: Callable[[Config], Config]) -> Config:
-    """The run's configuration, for this machine. ValueError for one that is damaged, or that names code: nothing that
-    another machine sends is imported. Others as in `with_own`.
+def _configuration(text: bytes) -> Tables:
+    """The run's configuration. ValueError for one that is damaged, or that names code: nothing that another machine
+    sends is imported.
     """
     if len(text) > _LONGEST:
         raise ValueError("the lighthouse's configuration is too long to be one")
@@ -355,7 +394,18 @@ def _configuration(text: bytes, here: LocalSettings, fit: Callable[[Config], Con
                 f"the run's {key.rpartition('.')[2]} is code of its own, {printable(str(value), 100)}, and a worker "
                 "that joins imports nothing of that kind: use isles train --nodes"
             )
-    return fit(resolve(with_own(tables, here.own)))
+    return tables
+
+
+def show(
+    address: str, token: Token, here: LocalSettings, *, notify: Callable[[str], None], fit: Callable[[Config], Config]
+) -> str:
+    """What a worker would run here, as lines of text; no member id is taken. Arguments and errors as in `admit`."""
+    with ExitStack() as stack:
+        session, folder = _connected(stack, address, token, notify)
+        tables = _configuration(_asked(session, CONFIG, b""))
+        lacks = missing(tables, here.own)
+        return shown(fit(resolve(over(_others(tables), here.own))), folder, lacks)
 
 
 def member_of(
@@ -394,6 +444,7 @@ def take_part(address: str, token: Token, here: LocalSettings, *, notify: Callab
     """
     with ExitStack() as stack:
         connection = admit(stack, address, token, here, notify=notify)
+        refuse_beyond(connection.config, connection.folder)
         if connection.config.world.inner == 1:
             with (
                 with_member(connection, IslandGroup(), notify=notify) as worker,

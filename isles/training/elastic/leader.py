@@ -33,6 +33,8 @@ from isles.membership.round_commit import RoundDecision
 from isles.membership.rounds import Decision, IslandGroup, RoundLeader
 from isles.membership.run_log import ALONE, LATE, WHOLE, RoundRecord, StartRecord
 from isles.membership.state_transfer import (
+    BESIDE,
+    COPIES,
     MODEL,
     FetchRequest,
     StateNotFound,
@@ -97,10 +99,12 @@ class Bootstrap:
         return True
 
     def _ask_again(self, donor: int, why: StateUnavailable) -> None:
-        """Request another state. Initial weights in place of the lighthouse's state would discard the training so far,
-        so RendezvousFailed if that one cannot be fetched.
+        """Request another state, unless this worker leaves. RendezvousFailed if the lighthouse's cannot be fetched:
+        initial weights in its place would discard the training so far.
         """
         self._tries += donor < 0
+        if self.leaving.is_set():
+            return
         if self._tries == _TRIES:
             raise RendezvousFailed(
                 f"the state that the lighthouse saved could not be loaded ({why}): join again, and if that does not "
@@ -202,7 +206,7 @@ class Participant:
         self._counts, self._shown = island is not None, shown
         self.config, self.client, self.transport, self.transfers = config, client, transport, transfers
         self.folder, self.leaving, self.notice = folder, leaving or threading.Event(), notice
-        self._asked_to_leave = False
+        self._asked_to_leave = self._is_in_rounds = False
         self._unassigned_read = 0  # batches read outside of the data slices
         self._agrees = lands_together(config)
         self._tried = 0  # the newest round whose data slice was read
@@ -254,7 +258,18 @@ class Participant:
 
     # Rounds
 
+    def stops_fetching(self) -> bool:
+        """Whether this worker was asked to leave while it is in no round."""
+        return self.leaving.is_set() and not self._is_in_rounds
+
     def _train(self, round: int) -> Decisions[EndReason]:
+        self._is_in_rounds = True
+        try:
+            return (yield from self._do_rounds(round))
+        finally:
+            self._is_in_rounds = False
+
+    def _do_rounds(self, round: int) -> Decisions[EndReason]:
         every, client = sync_every(self.config), self.client
         yield from self._enter(round, (round - 1) * every)
         while not self._is_done(round):
@@ -430,7 +445,11 @@ class Participant:
         yield from self._report_counts()
         self.client.report({"result": result})
         answered_at, patience = self.transport.now(), self.config.world.eval_deadline
+        was_leaving = self.leaving.is_set()
         while not isinstance(self.client.ended, Over):
+            if self.leaving.is_set() and not was_leaving:
+                self._end_reason = "left"
+                return
             if isinstance(self.client.ended, Examine):
                 self._evaluate()
                 self.client.ended = None
@@ -444,7 +463,8 @@ class Participant:
     def _evaluate(self) -> None:
         path = self.folder / "whole.safetensors"
         try:
-            self.transfers.fetch(FetchRequest(source=LIGHTHOUSE, what=MODEL, most=1 << 62, seconds=SLOW), path)
+            most = COPIES * self.worker.states.weights + BESIDE
+            self.transfers.fetch(FetchRequest(source=LIGHTHOUSE, what=MODEL, most=most, seconds=SLOW), path)
         except StateUnavailable as why:
             self.notice(f"could not fetch the run's model ({why}): it is not evaluated")
             return

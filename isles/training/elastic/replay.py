@@ -8,13 +8,13 @@ others used the share of a worker that was lost before it reported the round, th
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
 from isles.base.modes import torch_threads
+from isles.base.scratch import scratch
 from isles.base.tables import changed
 from isles.comm.call import Ledger
 from isles.comm.errors import CommError
@@ -149,10 +149,10 @@ def repeat(config: Config, run: Path, out: Path, on_notice: Callable[[str], None
     def open_all(scheduler: Scheduler, wire: Any, transports: Sequence[VirtualTransport]) -> None:
         store.changed = [SimulatedCondition(scheduler, worker) for worker in scheduler.workers]
 
-    with lock_run(run), tempfile.TemporaryDirectory(prefix="isles-") as folder:
+    with lock_run(run), scratch() as folder:
 
         def work(transport: VirtualTransport) -> None:
-            own_folder = Path(folder) / str(transport.rank)
+            own_folder = folder / str(transport.rank)
             own_folder.mkdir()
             transfers = RecordedTransfer(transport.rank, store)
             waits = replace(deadlines(config), outer=_FOREVER)
@@ -183,7 +183,7 @@ def repeat(config: Config, run: Path, out: Path, on_notice: Callable[[str], None
             )
         if not ended:
             raise ValueError(f"{run}: nobody came to the run's last round: only runs that have ended are repeated")
-        models = {member: Path(folder) / str(member) / f"{MODEL}.safetensors" for member in sorted(ended)}
+        models = {member: folder / str(member) / f"{MODEL}.safetensors" for member in sorted(ended)}
         consolidate(models, out, alike=lands_together(config), ratio=config.world.trust_ratio)
     return sorted(ended)
 

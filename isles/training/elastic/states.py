@@ -75,6 +75,11 @@ class States:
         self._copied = {STATE: -FRESH, ANCHORS: -FRESH}  # the round of the newest copy
         self.taken, self.of, self.lacks_moments, self.are_drawn = 0, 0, False, True
 
+    @property
+    def weights(self) -> int:
+        """Bytes of the trained weights."""
+        return sum(one.numel() * one.element_size() for one in self._optimizer.parameters)
+
     def wanted(self) -> list[bool]:
         """Whether `STATE`, and whether `ANCHORS`, was requested from this worker."""
         return [self._transfers.is_requested(what) for what in (STATE, ANCHORS)]
@@ -125,8 +130,7 @@ class States:
         state_server, what = server_name(donor, self._island_rank), self._joins_with
         if donor < 0:
             state_server, what = LIGHTHOUSE, saved_name(self._island_rank)
-        weights = sum(one.numel() * one.element_size() for one in self._optimizer.parameters)
-        most = COPIES * weights + BESIDE
+        most = COPIES * self.weights + BESIDE
         asked = FetchRequest(
             source=state_server,
             what=what,

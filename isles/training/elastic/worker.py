@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -51,7 +52,8 @@ class ElasticWorker:
     run's last round, as far as it is known.
 
     paced: called with the mean seconds of an inner step: before the last step of each round, and after the very first
-    step, from which workers that join in a long first round estimate its end. refusals: the messages that this worker's
+    step, from which workers that join in a long first round estimate its end. watched: the context of each inner step.
+    refusals: the messages that this worker's
     session has refused.
     """
 
@@ -85,6 +87,7 @@ class ElasticWorker:
             self.optimizer, transfers, folder, config.world.elastic.join_state, last, island_rank=reader_index
         )
         self._transfers, self._island = transfers, island
+        self.watched: Callable[[], AbstractContextManager[None]] = nullcontext
         self.paced: Callable[[float], None] = lambda seconds: None
         self._paced = False
         self.refusals = Rejections()
@@ -209,7 +212,8 @@ class ElasticWorker:
         self.schedule_at(decision.steps)
         clock, began = self.trainer.step_clock, self.trainer.step_clock.reading()
         for left in reversed(range(count)):
-            self.trainer.step()
+            with self.watched():
+                self.trainer.step()
             if left == 1 or (left and not self._paced):  # not after the last step, whose time includes the exchange
                 self._paced = True
                 self.paced((clock.reading() - began) / (count - left))

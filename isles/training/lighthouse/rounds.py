@@ -43,7 +43,7 @@ class RoundsLighthouseServer(LighthouseServer):
     @override
     def assembly(self, journal: Journal, until: float, stack: ExitStack) -> Coordinator:
         self.evaluations: list[float | None] = []
-        self.spread = 0.0
+        self.spread, self._finished_at = 0.0, 0.0
         self._restarts = Restarts(recorded(self.out)[1])
         self._exchanges = stack.enter_context((self.out / EXCHANGES).open("a", encoding="utf-8"))
         self._states = Checkpoints(self.out, "states")
@@ -61,10 +61,12 @@ class RoundsLighthouseServer(LighthouseServer):
                 schedule.saved(step, time.perf_counter())
         if self.stopping.is_set():
             return None
-        members = self.members()
+        members = [member for member in self.members() if member in self.results]
+        for member in sorted({*self.members()} - {*members}):
+            self.on_notice(f"worker {member} is left out: it has sent no result for {self.rules.evaluates:g} s")
         taken = self._collect(members)
         if not taken:
-            raise PeerLost(members[0], "no worker of the last view could send its model")
+            raise PeerLost((members or self.members())[0], "no worker of the last view could send its model")
         self._evaluate(sorted(taken))
         if self.stopping.is_set():
             return None
@@ -77,14 +79,17 @@ class RoundsLighthouseServer(LighthouseServer):
         summary |= elastic_totals(self.config, summary, reported) | {"replica_std": self.spread}
         summary |= replace(reported, links=self.links(), refused=self.refused.table()).record()
         write_text(self.out / SUMMARY, as_json(summary, indent=2) + "\n")
-        self.lighthouse.notify(members, Over())
+        self.lighthouse.notify(self.members(), Over())
         workers = self.membership.workers
         self.lighthouse.wait(lambda: not any(worker.connected for worker in workers.values()), 10.0)  # they hear it, go
         return summary
 
     def _is_done(self) -> bool:
-        members = self.membership.members()
-        return bool(members) and set(members) <= self.lighthouse.finished & self.results.keys()
+        members = {*self.membership.members()}
+        if not members or not members <= self.lighthouse.finished:
+            return False
+        self._finished_at = self._finished_at or time.monotonic()
+        return members <= self.results.keys() or time.monotonic() > self._finished_at + self.rules.evaluates
 
     @override
     def members(self) -> list[int]:

@@ -220,7 +220,8 @@ class LighthouseServer(ABC):
         most = copies * weights + BESIDE if weights else _MOST
         try:
             asked = FetchRequest(source=state_server, what=what, most=most, seconds=seconds, newest=newest)
-            return fetch_state(self.session, asked, path, peer_key=keys, lost=stops)
+            total = self.config.world.elastic.state_deadline
+            return fetch_state(self.session, asked, path, peer_key=keys, lost=stops, total=total, notice=self.on_notice)
         except StateUnavailable as why:
             raise InterruptedError if stops() else why from None
 

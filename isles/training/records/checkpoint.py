@@ -38,6 +38,7 @@ class Checkpoints:
         from isles.training.records.shard import write_state
 
         path = self.shard(step, worker)
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path) as partial:
             write_state(partial, state, {"run": run, "worker": str(worker), "step": str(step)})
@@ -48,7 +49,8 @@ class Checkpoints:
         """
         incoming = {rank: self.folder / "coming" / f"worker-{rank}.safetensors" for rank in ranks}
         shutil.rmtree(self.folder / "coming", ignore_errors=True)  # of an attempt that was cut off
-        (self.folder / "coming").mkdir(parents=True)
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        (self.folder / "coming").mkdir()
         try:
             steps = {fetch(rank, path) for rank, path in incoming.items()}
             if len(steps) > 1:

@@ -27,11 +27,12 @@ from isles.membership.keys import LIGHTHOUSE
 from isles.membership.messages import Finished, JoinSwarm, Leave, Over, Refusal, StartSwarm, Wait
 from isles.membership.requests import SwarmClient
 from isles.membership.rounds import IslandGroup
-from isles.membership.state_transfer import MODEL, FetchRequest, StateUnavailable, state_of
+from isles.membership.state_transfer import BESIDE, COPIES, MODEL, FetchRequest, StateUnavailable, state_of
 from isles.membership.swarm_coordinator import MAX_MEMBERS
 from isles.models import choose_device
 from isles.training.elastic.connect import LocalSettings, RunConnection, admit, connect, member_of
-from isles.training.elastic.support import among_peers
+from isles.training.elastic.needs import refuse_beyond
+from isles.training.elastic.support import among_peers, rules
 from isles.training.interrupts import first_interrupt
 from isles.training.kinds import kind_of
 from isles.training.stage_runner import planned_cut
@@ -42,7 +43,7 @@ _ASK = 0.2  # seconds between two requests while there is nothing to do
 _SOON = 1.0  # seconds until a peer joins again
 _SLOW = 60.0  # seconds without a part of a state, after which its transfer fails
 _LAST = 3.0  # seconds for the last reports
-_MOST = 1 << 40  # most bytes of a state
+_MOST = 1 << 40  # bytes of a model whose size is not known
 _LONGEST_OUTAGE = 600.0  # seconds that a peer without work waits for a lighthouse that does not answer
 MemberEndReason = Literal["finished", "left", "again"]
 
@@ -62,10 +63,13 @@ def take_part(address: str, token: Token, here: LocalSettings, wish: int, *, not
         for peer in current:
             peer.leave()
 
+    joined = False
     with first_interrupt(leave):
         while True:
             with ExitStack() as stack:
-                connection = admit(stack, address, token, here, notify=notify, fit=among_peers)
+                connection = admit(stack, address, token, here, notify=notify, fit=among_peers, again=joined)
+                refuse_beyond(connection.config, connection.folder)
+                joined = True
                 if not 0 <= wish < connection.config.pipeline.stages and wish != ANYWHERE:
                     stages = connection.config.pipeline.stages
                     raise ValueError(f"--stage {wish}: the run has {stages} stages, 0 to {stages - 1}; leave it out")
@@ -111,6 +115,8 @@ class SwarmParticipant(OwnMember):
         self.transport, self.transfers = connect(
             stack, connection, self.client, alone, certificates, size=MAX_MEMBERS, notify=notify
         )
+        self.transfers.stops = leaving.is_set
+        self._most = COPIES * (rules(self.config).weights or _MOST) + BESIDE
 
     def number(self) -> int:
         """A number that all peers of one configuration and the same cut points share."""
@@ -225,7 +231,7 @@ class SwarmParticipant(OwnMember):
         """
         path = self.folder / f"kept-{stage}.safetensors"
         try:
-            asked = FetchRequest(source=LIGHTHOUSE, what=state_of(stage, step), most=_MOST, seconds=_SLOW)
+            asked = FetchRequest(source=LIGHTHOUSE, what=state_of(stage, step), most=self._most, seconds=_SLOW)
             return path, self.transfers.fetch(asked, path)
         except StateUnavailable as why:
             raise CommError(f"the state of stage {stage} after step {step} was not received ({why})") from None

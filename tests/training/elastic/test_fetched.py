@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from isles.membership.keys import MemberKeys
-from isles.membership.state_transfer import MODEL, STATE, StateServer, StateUnavailable
+from isles.membership import state_transfer
+from isles.membership.keys import LIGHTHOUSE, MemberKeys
+from isles.membership.state_transfer import MODEL, STATE, FetchRequest, StateServer, StateUnavailable
 from isles.membership.tls_session import Session, open_session
 from isles.training.lighthouse.rounds import RoundsLighthouseServer
 from tests.membership.sessions import router
 from tests.membership.test_gifts import Known
+from tests.training.elastic.runs import Run
+from tests.training.elastic.test_runs import small
 from tests.training.elastic.test_support import config
 
 
@@ -74,3 +80,70 @@ def test_ctrl_c_ends_a_fetch_at_once(met: tuple[RoundsLighthouseServer, Session,
     began = time.monotonic()
     thread.join(10.0)
     assert len(ended) == 1 and ended[0] - began < 5.0
+
+
+class Drips(StateServer):
+    """Sends a piece each `pause` seconds."""
+
+    pause = 0.2
+
+    def _piece(self, *asked: Any) -> bytes:
+        time.sleep(self.pause)
+        return super()._piece(*asked)
+
+
+@pytest.mark.parametrize("slow", ["deadline", "rate"])
+def test_a_drip_ends_with_a_line_that_names_the_key(
+    met: tuple[RoundsLighthouseServer, Session, MemberKeys],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    slow: str,
+) -> None:
+    """100 pieces of 1 MB, 5 a second: 20 s. It says so after a tenth of a second, and ends after a second."""
+    keeper, session, keys = met
+    monkeypatch.setattr(state_transfer, "_TELL", 0.1)
+    monkeypatch.setattr(state_transfer, "_WINDOW", 1.0)
+    seconds = 20.0
+    if slow == "deadline":
+        keeper.config = config("run.steps=20", "world.elastic.state_deadline=8")
+    else:
+        monkeypatch.setattr(state_transfer, "_LEAST", 20e6)  # bytes a second: 5 s and `seconds`
+        seconds = 3.0
+    told = list[str]()
+    keeper.on_notice, keeper.rules = told.append, replace(keeper.rules, weights=1 << 27)
+    path = tmp_path / "3"
+    path.write_bytes(bytes(100 << 20))
+    Drips(session, "3", print, peer_keys=Known(keys, 3)).publish(MODEL, path, {})
+    began = time.monotonic()
+    with pytest.raises(StateUnavailable) as why:
+        keeper.fetch("3", MODEL, keeper.out / "taken", seconds)
+    assert time.monotonic() - began < 5.0
+    assert re.search(r"104\.9 MB at \d+ Mbit/s take \d\d s, more than is allowed", str(why.value)), why.value
+    assert ("world.elastic.state_deadline = 8" if slow == "deadline" else "of 8 s") in str(why.value)
+    assert re.search(r"of 104\.9 MB are here; it takes \d\d s in all", told[0]), told
+
+
+def test_ctrl_c_ends_a_member_s_fetch_at_once(
+    met: tuple[RoundsLighthouseServer, Session, MemberKeys], tmp_path: Path
+) -> None:
+    """Of a lighthouse that does not say whether it has a state."""
+    keeper, session, _ = met
+    StateServer(keeper.session, LIGHTHOUSE, print)
+    leaving, transfers = threading.Event(), StateServer(session, "3", print, changed=session.condition())
+    transfers.stops = leaving.is_set
+    threading.Timer(0.3, leaving.set).start()
+    began = time.monotonic()
+    with pytest.raises(StateUnavailable):
+        transfers.fetch(FetchRequest(source=LIGHTHOUSE, what=STATE, most=1 << 20, seconds=60.0), tmp_path / "taken")
+    assert time.monotonic() - began < 3.0
+
+
+def test_who_sends_no_result_holds_the_end_for_eval_deadline(tmp_path: Path) -> None:
+    """It says that it has finished, beats on, and is named. The run ends with the other's model."""
+    made = Run(small(tmp_path, 20, 2, "world.eval_deadline=2"), tmp_path / "run")
+    taken = made.keeper._on_event
+    made.keeper._on_event = lambda *what: what[:2] == (1, "result") or taken(*what)
+    for _ in range(2):
+        made.join()
+    made.end()
+    assert any("worker 1 is left out: it has sent no result for 2 s" in line for line in made.notices), made.notices

@@ -16,8 +16,8 @@ from isles.membership.data_ledger import batches
 from isles.membership.messages import View
 from isles.running.run import launch
 from isles.training.config.reading import gather, merged_tables, resolve
-from isles.training.elastic.connect import LocalSettings, _configuration, as_arguments, with_own
-from isles.training.elastic.support import elastic, in_rounds, last_round, rules
+from isles.training.elastic.connect import _configuration, as_arguments, with_own
+from isles.training.elastic.support import elastic, last_round, rules
 from isles.training.elastic.worker import positions
 from isles.training.lighthouse.mean import write_mean
 from isles.training.lighthouse.rounds import RoundsLighthouseServer
@@ -101,15 +101,15 @@ def test_nobody_joins_a_fixed_world(tmp_path: Path, setting: str) -> None:
 def test_a_lighthouse_names_no_code() -> None:
     """What comes from another machine imports nothing here."""
     with pytest.raises(ValueError, match=r"os:system.* --set model.factory=\.\.\.$"):
-        _configuration(b'[model]\nfactory = "os:system"\n', LocalSettings(), in_rounds)
+        with_own(_configuration(b'[model]\nfactory = "os:system"\n'), {})
     with pytest.raises(ValueError, match=r"os:system.* imports nothing"):
-        _configuration(b'[replicas]\nmethod = "os:system"\n', LocalSettings(), in_rounds)
+        _configuration(b'[replicas]\nmethod = "os:system"\n')
     for named in (b"replicas.codec", b"replicas.rule", b"pipeline.routing", b"pipeline.boundary.kind"):
         with pytest.raises(ValueError, match="is code of its own, os:system, and a worker that joins imports nothing"):
-            _configuration(named + b' = "os:system"\n', LocalSettings(), in_rounds)
+            _configuration(named + b' = "os:system"\n')
     for damaged in (b"\xff\xfe", b"run = 3\n", b"a." * 100_000 + b"a = 1"):
         with pytest.raises(ValueError, match="configuration is damaged: ") as told:
-            _configuration(damaged, LocalSettings(), in_rounds)
+            _configuration(damaged)
         assert "\n" not in str(told.value)
 
 
