@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import isles
+from benchmarks.liars import one_run
 from isles.comm.mesh import Mesh
 from isles.training.config.reading import gather, resolve
 from tests.replicas.workers import Net, wrap
@@ -82,3 +83,10 @@ def test_where_it_is_refused(name: str, options: dict[str, Any], why: str) -> No
 def test_an_unknown_rule_is_a_line() -> None:
     with pytest.raises(ValueError, match=r"robust.*krum"):
         resolve(gather(None, {}, ["replicas.method=diloco", "replicas.robust=krum"]))
+
+
+@pytest.mark.long
+def test_what_one_liar_of_four_costs() -> None:
+    """A part of the job that docs/elastic.md has: a liar that knows the others' shares, and stays near them."""
+    without = one_run("none", "none", 0, 60, workers=3)
+    assert one_run("clip", "alike", 0, 60) < without + 0.02
