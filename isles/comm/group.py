@@ -57,9 +57,19 @@ class Group(Members):
 
     # The blocking methods. Default channel: control, so that they never collide with a transfer in progress.
 
-    def mean(self, buffer: Tensor, codec: Codec, channel: Channel = "control", stamp: Stamp | None = None) -> None:
-        """Replace flat `buffer` (n,) by its mean over the group, with the same bits on every member."""
-        self.start(mean(self.call(channel), buffer, codec, stamp), channel, nbytes=2 * buffer.nbytes).wait()
+    def mean(
+        self,
+        buffer: Tensor,
+        codec: Codec,
+        channel: Channel = "control",
+        stamp: Stamp | None = None,
+        robust: str = "none",
+    ) -> None:
+        """Replace flat `buffer` (n,) by its mean over the group; the same bits on every member. robust: "clip",
+        "trimmed" or "median", see `isles.comm.collectives.robust`.
+        """
+        work = mean(self.call(channel), buffer, codec, stamp, robust=robust)
+        self.start(work, channel, nbytes=2 * buffer.nbytes).wait()
 
     def all_gather(self, data: Tensor, channel: Channel = "control") -> list[Tensor]:
         """Every member's `data` (same shape everywhere) in group order."""

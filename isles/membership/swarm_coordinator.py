@@ -165,6 +165,12 @@ class SwarmCoordinator(Coordinator):
         self.wanted = step
         return self._taken()
 
+    def dissolve(self, member: int) -> list[Effect]:
+        """End the swarm because of `member`, which does not come back; the others begin again as new members."""
+        self._record("leave", member=member)
+        self._record("serve", step=self.saved, members=[], stages=[])
+        return self._taken()
+
     def end(self, now: float, reason: str = "") -> list[Effect]:
         """The run is over; peers learn it by the reply to their next message."""
         self.ended = reason

@@ -27,6 +27,7 @@ from typing import Any, Literal, TypeVar, get_args
 from isles.base.errors import unknown_name
 from isles.base.parts import check_options
 from isles.comm.codecs.kinds import read_form
+from isles.comm.collectives.robust_rules import ROBUST, Robust
 
 STEP, MOMENTUM = "replicas.outer_lr / (1 - outer_momentum)", "replicas.outer_momentum"
 _RATE, _EVERY = "replicas.outer_lr", "replicas.sync_every"
@@ -274,6 +275,11 @@ class OuterConfig(MethodConfig):
 
     on_broken: OnBroken = "skip"
     """Where a worker's share is not finite: skip, nobody takes that round; leave out, the mean is of the others'."""
+    robust: Robust = "none"
+    """How the workers' shares become one, against wrong ones below world.trust_ratio: "none", their mean; "clip", no
+    share counts for more than the middle one's distance from their median; "trimmed", the mean without a quarter of
+    the values at each end; "median". All workers count alike. In pairs and groups: of the last model alone.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -296,6 +302,9 @@ class WeightedConfig(OuterConfig):
             raise ValueError(f"quorum = {self.quorum}: choose a share of the workers, above 0 and at most 1")
         if self.on_late == "wait" and self.quorum != type(self).quorum:
             raise ValueError(f'quorum = {self.quorum}: acts with on_late = "quorum" alone; set that, or leave it out')
+        one_of("robust", self.robust, ROBUST)
+        if self.robust != "none" and self.weights == "samples":
+            raise ValueError(f'robust = "{self.robust}" counts all workers alike: choose weights = "equal"')
         if self.on_late == "quorum" and self.weights == "samples":
             raise ValueError('on_late = "quorum" counts workers by inner steps: choose weights = "equal"')
 

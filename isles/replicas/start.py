@@ -158,7 +158,7 @@ def _is_number(value: Any, everywhere: bool) -> bool:
     return isinstance(value, Real) or (is_one and (everywhere or value.is_cpu))
 
 
-def mean_over(group: Group, vector: Tensor, channel: Channel) -> Tensor:
+def mean_over(group: Group, vector: Tensor, channel: Channel, robust: str = "none") -> Tensor:
     """`vector` (n,), replaced by its mean over the group."""
-    group.mean(vector, codec("none"), channel=channel)
+    group.mean(vector, codec("none"), channel=channel, robust=robust)
     return vector

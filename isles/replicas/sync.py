@@ -347,8 +347,8 @@ class ReplicaSync(OwnModes, TakesScalers, Guarded):
     def _give_mean(self, tensors: Mapping[str, Tensor]) -> None:
         """Give `tensors`, by name, the mean over the survivors, and prove that all have it."""
         if tensors:
-            flat = FlatParameters(list(tensors.values()))
-            flat.write(self.together(lambda group: start.mean_over(group, flat.read(flat.new()), "control")))
+            flat, robust = FlatParameters(list(tensors.values())), getattr(self.config, "robust", "none")
+            flat.write(self.together(lambda group: start.mean_over(group, flat.read(flat.new()), "control", robust)))
             self._prove(tensors)
 
     def consolidate(self) -> nn.Module:

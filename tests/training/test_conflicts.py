@@ -54,6 +54,7 @@ VALUES: dict[str, Any] = {
     "replicas.fragments": "strided",
     "replicas.delay": "carry",
     "replicas.on_late": "quorum",
+    "replicas.robust": "clip",
     "replicas.on_peer_failure": "raise",
     "replicas.on_broken": "leave out",
     "replicas.error_feedback": "local",

@@ -85,8 +85,8 @@ class Averaging(ABC):
 class Coded(Averaging):
     """Averages entry by entry, through `codec`."""
 
-    def __init__(self, codec: Codec, elements: int, dtype: torch.dtype) -> None:
-        self.codec, self.elements, self.dtype = codec, elements, dtype
+    def __init__(self, codec: Codec, elements: int, dtype: torch.dtype, robust: str = "none") -> None:
+        self.codec, self.elements, self.dtype, self.robust = codec, elements, dtype, robust
         self.preserves_signs = codec.lossless
 
     @override
@@ -95,13 +95,13 @@ class Coded(Averaging):
 
     @override
     def working_bytes(self, size: int) -> int:
-        return working_bytes(self.elements, self.dtype, self.codec, size)
+        return working_bytes(self.elements, self.dtype, self.codec, size, self.robust)
 
     @override
     def mean(
         self, call: Call, buffer: Tensor, stamp: Stamp, own: Tensor | None, residual: Tensor | None, part: int
     ) -> Steps[tuple[int, ...]]:
-        return mean(call, buffer, self.codec, stamp, own, residual, part)
+        return mean(call, buffer, self.codec, stamp, own, residual, part, robust=self.robust)
 
     @override
     def share(self, buffer: Tensor, round: int, fragment: int, member: int, out: Tensor) -> None:
@@ -277,8 +277,12 @@ def _together(protocols: Sequence[Steps[tuple[int, ...]]]) -> Steps[list[tuple[i
     return [results[index] for index in range(len(protocols))]
 
 
-def averaging(form: Form, shapes: Sequence[Sequence[int]], dtype: torch.dtype, device: torch.device) -> Averaging:
-    """Averages in `form` of vectors that hold tensors of `shapes` in order. device: the CPU, or meta for a plan."""
+def averaging(
+    form: Form, shapes: Sequence[Sequence[int]], dtype: torch.dtype, device: torch.device, robust: str = "none"
+) -> Averaging:
+    """Averages in `form` of vectors that hold tensors of `shapes` in order. device: the CPU, or meta for a plan.
+    robust: see `mean`; not of low-rank factors.
+    """
     if isinstance(form, LowRank):
         return Factors(form, shapes, dtype, device)
-    return Coded(form, sum(map(prod, shapes)), dtype)
+    return Coded(form, sum(map(prod, shapes)), dtype, robust)

@@ -39,6 +39,7 @@ from typing_extensions import override
 from isles.comm.call import Call
 from isles.comm.codecs.base import Codec
 from isles.comm.collectives.basic import HEADER_BYTES, Headers, Stamp, form_digest
+from isles.comm.collectives.robust import robust_mean
 from isles.comm.errors import CommError, Malformed, Refused, sent_by
 from isles.comm.tags import MAX_FRAGMENTS
 from isles.comm.transport import Steps, Work, native_collectives
@@ -92,7 +93,9 @@ class MeanPart(ABC):
         *,
         phase: int,
         wires: Wires,
+        robust: str = "none",
     ) -> None:
+        self.robust = robust
         self.call, self.buffer, self.codec, self.phase, self.wires = call, buffer, codec, phase, wires
         self.own, self.residual = own, residual
         self.works: list[Work] = []
@@ -142,7 +145,13 @@ class MeanPart(ABC):
         own, looks = self.call.group.rank, {position: Squares() for position in usable}
         if own in looks:
             looks[own] = Squares(self.call.own_every(self.phase))
-        if self.codec.lossless:
+        if self.robust != "none" and len(wires) > 2:
+            shares = [self.decode_of(*each, out.numel()) for each in zip(looks, wires, strict=True)]
+            for look, share in zip(looks.values(), shares, strict=True):
+                for block in _blocks(share):
+                    look.take(block)
+            robust_mean(self.robust, shares, out)
+        elif self.codec.lossless:
             self._add_up(wires, looks, out)
         else:
             self._add_decoded(wires, looks, out)
@@ -387,11 +396,16 @@ def sent_bytes(elements: int, dtype: torch.dtype, codec: Codec, size: int, posit
     return int(pattern(elements, dtype, codec, size).sent(position, size))
 
 
-def working_bytes(elements: int, dtype: torch.dtype, codec: Codec, size: int) -> int:
+def working_bytes(elements: int, dtype: torch.dtype, codec: Codec, size: int, robust: str = "none") -> int:
     """Bytes, beyond the buffer, that one mean in a group of `size` takes at its peak: the receive buffers of two
-    segments, and encoded and decoded data unless the codec returns views.
+    segments, and encoded and decoded data unless the codec returns views; with a `robust` rule all decoded shares of
+    one shard, and a clipped mean's centre and next centre.
     """
     total = 0
+    if robust != "none" and size > 2:
+        longest = max(stop - start for start, stop in segments(elements, codec.block))
+        shard = longest if gathers(longest, dtype, codec, size) else cuts(longest, size, codec.block)[0][1]
+        total += ((0 if codec.lossless else size) + (2 if robust == "clip" else 0)) * shard * dtype.itemsize
     for start, stop in segments(elements, codec.block)[:2]:
         whole = codec.wire_bytes(stop - start, dtype)
         largest = max(int(_shards(stop - start, dtype, form, codec.block, size)[0]) for form in (codec, codec.back))
@@ -409,6 +423,7 @@ def mean(
     residual: Tensor | None = None,
     part: int = 0,
     agree_first: bool = False,
+    robust: str = "none",
 ) -> Steps[tuple[int, ...]]:
     """Replace flat `buffer` (n,) by the mean over the call's group, without the members whose stamp says `broken`. The
     positions of those that it is the mean of, ascending; where there are none it is zero.
@@ -417,6 +432,7 @@ def mean(
     by what of this member's buffer got into the mean: with the buffer itself in it, the encodings' error is left, and
     over the members of use residuals + their number * mean = sum of buffers (but what the second encoding of a broken
     member's shard loses). part: tells apart several buffers of one round (0 to 3).
+    robust: the rule by which shares become a mean (`isles.comm.collectives.robust`), in each shard by itself.
     agree_first: wait for the headers before anything else is posted, a latency more: where members may come to other
     lengths by themselves.
     Raises Elsewhere for a member of another view, Diverged when a member's stamp differs or it averages something else,
@@ -424,7 +440,7 @@ def mean(
     tells all others instead of a mean.
     After any error, do not write to `buffer`: parts of it may still be on their way to members that are late.
     """
-    form = form_digest(buffer.numel(), str(buffer.dtype), codec.name, part)
+    form = form_digest(buffer.numel(), str(buffer.dtype), codec.name, part, robust)
     headers = Headers(call, stamp or Stamp(step=-1), part, form)
     codec = codec.salted(salt(call.round, call.fragment), call.group.transport.rank)
     wires = Wires()
@@ -436,7 +452,7 @@ def mean(
         pieces = [None if vector is None else vector[start:stop] for vector in (own, residual)]
         phase = part + PARTS * (1 + 2 * index)
         segment = _scheme(stop - start, buffer.dtype, codec, call.group.size)(
-            call, buffer[start:stop], codec, *pieces, phase=phase, wires=wires
+            call, buffer[start:stop], codec, *pieces, phase=phase, wires=wires, robust=robust
         )
         if pending is None and not agree_first:
             usable = yield from headers.compare()  # the first segment is already on its way behind them

@@ -152,7 +152,8 @@ class Fragment:
         left_over = parts.feedback is not None or parts.rule.needs_residual
         self.residual = self.flat.new().zero_() if left_over else None
         self.reference = self.flat.new().copy_(self.anchor) if parts.landing.moves_reference else self.anchor
-        self.averaging = averaging(parts.codec, *self.flat.layout)
+        robust = parts.robust if parts.mixing.agrees else "none"
+        self.averaging = averaging(parts.codec, *self.flat.layout, robust)
         anchors = parts.anchor_codec
         self.anchor_averaging = None if anchors is None else averaging(anchors, *self.flat.layout)
         self.scratch = self.flat.scratch()

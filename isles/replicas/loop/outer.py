@@ -114,7 +114,9 @@ class OuterSync(ReplicaSync):
 
     def _take_parts(self) -> None:
         parts, config = self.compose(), self.config
-        self.parts = replace(parts, on_broken=config.on_broken) if isinstance(config, OuterConfig) else parts
+        if isinstance(config, OuterConfig):
+            parts = replace(parts, on_broken=config.on_broken, robust=config.robust)
+        self.parts = parts
         self.cadence = parts.cadence  # the one in force: `adapt` may change it
 
     @override
@@ -510,6 +512,9 @@ class OuterSync(ReplicaSync):
             largest = max(fragment.flat.numel for fragment in self.fragments)
             rounds_to_leave_behind(rounds, len(self.fragments), largest)
         notices = super().advise(steps) + warnings(self.parts.choice) + idle_low_rank(self.parts.codec, self.shares)
+        robust = self.parts.robust
+        if robust != "none" and self.agrees and self.group.size < 3 and not self.roster.grows:
+            notices.append(f'robust = "{robust}" with {self.group.size} workers is their mean: it wants 3 or more')
         if isinstance(self.cadence, EveryH):
             notices += uneven_fragments(self.cadence.sync_every, len(self.fragments))
         return notices + rounds_for_momentum(rounds, self.parts.rule.momentum)

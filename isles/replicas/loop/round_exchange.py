@@ -310,7 +310,7 @@ class AttemptExchange(RoundExchange):
         """An attempt at `round` in `group`, begun. step: the same at all. factor: of this worker's share."""
         fragment, parts, usable = flight.fragment, self.parts, not flight.payload.is_own_broken
         buffer = fragment.staging().copy_(flight.payload.buffer)
-        if factor != 1.0:
+        if factor != 1.0 and parts.robust == "none":  # by a robust rule shares are compared as they are
             buffer.mul_(factor)
         if parts.feedback is not None:
             usable = fragment.compensate(buffer) and usable

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from isles.comm.codecs.base import Codec
 from isles.comm.codecs.lowrank import Form, LowRank
+from isles.comm.collectives.robust_rules import ROBUST, Robust
 from isles.replicas.config import Feedback, OnBroken, one_of
 from isles.replicas.parts.choices import Received
 from isles.replicas.parts.legal import AXES, member, refuse
@@ -238,6 +239,8 @@ class Composition:
     """solo: a round whose partner is lost or late is done alone."""
     on_broken: OnBroken = "skip"
     """skip: all skip a round with a share that is not finite. leave out: it is the mean of the others' shares."""
+    robust: Robust = "none"
+    """How the shares of all become a mean (`isles.comm.collectives.robust`)."""
 
     def __post_init__(self) -> None:
         refuse(self.choice)
@@ -245,6 +248,9 @@ class Composition:
         why = self.cannot_leave_out
         if self.on_broken == "leave out" and why is not None:
             raise ValueError(f'on_broken = "leave out": {why}; choose "skip"')
+        one_of("robust", self.robust, ROBUST)
+        if self.robust != "none" and (why := self.cannot_be_robust) is not None:
+            raise ValueError(f'robust = "{self.robust}": {why}; choose robust = "none", or other parts')
         rule = self.rule
         for name in rule.start:
             if name not in (*rule.vectors, *rule.scalars):
@@ -268,6 +274,19 @@ class Composition:
         if self.rule.needs_residual:
             return "a worker keeps what did not travel of its weights, which is what is broken"
         return "nothing travels, so there is no worker to leave out" if self.choice["mixing"] == "nobody" else None
+
+    @property
+    def cannot_be_robust(self) -> str | None:
+        """Why a robust rule is not defined for its means; None if it is, or if only the last model is one."""
+        if not self.mixing.agrees:
+            return None
+        if isinstance(self.codec, LowRank) or (self.codec.biased and not self.codec.shared_mask):
+            return f'shares in the form codec = "{self.codec.name}" are no vectors that can be compared entry by entry'
+        if self.feedback is not None and self.feedback.form == "global":
+            return 'error_feedback = "global" sends again what the rule has left out'
+        if self.reading.needs_own:
+            return "an own share counts at once as a part of a mean of all"
+        return "a worker keeps what did not get into the mean" if self.rule.needs_residual else None
 
     @property
     def choice(self) -> dict[str, str]:

@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -14,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 
 from isles.base.durable import plain_mode, replacing
 from isles.base.parsing import parse_json
+from isles.comm.collectives.robust_rules import CLIP, trimmed
 
 _FLOATS = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}  # NumPy has no bfloat16: read its bits as integers
 T = TypeVar("T", str, bytes)
@@ -21,11 +23,34 @@ _AT_ONCE = 1 << 24  # bytes of all files together that are in memory
 
 
 def consolidate(models: Mapping[int, Path], out: Path, *, alike: bool, ratio: float) -> dict[int, str]:
-    """Write the run's model, made of `models` (by member), to `out`; returns the members left out, with the reasons.
+    """Write the likeliest of `candidates` to `out`; returns the members left out, with the reasons."""
+    found, left = candidates(models, out, alike=alike, ratio=ratio)
+    if found:
+        write_mean([found[0].path], out)
+    for one in found:
+        if one.path not in models.values():
+            one.path.unlink()
+    return left
 
-    alike: all have landed the same means, so it is the model that most of them have, bit for bit. Otherwise it is the
-    mean of those whose distance from the entry-wise median is at most `ratio` (`world.trust_ratio`) times the median
-    distance.
+
+@dataclass(frozen=True)
+class FinalModel:
+    """A file that may be the run's model, and the members whose files it is made of."""
+
+    path: Path
+    members: tuple[int, ...]
+
+
+def candidates(
+    models: Mapping[int, Path], out: Path, *, alike: bool, ratio: float, robust: str = "none"
+) -> tuple[list[FinalModel], dict[int, str]]:
+    """What the run's model may be, made of `models` (by member), the likeliest first; and the members that are left
+    out, with the reasons. A mean is written to `out`, or beside it.
+
+    alike: all have landed the same means, so it is the file that more than half of them have, bit for bit; if there is
+    none, any of the files that differ. Otherwise it is the mean, as `robust` says, of those whose distance from the
+    entry-wise median is at most `ratio` (`world.trust_ratio`) times the median distance. Of two files, their mean or
+    either of them; of files of several forms of which none has more than half, the mean of each form.
     """
     left, marks = dict[int, str](), dict[int, str]()
     for member, path in models.items():
@@ -33,33 +58,61 @@ def consolidate(models: Mapping[int, Path], out: Path, *, alike: bool, ratio: fl
             marks[member] = _Model(path).mark(whole=alike)
         except ValueError as error:
             left[member] = str(error)
-    most = _most([*marks.values()]) if marks else ""
-    why = "it is not the one that the others have landed" if alike else "its tensors are not those of the others"
-    left |= {member: why for member in marks if marks[member] != most}
-    accepted = [member for member in marks if marks[member] == most]
-    if accepted and not alike:
-        far = _distances([models[member] for member in accepted], lambda every: np.median(every, axis=0))[0] ** 0.5
+    groups = [
+        [member for member in marks if marks[member] == mark] for mark, _ in Counter(marks.values()).most_common()
+    ]
+    if groups and 2 * len(groups[0]) > len(marks):
+        why = "it is not the one that the others have landed" if alike else "its tensors are not those of the others"
+        left |= {member: why for group in groups[1:] for member in group}
+        groups = groups[:1]
+    if alike:
+        return [FinalModel(models[group[0]], tuple(group)) for group in groups], left
+    found = []
+    for number, group in enumerate(groups):
+        far = _distances([models[member] for member in group], lambda every: np.median(every, axis=0))[0] ** 0.5
         usual = np.sort(far)[(len(far) - 1) // 2]
         if not usual:  # half of them are equal bit for bit, as in a pair: take a tenth of the model's own norm
-            usual = _distances([models[accepted[far.argmin()]]], np.zeros_like)[0][0] ** 0.5 / 10 or 1e-30
-        for member, times in zip(accepted, far / usual, strict=True):
+            usual = _distances([models[group[far.argmin()]]], np.zeros_like)[0][0] ** 0.5 / 10 or 1e-30
+        for member, times in zip(group, far / usual, strict=True):
             if times > ratio:
                 left[member] = f"it is {times:.3g} times as far from the others as usual (world.trust_ratio)"
-    if accepted := [member for member in accepted if member not in left]:
-        write_mean([models[member] for member in accepted[: 1 if alike else None]], out)
-    return left
+        of = [member for member in group if member not in left]
+        path = out.with_name(f"{out.name}-{number}.partial")
+        write_mean([models[member] for member in of], path, robust)
+        found.append(FinalModel(path, tuple(of)))
+        if len(of) == 2:
+            found += [FinalModel(models[member], (member,)) for member in of]
+    return found, left
 
 
-def write_mean(models: Sequence[Path], out: Path) -> None:
+def write_mean(models: Sequence[Path], out: Path, robust: str = "none") -> None:
     """Write the mean of models of one form: float tensors are summed in this order and divided, in float32 or wider, as
-    in a fixed world (`isles.comm.collectives.mean`); of other tensors it takes the most frequent value.
+    in a fixed world (`isles.comm.collectives.mean`); of other tensors it takes the most frequent value. robust: as
+    `replicas.robust`, where clipping looks at whole models.
     """
     files = [_Model(path) for path in models]
+    factors = _factors(models) if robust == CLIP and len(models) > 2 else None
     with replacing(out) as partial, plain_mode(partial), partial.open("wb") as file:
         file.write(files[0].header)
         for offset, kind, rows in _runs(files):
             file.seek(offset)
-            file.write(_mean(rows, kind) if kind in _FLOATS else _most([row.tobytes() for row in rows]))
+            if kind not in _FLOATS:
+                file.write(_most([row.tobytes() for row in rows]))
+                continue
+            if factors is not None:
+                center = np.median(np.stack(rows), axis=0)
+                rows = [
+                    (center + (row - center) * factor).astype(row.dtype)
+                    for row, factor in zip(rows, factors, strict=True)
+                ]
+            elif cut := trimmed(robust, len(rows)):
+                rows = [*np.sort(np.stack(rows), axis=0)[cut:-cut]]
+            file.write(_mean(rows, kind))
+
+
+def check_finite(path: Path) -> None:
+    """ValueError unless it is a safetensors file whose numbers are all finite."""
+    _Model(path).mark(whole=False)
 
 
 def same_weights(one: Path, two: Path) -> bool:
@@ -71,6 +124,13 @@ def spread(models: Sequence[Path], mean: Path) -> float:
     """Standard deviation of the models: sqrt(sum (p - mean p)^2 / (models * floats)), see `ReplicaSync.replica_std`."""
     squares, floats = _distances([mean, *models], lambda every: every[0])
     return float(squares.sum() / (len(models) * floats)) ** 0.5 if floats else 0.0
+
+
+def _factors(models: Sequence[Path]) -> list[float]:
+    """What of each model's distance from their entry-wise median counts: none counts for more than the median one."""
+    far = _distances(models, lambda every: np.median(every, axis=0))[0] ** 0.5
+    most = np.sort(far)[(len(far) - 1) // 2]
+    return [float(min(1.0, most / one)) if one else 1.0 for one in far]
 
 
 def _distances(models: Sequence[Path], center: Callable[[np.ndarray], np.ndarray]) -> tuple[np.ndarray, int]:

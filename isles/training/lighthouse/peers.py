@@ -12,11 +12,11 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from collections import Counter
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
 from typing_extensions import override
 
 from isles.base.durable import settle, write_text
@@ -26,6 +26,8 @@ from isles.membership.lighthouse import Journal
 from isles.membership.messages import SwarmStatus
 from isles.membership.state_transfer import MODEL, StateUnavailable, state_of
 from isles.membership.swarm_coordinator import SwarmCoordinator, SwarmRules
+from isles.training.lighthouse.judge import judge
+from isles.training.lighthouse.mean import check_finite
 from isles.training.lighthouse.schedule import RETAINED, StateSchedule
 from isles.training.lighthouse.server import LOOK, MODEL_FILE, LighthouseServer
 from isles.training.records.checkpoint import Checkpoints
@@ -35,6 +37,7 @@ from isles.training.records.summary import SummaryTable, of_everybody, parallel_
 
 _MOST_PARTS = 1 << 16  # most parts of a state: nodes of its source cluster
 _SLOW = 30.0  # seconds without a part of a state, after which its transfer fails
+_TRIES = 3  # transfers of the model from one peer
 _PATIENCE = 10.0  # seconds for the last reports of peers
 
 
@@ -47,6 +50,8 @@ class SwarmLighthouseServer(LighthouseServer):
     def assembly(self, journal: Journal, until: float, stack: ExitStack) -> Coordinator:
         self.coordinator = SwarmCoordinator(self.swarm_rules(), journal.entries, until)
         self._journal = journal
+        self.judged: float | None = None  # the model's validation loss by this machine
+        self._failures = Counter[int]()  # by peer, of its model
         self._parts: dict[int, int] = {}  # by step, the reported number of parts of its state
         self._offers: dict[int, dict[int, list[int]]] = {}  # by step and part: the members that serve it
         self._offering = threading.Lock()  # reports add offers in the session's thread while `_save` takes them
@@ -108,30 +113,58 @@ class SwarmLighthouseServer(LighthouseServer):
     # The model
 
     def _holder(self) -> int | None:
-        """A connected member that has gathered the model; None: there is none."""
-        finished = self.lighthouse.finished & set(self.coordinator.alive())
+        """A peer of stage 0 that has gathered the model; None: there is none, or the swarm has not done its last step
+        by the word of at least half of its peers.
+        """
+        if self.coordinator.step < self.config.run.steps:
+            return None
+        stages = self.coordinator.members
+        finished = {one for one in self.coordinator.alive() if stages[one] == 0} & self.lighthouse.finished
         return min((member for member in finished if self.results.get(member, {}).get("parameters")), default=None)
 
     def _collect(self) -> int | None:
-        """Fetch the model; returns its source, or None if that failed: then another peer gathers it again."""
+        """Fetch the model, and judge it; returns its source. None if it could not be fetched: once its source is lost
+        the next peer gathers it again. None too if it is no model: the run begins again without that peer.
+        """
         member, partial = self.lighthouse.look(lambda now: self._holder()), self.out / f"{MODEL_FILE}.partial"
         if member is None:
             return None
         try:
-            self.fetch(str(member), MODEL, partial, _SLOW)
-            safe_open(str(partial), framework="np").keys()
-        except (StateUnavailable, SafetensorError) as why:
-            self.on_notice(f"could not fetch worker {member}'s model ({why}): the others gather it again")
+            self.fetch(str(member), MODEL, partial, _SLOW, copies=1)
+            self.judged = self._judged(partial)
+        except (StateUnavailable, ValueError) as why:
             self.lighthouse.finished.discard(member)
+            self._failures[member] += _TRIES if isinstance(why, ValueError) else 1
+            partial.unlink(missing_ok=True)
+            self.on_notice(f"worker {member}'s model is not written ({why}): the others gather it again")
+            if self._failures[member] >= _TRIES:
+                self.lighthouse.act(lambda now: self.coordinator.dissolve(member))
             return None
         settle(partial, self.out / MODEL_FILE)
         return member
+
+    def _judged(self, path: Path) -> float | None:
+        """The validation loss of the model by this machine; None, and a notice, if it cannot judge it. ValueError if it
+        is no model of this run.
+        """
+        check_finite(path)
+        found = judge(
+            self.out, str(self.lighthouse.corpus), [path], self.config.world.eval_deadline, self.stopping.is_set
+        )
+        if found.fits == [False]:
+            raise ValueError("its tensors are not those of this run's model")
+        if found.losses is None:
+            self.on_notice(f"the model is a worker's word: this machine cannot judge it ({found.why})")
+            return None
+        return found.losses[0]
 
     def _summary(self, holder: int, seconds: float) -> SummaryTable:
         results = of_everybody(self.results, [holder, *(self.results.keys() - {holder})], self.out / METRICS)
         summary = summarise(self.config, results, seconds)
         peers = self.coordinator.peers.values()
         restarts = sum(one["event"] == "restart" for one in self._journal.entries)
+        if self.judged is not None:
+            summary["val_loss"] = self.judged
         summary |= {
             "replicas": 1,
             "replica_std": 0.0,

@@ -2,13 +2,15 @@
 
 RUN/exchanges.jsonl     the outcomes of the workers' rounds
 RUN/states/             the last states fetched from members, see run.checkpoint_every
-RUN/model.safetensors   the mean over the members of the last view, at the end, by NumPy
+RUN/model.safetensors   made of the models of the last view's members, at the end, and judged (`judge`)
+RUN/model-M.safetensors beside it, of member M: where they differ and nobody can judge
 """
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from functools import partial
@@ -25,8 +27,10 @@ from isles.membership.lighthouse import Journal
 from isles.membership.messages import MARGIN, Examine, Over, RunStatus
 from isles.membership.run_log import EXCHANGES, Restarts, RoundRecord, read_record
 from isles.membership.state_transfer import MODEL, STATE, StateUnavailable, saved_name, server_name
+from isles.replicas.config import workers
 from isles.training.elastic.metrics import elastic_metrics, elastic_totals, recorded
-from isles.training.lighthouse.mean import consolidate, spread
+from isles.training.lighthouse.judge import Judgement, judge
+from isles.training.lighthouse.mean import FinalModel, candidates, spread, write_mean
 from isles.training.lighthouse.schedule import RETAINED, StateSchedule
 from isles.training.lighthouse.server import LOOK, MODEL_FILE, LighthouseServer
 from isles.training.records.checkpoint import Checkpoints
@@ -34,15 +38,21 @@ from isles.training.records.checksums import is_whole
 from isles.training.records.rundir import METRICS, SUMMARY, as_json
 from isles.training.records.summary import SummaryTable, of_everybody, summarise
 
+_HARDLY = 0.02  # nats that the mean of two models may be above the better one of them
+
 
 class RoundsLighthouseServer(LighthouseServer):
-    """The lighthouse of whole replicas; `membership` decides on views and rounds."""
+    """The lighthouse of whole replicas; `membership` decides on views and rounds. judged: the validation loss of the
+    run's model by this machine; None: it has not judged it.
+    """
+
+    judged: float | None = None
 
     joins_with, vectors = "isles join", 2
 
     @override
     def assembly(self, journal: Journal, until: float, stack: ExitStack) -> Coordinator:
-        self.evaluations: list[float | None] = []
+        self.evaluations: dict[int, float | None] = {}
         self.spread, self._finished_at = 0.0, 0.0
         self._restarts = Restarts(recorded(self.out)[1])
         self._exchanges = stack.enter_context((self.out / EXCHANGES).open("a", encoding="utf-8"))
@@ -67,15 +77,14 @@ class RoundsLighthouseServer(LighthouseServer):
         taken = self._collect(members)
         if not taken:
             raise PeerLost((members or self.members())[0], "no worker of the last view could send its model")
-        self._evaluate(sorted(taken))
+        loss = self.judged if self.judged is not None else self._evaluate(sorted(taken))
         if self.stopping.is_set():
             return None
         self.lighthouse.act(lambda now: [Append({"event": "end"})])
         reported = elastic_metrics(*recorded(self.out), self.membership, taken, self.membership.last or 0)
         everybody = of_everybody(self.results, sorted(taken), self.out / METRICS)
         summary = summarise(self.config, everybody, time.time() - self.began)
-        if self.evaluations:
-            summary["val_loss"] = self.evaluations[0]
+        summary["val_loss"] = loss
         summary |= elastic_totals(self.config, summary, reported) | {"replica_std": self.spread}
         summary |= replace(reported, links=self.links(), refused=self.refused.table()).record()
         write_text(self.out / SUMMARY, as_json(summary, indent=2) + "\n")
@@ -150,29 +159,77 @@ class RoundsLighthouseServer(LighthouseServer):
                 self.fetch(str(member), MODEL, path, self.config.world.outer_deadline, copies=1)
             except StateUnavailable as why:
                 left[member] = str(why)
-        taken, out = {member: path for member, path in paths.items() if member not in left}, self.out / MODEL_FILE
-        left |= consolidate(taken, out, alike=self.rules.agrees, ratio=self.config.world.trust_ratio)
+        fetched = {member: path for member, path in paths.items() if member not in left}
+        out, ratio = self.out / MODEL_FILE, self.config.world.trust_ratio
+        robust = getattr(self.config.replicas, "robust", "none")
+        found, more = candidates(fetched, out, alike=self.rules.agrees, ratio=ratio, robust=robust)
+        chosen = self._chosen(found, fetched)
+        if chosen is not None:
+            write_mean([chosen.path], out)
+            left |= more | {
+                member: "another model has the lower validation loss"
+                for member in fetched
+                if member not in {*more, *chosen.members}
+            }
         for member, why in left.items():
             self.on_notice(f"worker {member}'s model is left out: {why}")
-        saved = [member for member in members if member not in left]
+        saved = [] if chosen is None else [member for member in members if member in chosen.members]
         self.spread = spread([paths[member] for member in saved], out) if saved else 0.0
-        for path in paths.values():
+        for path in {*paths.values(), *(one.path for one in found)}:
             path.unlink(missing_ok=True)
         return saved
 
-    def _evaluate(self, members: Sequence[int]) -> None:
-        """Have one of `members` evaluate the run's model."""
+    def _chosen(self, found: Sequence[FinalModel], fetched: Mapping[int, Path]) -> FinalModel | None:
+        """The candidate of the lowest validation loss; the first one if it is hardly higher, or if nobody can judge:
+        then the members' models stay beside it.
+        """
+        if not found:
+            return None
+        files, corpus = [one.path for one in found], str(self.lighthouse.corpus)
+        judged = judge(self.out, corpus, files, self.config.world.eval_deadline, self.stopping.is_set)
+        fits = judged.fits or [True] * len(found)
+        if not any(fits):
+            judged = Judgement(why="no file has the tensors of this run's model")
+        if judged.losses is not None:
+            losses = [loss if fit else math.inf for loss, fit in zip(judged.losses, fits, strict=True)]
+            best = min(losses)
+            margin = 0.0 if self.rules.agrees else _HARDLY
+            number = next(number for number, loss in enumerate(losses) if loss <= best + margin)
+            self.judged = losses[number] if losses[number] < math.inf else None
+            return found[number]
+        remaining = [one for one, fit in zip(found, fits, strict=True) if fit] or [*found]
+        if len(remaining) == 1 and any(fits):
+            self.on_notice(
+                f"the validation loss is a worker's word: this machine cannot judge the model ({judged.why})"
+            )
+            return remaining[0]
+        names = {member: self.out / f"model-{member}.safetensors" for one in remaining for member in one.members}
+        for member, path in names.items():
+            write_mean([fetched[member]], path)
+        beside = ", ".join(path.name for path in names.values())
+        of = workers(sorted(remaining[0].members))
+        self.on_notice(
+            f"nobody has judged the model, which is of {of}: {judged.why}, and the workers' models differ; they are "
+            f"beside it ({beside})"
+        )
+        return remaining[0]
+
+    def _evaluate(self, members: Sequence[int]) -> float | None:
+        """Have one of `members` evaluate the run's model; returns its validation loss."""
         self.state_server.publish(MODEL, self.out / MODEL_FILE, {})
         for member in members:
-            if not self.evaluations:
-                self.lighthouse.notify([member], Examine())
-                patience = self.config.world.eval_deadline
-                self.lighthouse.wait(lambda: bool(self.evaluations) or self.stopping.is_set(), patience)
+            self.evaluations.pop(member, None)  # what nobody has asked for
+            self.lighthouse.notify([member], Examine())
+            patience = self.config.world.eval_deadline
+            self.lighthouse.wait(lambda member=member: member in self.evaluations or self.stopping.is_set(), patience)
+            if member in self.evaluations:
+                return self.evaluations[member]
+        return None
 
     @override
     def on_event(self, member: int, kind: str, value: Any) -> bool:
         if kind == "evaluated":
-            self.evaluations.append(value if isinstance(value, float) else None)
+            self.evaluations[member] = value if isinstance(value, float) else None
         elif kind in ("round", "start"):
             self._note(member, value)
         else:

@@ -83,6 +83,20 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], notes: Mapping[str,
 
 def save_model(model: nn.Module, path: Path) -> None:
     """Write the weights as safetensors, one at a time, all or nothing; tied tensors once, under the first name."""
+    distinct, tied = _distinct(model)
+    with replacing(path) as partial:
+        write_tensors(partial, distinct, tied)
+
+
+def model_form(model: nn.Module) -> dict[str, Any]:
+    """The header of `save_model`'s file, without offsets."""
+    distinct, tied = _distinct(model)
+    form = {name: {"dtype": _NAMES[one.dtype], "shape": list(one.shape)} for name, one in distinct.items()}
+    return form | ({"__metadata__": tied} if tied else {})
+
+
+def _distinct(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The tensors of a model's state, and of others that share their memory the names."""
     distinct, tied = dict[str, Tensor](), dict[str, str]()
     names = dict[tuple[Any, ...], str]()
     for name, tensor in sorted(model.state_dict().items()):
@@ -91,8 +105,7 @@ def save_model(model: nn.Module, path: Path) -> None:
             distinct[name] = tensor
         else:
             tied[name] = names[key]
-    with replacing(path) as partial:
-        write_tensors(partial, distinct, tied)
+    return distinct, tied
 
 
 def write_into(file: BinaryIO, tensors: Mapping[str, Tensor], notes: Mapping[str, str]) -> None:

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import math
+import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from isles.base.durable import write_text
+from isles.base.tables import changed
+from isles.data import load_corpus
+from isles.models import build
+from isles.training.config.reading import to_toml
 from isles.training.lighthouse import mean as averaging
 from isles.training.lighthouse import server as keeping
+from isles.training.lighthouse.judge import judge
 from isles.training.lighthouse.mean import consolidate, same_weights, spread, write_mean
 from isles.training.lighthouse.rounds import RoundsLighthouseServer
 from isles.training.records.shard import save_model
@@ -165,10 +174,141 @@ def test_the_keeper_names_whom_it_leaves_out(
     settings = ("run.steps=20", f"replicas.method={method}", f"model.dtype={dtype}")
     made = RoundsLighthouseServer(config(*settings), tmp_path, "127.0.0.1:1", print, print, notices.append)
     made.session = made.keys = type("Nobody", (), {"peer_key": None})()  # type: ignore[assignment]
+    made.lighthouse = type("Nobody", (), {"corpus": ""})()  # type: ignore[assignment]
     assert made._collect(range(4)) == [1, 2, 3]
-    assert len(notices) == 1 and notices[0].startswith("worker 0's model is left out: it is ")
+    assert len(notices) == 2 and notices[1].startswith("worker 0's model is left out: it is ")
+    assert notices[0].startswith("the validation loss is a worker's word: this machine cannot judge the model (")
     weight = load_file(tmp_path / "model.safetensors")["weight"]
     honest = [model.weight.detach().float() for model in models[1:]]
     mean = (honest[0] + honest[1] + honest[2]) / 3
     assert torch.equal(weight, (mean if method == "noloco" else honest[0]).to(weight.dtype))
     assert not [*tmp_path.glob("*.partial")]
+
+
+def lighthouse(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    notices: list[str],
+    *more: str,
+    scales: tuple[float, ...] = (1.0, 9.0),
+) -> RoundsLighthouseServer:
+    """At the end of a run: each member's model is there, the initial weights times so much. A ninth of them is a model
+    whose validation loss is higher.
+    """
+    read = config("run.steps=20", *more)
+    for member, scale in enumerate(scales):
+        model = build(read.model, seed=read.run.seed)
+        for parameter in model.parameters():
+            parameter.data.mul_(scale)
+        save_model(model, folder / f"given-{member}")
+    write_text(folder / "config.toml", to_toml(read))
+
+    def take(session: Any, asked: Any, path: Path, **_: Any) -> dict[str, Any]:
+        path.write_bytes((folder / f"given-{asked.source}").read_bytes())
+        return {}
+
+    monkeypatch.setattr(keeping, "fetch_state", take)
+    made = RoundsLighthouseServer(read, folder, "127.0.0.1:1", print, print, notices.append)
+    made.session = made.keys = type("Nobody", (), {"peer_key": None})()  # type: ignore[assignment]
+    made.lighthouse = type("Nobody", (), {"corpus": load_corpus(read.data).sha256})()  # type: ignore[assignment]
+    return made
+
+
+@pytest.mark.parametrize("liar", [0, 1])
+@pytest.mark.parametrize("method", ["noloco", "diloco"])
+def test_of_two_files_the_lighthouses_own_validation_decides(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, liar: int
+) -> None:
+    notices, scales = list[str](), (9.0, 1.0) if liar == 0 else (1.0, 9.0)
+    made = lighthouse(tmp_path, monkeypatch, notices, f"replicas.method={method}", scales=scales)
+    assert made._collect([0, 1]) == [1 - liar]
+    assert notices == [f"worker {liar}'s model is left out: another model has the lower validation loss"]
+    assert same_weights(tmp_path / "model.safetensors", tmp_path / f"given-{1 - liar}")
+    assert made.judged == pytest.approx(math.log(256), abs=1.0) and not [*tmp_path.glob("*.partial")]
+
+
+def test_of_two_honest_files_the_mean_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    notices = list[str]()
+    made = lighthouse(tmp_path, monkeypatch, notices, "replicas.method=noloco", scales=(1.0, 1.0009765625))
+    assert made._collect([0, 1]) == [0, 1] and not notices
+    one, two, written = (load_file(tmp_path / name) for name in ("given-0", "given-1", "model.safetensors"))
+    assert all(torch.equal(written[name], (one[name] + two[name]) / 2) for name in one)
+
+
+@pytest.mark.parametrize("why", ["text", "slow"])
+def test_without_a_judge_both_files_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str) -> None:
+    notices = list[str]()
+    made = lighthouse(tmp_path, monkeypatch, notices, "replicas.method=diloco")
+    if why == "text":
+        made.lighthouse.corpus = "f" * 64
+    else:
+        made.config = changed(made.config, {"world.eval_deadline": 1e-9})
+    assert made._collect([0, 1]) == [0] and made.judged is None
+    text = "data.path = '' here is not the workers' text" if why == "text" else "it took longer than"
+    assert notices[0].startswith(f"nobody has judged the model, which is of worker 0: {text}")
+    assert notices[0].endswith("they are beside it (model-0.safetensors, model-1.safetensors)")
+    for member in range(2):
+        assert same_weights(tmp_path / f"model-{member}.safetensors", tmp_path / f"given-{member}")
+
+
+def test_metadata_of_one_of_two_files_are_not_taken_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run's model says which tensors are tied; nothing else is in its header."""
+    made = lighthouse(tmp_path, monkeypatch, [], "replicas.method=noloco", scales=(1.0, 1.0))
+    tensors = load_file(tmp_path / "given-0")
+    save_file(tensors, tmp_path / "given-0", {"format": "liar"})
+    assert made._collect([0, 1]) == [1]
+    assert (tmp_path / "model.safetensors").read_bytes() == (tmp_path / "given-1").read_bytes()
+
+
+def test_a_word_about_the_loss_counts_only_from_whom_was_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = lighthouse(tmp_path, monkeypatch, [])
+    made.evaluations, asked = {}, list[int]()
+    made.on_event(1, "evaluated", 0.001)
+    made.state_server = type("Nobody", (), {"publish": lambda *_: None})()  # type: ignore[assignment]
+
+    class Asks:
+        def notify(self, members: list[int], message: Any) -> None:
+            asked.extend(members)
+            made.on_event(1, "evaluated", 0.001)
+            made.on_event(members[0], "evaluated", 2.5)
+
+        def wait(self, over: Any, seconds: float) -> bool:
+            return bool(over())
+
+    made.lighthouse = Asks()  # type: ignore[assignment]
+    assert made._evaluate([0, 1]) == 2.5 and asked == [0]
+
+
+@pytest.mark.long
+def test_a_lighthouse_without_torch_judges_in_a_child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = lighthouse(tmp_path, monkeypatch, [])
+    files, corpus = [tmp_path / "given-0", tmp_path / "given-1", tmp_path / "config.toml"], made.lighthouse.corpus
+    here = judge(tmp_path, corpus, files, 60.0, lambda: False)
+    monkeypatch.delitem(sys.modules, "torch")
+    assert judge(tmp_path, corpus, files, 60.0, lambda: False) == here
+    assert here.fits == [True, True, False] and here.losses is not None and here.losses[2] == math.inf
+    assert "cannot be read" in judge(tmp_path / "none", corpus, files, 60.0, lambda: False).why
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+@pytest.mark.parametrize("robust", ["clip", "trimmed", "median"])
+def test_robust_means_of_files(tmp_path: Path, robust: str, count: int) -> None:
+    """By plain arithmetic: sorted values without their ends; or steps from the median, none longer than the middle
+    one (the shorter of two).
+    """
+    models = replicas(count)
+    write_mean([*files(tmp_path, *models).values()], tmp_path / "out", robust)
+    values = np.stack([model["w"].double().numpy() for model in models])
+    center = np.median(values, axis=0)
+    if robust == "clip":
+        far = [float(((one - center) ** 2).sum()) ** 0.5 for one in values]
+        most = sorted(far)[(count - 1) // 2]
+        kept = [
+            center + (one - center) * (min(1.0, most / length) if length else 1.0)
+            for one, length in zip(values, far, strict=True)
+        ]
+    else:
+        cut = {"trimmed": (0, 0, 1, 1), "median": (0, 0, 1, 1)}[robust][count - 1]
+        kept = [*np.sort(values, axis=0)[cut : count - cut]]
+    got = load_file(tmp_path / "out")["w"].double().numpy()
+    assert np.abs(got - sum(kept) / len(kept)).max() < 1e-6

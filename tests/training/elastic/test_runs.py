@@ -56,6 +56,7 @@ def test_a_model_of_one_s_own_is_joined_where_it_is_named_here_too(tmp_path: Pat
 INT8 = ("replicas.method=diloco", "replicas.codec=int8", "replicas.error_feedback=local")
 LOCAL = ("replicas.method=localsgd",)
 LOW_RANK = ("replicas.method=dilocox", "replicas.delay=none")
+ROBUST = ("replicas.method=diloco", "replicas.robust=clip")
 SPARSE = ("replicas.method=sparseloco",)
 
 
@@ -68,7 +69,7 @@ SPARSE = ("replicas.method=sparseloco",)
         *(
             pytest.param(workers, 0, settings, marks=pytest.mark.long)
             for workers in (1, 2, 3, 4)
-            for settings in (("replicas.method=diloco",), INT8, LOCAL, LOW_RANK, SPARSE)
+            for settings in (("replicas.method=diloco",), INT8, LOCAL, LOW_RANK, SPARSE, ROBUST)
         ),
     ],
 )
