@@ -466,7 +466,7 @@ def _coming_and_going(folder: Path) -> dict[str, float]:
         _isles("simulate", *plain, *words, "--out", str(folder / on))
         (summary,) = (folder / on).rglob("summary.json")
         told = json.loads(summary.read_text())
-        steps = sum(row["steps"] for row in _rounds(summary.parent) if row["seat"] == 2)
+        steps = sum(row["steps"] for row in _rounds(summary.parent) if row["member"] == 2)
         found |= {on: told["val_loss"], f"gifts {on}": told["state_transfers"], f"joiner {on}": steps}
     return found
 

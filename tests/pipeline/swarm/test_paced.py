@@ -44,10 +44,10 @@ class Sleep(Function):
 class Line(threading.Thread):
     """What is handed over leaves a latency later, in order."""
 
-    def __init__(self, queue: Any) -> None:
+    def __init__(self, sent: Any) -> None:
         super().__init__(daemon=True)
         self.messages: queue.SimpleQueue[tuple[float, tuple[Any, ...]]] = queue.SimpleQueue()
-        self.send, queue.send = queue.send, self.hand_over
+        self.send, sent.send = sent.send, self.hand_over
         self.start()
 
     def hand_over(self, *message: Any) -> None:

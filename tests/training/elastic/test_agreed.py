@@ -98,10 +98,10 @@ def test_nothing_lands_without_the_lighthouse_and_training_goes_on(tmp_path: Pat
     world.until(lambda: len(digests) >= 5)
     world.stop()
     time.sleep(1.0)  # what was decided is landed
-    before, spare = max(digests), [world.workers[number]._spare for number in numbers]
+    before, spare = max(digests), [world.workers[number]._unassigned_read for number in numbers]
     time.sleep(8.0)
     assert max(digests) == before
-    assert all(world.workers[number]._spare > was for number, was in zip(numbers, spare, strict=True))
+    assert all(world.workers[number]._unassigned_read > was for number, was in zip(numbers, spare, strict=True))
     world.keep()
     lit = time.monotonic()
     world.until(lambda: max(digests) > before + 3)

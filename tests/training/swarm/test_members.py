@@ -213,8 +213,8 @@ def test_a_lighthouse_that_keeps_nothing_is_not_waited_for_long(tmp_path: Path) 
     for stage in (0, 1):
         run.join(stage)
     summary = run.end()
-    told = [notice for notice in run.notices if "training goes on without" in notice]
-    assert "of step 1 or a later one" in told[0] and len(told) >= 2
+    told = [notice for notice in run.notices if "training continues without" in notice]
+    assert "of step 1 or later" in told[0] and len(told) >= 2
     assert time.monotonic() - began > 2 * 2.0 and summary["begun"] == 1
     assert furthest(weights(run), undisturbed(tmp_path, "[1,1]", 12)) == 0
 

@@ -147,7 +147,7 @@ def test_a_mutant_that_copies_one_neighbour_fails(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize(
     ("stage", "words"),
-    [(0, "no other stage has its embedding"), pytest.param(2, "nobody else has its head", marks=pytest.mark.long)],
+    [(0, "no other stage has its embedding"), pytest.param(2, "no other stage has its head", marks=pytest.mark.long)],
 )
 def test_first_and_last_stage_end_the_run(stage: int, words: str) -> None:
     with pytest.raises(StageLost, match=f"stage {stage} has no peer left: {words}"):
