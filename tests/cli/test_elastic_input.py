@@ -176,8 +176,8 @@ def test_the_port_to_listen_at_is_taken(answer: Answer, world: Run) -> None:
 
 
 def test_a_lighthouse_of_another_version(answer: Answer, world: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connect, "__version__", "0.0.1")
-    one_line(answer(*joins(world)), "not 0.0.1: install that version")
+    monkeypatch.setattr(connect, "MESSAGES", (7, 0))
+    one_line(answer(*joins(world)), "messages 7.0", "install that version")
 
 
 def test_another_text(answer: Answer, world: Run, tmp_path: Path) -> None:
