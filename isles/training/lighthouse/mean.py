@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
@@ -22,9 +22,11 @@ T = TypeVar("T", str, bytes)
 _AT_ONCE = 1 << 24  # bytes of all files together that are in memory
 
 
-def consolidate(models: Mapping[int, Path], out: Path, *, alike: bool, ratio: float) -> dict[int, str]:
+def consolidate(
+    models: Mapping[int, Path], out: Path, *, alike: bool, ratio: float, robust: str = "none"
+) -> dict[int, str]:
     """Write the likeliest of `candidates` to `out`; returns the members left out, with the reasons."""
-    found, left = candidates(models, out, alike=alike, ratio=ratio)
+    found, left = candidates(models, out, alike=alike, ratio=ratio, robust=robust)
     if found:
         write_mean([found[0].path], out)
     for one in found:
@@ -102,17 +104,23 @@ def write_mean(models: Sequence[Path], out: Path, robust: str = "none") -> None:
             if factors is not None:
                 center = np.median(np.stack(rows), axis=0)
                 rows = [
-                    (center + (row - center) * factor).astype(row.dtype)
-                    for row, factor in zip(rows, factors, strict=True)
+                    (center + (row - center) * one).astype(row.dtype) for row, one in zip(rows, factors, strict=True)
                 ]
             elif cut := trimmed(robust, len(rows)):
                 rows = [*np.sort(np.stack(rows), axis=0)[cut:-cut]]
             file.write(_mean(rows, kind))
 
 
-def check_finite(path: Path) -> None:
-    """ValueError unless it is a safetensors file whose numbers are all finite."""
-    _Model(path).mark(whole=False)
+def form_of(path: Path) -> dict[str, Any] | None:
+    """Types and shapes of a safetensors file by name, and its metadata; None if it is none, or a number of it is not
+    finite.
+    """
+    try:
+        model = _Model(path)
+        model.mark(whole=False)
+        return model.form
+    except ValueError:
+        return None
 
 
 def same_weights(one: Path, two: Path) -> bool:

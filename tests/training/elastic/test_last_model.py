@@ -286,7 +286,7 @@ def test_a_lighthouse_without_torch_judges_in_a_child(tmp_path: Path, monkeypatc
     here = judge(tmp_path, corpus, files, 60.0, lambda: False)
     monkeypatch.delitem(sys.modules, "torch")
     assert judge(tmp_path, corpus, files, 60.0, lambda: False) == here
-    assert here.fits == [True, True, False] and here.losses is not None and here.losses[2] == math.inf
+    assert max(here.losses[:2]) < math.inf == here.losses[2] and not here.why
     assert "cannot be read" in judge(tmp_path / "none", corpus, files, 60.0, lambda: False).why
 
 
