@@ -42,7 +42,8 @@ def judge(run: Path, corpus: str, files: Sequence[Path], seconds: float, stops: 
     longest wait. InterruptedError once `stops`.
     """
     words = [str(run), corpus, *map(str, files)]
-    found = [Judgement([math.nan] * len(files), f"it took longer than world.eval_deadline, {seconds:g} s")]
+    unknown = [math.nan] * len(files)
+    found = [Judgement(unknown, f"it took longer than world.eval_deadline, {seconds:g} s")]
     command = [sys.executable, "-m", __name__, *words]
     child = (
         None if "torch" in sys.modules else subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
@@ -53,9 +54,11 @@ def judge(run: Path, corpus: str, files: Sequence[Path], seconds: float, stops: 
             found.append(_judged(*words))
             return
         out, error = child.communicate()
-        last = (error.decode(errors="replace").strip().splitlines() or [f"exit code {child.returncode}"])[-1]
-        unknown = {"losses": [math.nan] * len(files), "why": printable(last, 300)}
-        found.append(Judgement(**(unknown if child.returncode else parse_json(out))))
+        if child.returncode == 0:
+            found.append(Judgement(**parse_json(out)))
+        else:
+            last = (error.decode(errors="replace").strip().splitlines() or [f"exit code {child.returncode}"])[-1]
+            found.append(Judgement(unknown, printable(last, 300)))
 
     thread, left = Thread(target=work, daemon=True), seconds
     thread.start()

@@ -147,7 +147,7 @@ def test_what_would_run_is_shown_without_joining(
     rows = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
     assert "noloco" in rows["method"] and "60 inner steps" in rows["steps"]
     assert f"{4 * 16**2 + 3 * 16 * 24 + 3 * 16 + 256 * 16:,} parameters" in rows["model"]
-    assert "MB at least" in rows["memory"] and "MB at least" in rows["disk"] and "sequences" in rows["batch"]
+    assert "MB of memory at least" in rows["memory"] and "at least" in rows["disk"]
     assert world.config.data.path in rows["data.path"]
     assert not world.keeper.lighthouse.look(lambda now: len(world.keeper.membership.workers))
 
