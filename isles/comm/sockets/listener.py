@@ -111,9 +111,8 @@ class Listener:
             task = running.create_task(self._attend(connection, plain(address[0])))
             self._heard[task] = plain(address[0]), 0
             task.add_done_callback(self._over)
-            await asyncio.sleep(
-                0
-            )  # `sock_accept` may not yield: nobody is cut off before its first bytes are looked at
+            # `sock_accept` may not yield, and nobody is cut off before its first bytes are looked at.
+            await asyncio.sleep(0)
 
     def _over(self, task: asyncio.Task[None]) -> None:
         self._heard.pop(task, None)

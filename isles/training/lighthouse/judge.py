@@ -29,11 +29,11 @@ _LOOK = 0.1  # seconds between two looks at the child
 
 @dataclass(frozen=True)
 class Judgement:
-    """Of files, in order. losses: in nats; infinite for a file that is not a model of this run, or gives no number;
-    not a number: not known. why: the reason for what is not known.
+    """Of files, in order. losses: in nats; None for a file that is not of the run's form, infinite for one that gives
+    no number, not a number if it is not known. why: the reason for what is not known.
     """
 
-    losses: list[float]
+    losses: list[float | None]
     why: str = ""
 
 
@@ -42,7 +42,7 @@ def judge(run: Path, corpus: str, files: Sequence[Path], seconds: float, stops: 
     longest wait. InterruptedError once `stops`.
     """
     words = [str(run), corpus, *map(str, files)]
-    unknown = [math.nan] * len(files)
+    unknown: list[float | None] = [math.nan] * len(files)
     found = [Judgement(unknown, f"it took longer than world.eval_deadline, {seconds:g} s")]
     command = [sys.executable, "-m", __name__, *words]
     child = (
@@ -81,12 +81,12 @@ def _judged(run: str, corpus: str, *files: str) -> Judgement:
     from isles.training.records.shard import model_form
     from isles.training.step import validation_loss
 
-    losses = [math.nan] * len(files)
+    losses: list[float | None] = [math.nan] * len(files)
     try:
         config = read_config(str(Path(run, CONFIG)), {}, [], trust=True)  # of whoever keeps this lighthouse
         model = untrained(config)
         form = model_form(model)
-        losses = [math.nan if form_of(Path(file)) == form else math.inf for file in files]
+        losses = [math.nan if form_of(Path(file)) == form else None for file in files]
         text = load_corpus(config.data)
         if text.sha256 != corpus:
             return Judgement(losses, f"data.path = {config.data.path!r} here is not the workers' text")
@@ -95,7 +95,7 @@ def _judged(run: str, corpus: str, *files: str) -> Judgement:
         loader = Loader(text, config.data, context=limits(config.model).context)
         where = next(model.parameters()).device
         for number, file in enumerate(files):
-            if losses[number] != math.inf:
+            if losses[number] is not None:
                 load_weights(model, Path(file), "the run")
                 loss = validation_loss(model, loader.validation_batches(), autocast(config.model, where))
                 losses[number] = loss if math.isfinite(loss) else math.inf

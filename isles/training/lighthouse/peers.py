@@ -10,7 +10,6 @@ RUN/model.safetensors   gathered by the first peer of stage 0, at the end
 from __future__ import annotations
 
 import contextlib
-import math
 import threading
 import time
 from collections import Counter
@@ -27,6 +26,7 @@ from isles.membership.lighthouse import Journal
 from isles.membership.messages import SwarmStatus
 from isles.membership.state_transfer import MODEL, StateUnavailable, state_of
 from isles.membership.swarm_coordinator import SwarmCoordinator, SwarmRules
+from isles.training.lighthouse.mean import form_of
 from isles.training.lighthouse.schedule import RETAINED, StateSchedule
 from isles.training.lighthouse.server import LOOK, MODEL_FILE, LighthouseServer
 from isles.training.records.checkpoint import Checkpoints
@@ -129,8 +129,7 @@ class SwarmLighthouseServer(LighthouseServer):
             return None
         try:
             self.fetch(str(member), MODEL, partial, _SLOW, copies=1)
-            judged = self.judge([partial])
-            if judged.losses == [math.inf]:
+            if form_of(partial) is None or (judged := self.judge([partial])).losses == [None]:
                 raise ValueError("its tensors are not those of this run's model, or not finite")
         except (StateUnavailable, ValueError) as why:
             self.lighthouse.finished.discard(member)

@@ -181,11 +181,11 @@ class RoundsLighthouseServer(LighthouseServer):
         if not found:
             return None
         judged = self.judge([one.path for one in found])
-        sound = {number: loss for number, loss in enumerate(judged.losses) if loss != math.inf}
+        sound = {number: loss for number, loss in enumerate(judged.losses) if loss is not None}
         if sound and not judged.why:
             best = min(sound.values()) + (0.0 if self.rules.agrees else _HARDLY)
             number = next(number for number, loss in sound.items() if loss <= best)
-            self.judged = sound[number]
+            self.judged = sound[number] if sound[number] < math.inf else None
             return found[number]
         remaining = [found[number] for number in sound] or [*found]
         why = judged.why if sound else "none is a model of this run"
