@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import math
 import os
 import shutil
 import stat
@@ -43,9 +42,9 @@ def _remove_abandoned(there: Path) -> None:
 
 
 def free_memory() -> float:
-    """Bytes of memory that are available, as the kernel estimates; infinite if it does not say."""
+    """Bytes of memory that are available, as the kernel estimates; all memory if it does not say."""
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
         return 1024.0 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
     except (OSError, ValueError, StopIteration, IndexError):
-        return math.inf
+        return float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))

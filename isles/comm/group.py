@@ -65,8 +65,8 @@ class Group(Members):
         stamp: Stamp | None = None,
         robust: str = "none",
     ) -> None:
-        """Replace flat `buffer` (n,) by its mean over the group; the same bits on every member. robust: "clip",
-        "trimmed" or "median", see `isles.comm.collectives.robust`.
+        """Replace flat `buffer` (n,) by its mean over the group, with the same bits on every member. robust: as in
+        `isles.comm.collectives.mean`.
         """
         work = mean(self.call(channel), buffer, codec, stamp, robust=robust)
         self.start(work, channel, nbytes=2 * buffer.nbytes).wait()

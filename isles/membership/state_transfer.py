@@ -221,12 +221,12 @@ class _Fetch:
             passed = self.session.now() - began
             needs = passed * size / max(offset, 1)
             if passed > allowed or (passed > _WINDOW and needs > 2 * allowed):
-                rate = f"{size / 1e6:.1f} MB at {8 * offset / 1e6 / passed:.2g} Mbit/s take {_hours(needs)}"
-                least = f"of {_hours(allowed)}" if allowed < total else f"(world.elastic.state_deadline = {total:g})"
-                raise StateUnavailable(f"{rate}, more than is allowed {least}: raise that, or use a faster line")
+                rate = f"{size / 1e6:.1f} MB at {8 * offset / 1e6 / passed:.2g} Mbit/s take {needs:,.0f} s"
+                key = f"more than is allowed of {allowed:,.0f} s (world.elastic.state_deadline = {total:g})"
+                raise StateUnavailable(f"{rate}, {key}: raise that, or use a faster line")
             if passed > tell:
                 tell *= 4
-                notice(f"{offset / 1e6:.1f} of {size / 1e6:.1f} MB are here; it takes {_hours(needs)} in all")
+                notice(f"{offset / 1e6:.1f} of {size / 1e6:.1f} MB are here; it takes {needs:,.0f} s in all")
             while posted < min(index + WINDOW, len(offsets)):
                 self._post(number, offsets[posted], seconds)
                 posted += 1
@@ -277,16 +277,6 @@ class _Fetch:
                     raise StateUnavailable("its source is lost")
                 self.changed.wait_for(lambda: offset in self._answers or self.lost(), min(self.look, left))
             return self._answers.pop(offset, (None, None))
-
-
-def _hours(seconds: float) -> str:
-    return (
-        f"{seconds:.0f} s"
-        if seconds < 600
-        else f"{seconds / 60:.0f} min"
-        if seconds < 36_000
-        else f"{seconds / 3600:.0f} h"
-    )
 
 
 def _facts(answer: bytes, rounds: range) -> dict[str, Any]:

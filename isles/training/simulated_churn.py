@@ -48,7 +48,7 @@ from isles.training.config.conflicts import refuse_conflicts
 from isles.training.config.sections import Config
 from isles.training.elastic.leader import Participant
 from isles.training.elastic.metrics import elastic_metrics, elastic_totals
-from isles.training.elastic.support import lands_together, last_round, rules
+from isles.training.elastic.support import final_rule, last_round, rules
 from isles.training.lighthouse.mean import consolidate, spread
 from isles.training.lighthouse.rounds import MODEL_FILE
 from isles.training.loop import checkpoint_steps
@@ -423,8 +423,7 @@ class SimulatedElasticRun(SimulatedWorld):
         """Write the run's model; returns the members that it is made of."""
         members = sorted(member for member in self.simulation.finished if member in self.results)
         models = {member: folder / str(member) / f"{MODEL}.safetensors" for member in members}
-        alike, ratio = lands_together(self.config), self.config.world.trust_ratio
-        left = consolidate(models, self.out / MODEL_FILE, alike=alike, ratio=ratio)
+        left = consolidate(models, self.out / MODEL_FILE, **final_rule(self.config))
         members = [member for member in members if member not in left]
         self.spread = spread([models[member] for member in members], self.out / MODEL_FILE)
         return members

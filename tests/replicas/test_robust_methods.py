@@ -66,10 +66,16 @@ def test_of_pairs_the_last_model_is_robust(rule: str) -> None:
         ("diloco", {"codec": "int8", "error_feedback": "global"}, "sends again what the rule has left out"),
         ("sparta", {}, "a worker keeps what did not get into the mean"),
         ("eager", {}, "an own share counts at once"),
+        ("custom", {"reading": "eager", "outer_delay": 1}, "an own share counts at once"),
         ("diloco", {"weights": "samples"}, "counts all workers alike"),
     ],
 )
 def test_where_it_is_refused(name: str, options: dict[str, Any], why: str) -> None:
+    """By a worker, and before by the configuration: so a lighthouse does not start what every joiner would refuse."""
+    settings = [f"replicas.{key}={value}" for key, value in {"method": name, "robust": "median", **options}.items()]
+    with pytest.raises(ValueError, match=f"replicas.*({why.removeprefix('an ')}|in such a form)"):
+        resolve(gather(None, {}, settings))
+
     def made(world: Mesh) -> str:
         try:
             wrap(world, name, Net(0), robust="median", **options)

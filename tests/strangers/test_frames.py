@@ -6,7 +6,6 @@ import json
 import queue
 import socket
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -134,7 +133,6 @@ def test_a_doctor_survives_strangers() -> None:
         call(doctor.port, said).close()
     for _ in range(20):
         reset(doctor.port)
-    time.sleep(0.5)  # it has looked at these before it must cut some off
     hello = {"doctor": ESCAPES, "port": 1, "ports": ESCAPES}
     with many(doctor.port, 100), call(doctor.port, packed(hello)) as liar, call(doctor.port, packed(hello)):
         read(liar, 10)

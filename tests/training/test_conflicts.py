@@ -32,6 +32,8 @@ SITUATIONS: dict[str, dict[str, Any]] = {
     'pipeline.routing = "ravnest"': CLUSTERS,
     "several clusters": {"pipeline.ravnest.clusters": [[1], [1]], "world.workers": 4},
     "inner.max_norm": {"inner.max_norm": 1.0},
+    "a robust mean of all workers": {"replicas.method": "diloco", "replicas.robust": "clip"},
+    "a codec that drops entries": {"replicas.method": "diloco", "replicas.codec": "topk:64"},
     "islands": {"world.inner": 2},
     "a method of every step": {"replicas.method": "ddp"},
     "a method that is an optimizer": {"replicas.method": "demo", "inner.max_norm": 0.0},
@@ -76,6 +78,7 @@ OF = {
     "replicas.mixing": "custom",
     "replicas.cadence": "custom",
     "replicas.delay": "dilocox",
+    "replicas.reading": "custom",
     "replicas.outer_delay": "custom",
     "replicas.fragments": "custom",
     "replicas.overlap_steps": "streaming-diloco",
@@ -86,7 +89,10 @@ OF = {
 ALONE = {"world.inside": {"world.inner": 2}, "memory.vectors": {"memory.disk": "/tmp"}}
 ALONE |= {"pipeline.routing": SWARM, "pipeline.swarm.stage_lost": {"pipeline.stages": 3, "world.workers": 6}}
 ALONE |= {"pipeline.recovery.stage_loss": {"replicas.method": "none"}}
-ALONE |= {"replicas.cadence": {"replicas.options.cadence": {"sync_every": 3}}}
+ALONE |= {
+    "replicas.cadence": {"replicas.options.cadence": {"sync_every": 3}},
+    "replicas.reading": {"replicas.outer_delay": 1},
+}
 """What a setting needs to be one."""
 
 

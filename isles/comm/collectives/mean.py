@@ -399,7 +399,7 @@ def sent_bytes(elements: int, dtype: torch.dtype, codec: Codec, size: int, posit
 def working_bytes(elements: int, dtype: torch.dtype, codec: Codec, size: int, robust: str = "none") -> int:
     """Bytes, beyond the buffer, that one mean in a group of `size` takes at its peak: the receive buffers of two
     segments, and encoded and decoded data unless the codec returns views; with a `robust` rule all decoded shares of
-    one shard, and a clipped mean's centre and next centre.
+    one shard, and a clipped mean's centre and one difference from it.
     """
     total = 0
     if robust != "none" and size > 2:

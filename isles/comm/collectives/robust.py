@@ -52,22 +52,11 @@ def _clipped(shares: Sequence[Tensor]) -> Tensor:
     center = torch.empty_like(shares[0])
     _middle(shares, trimmed("median", len(shares)), center)
     for _ in range(_ITERATIONS):
-        far = [_distance(share, center) for share in shares]
+        with torch_threads(1):  # the same bits wherever an all-gather computes it
+            far = [float(torch.linalg.vector_norm(share - center, dtype=torch.float64)) for share in shares]
         most = sorted(far)[(len(far) - 1) // 2]
         factors = [min(1.0, most / one) / len(shares) if one else 0.0 for one in far]
-        moved = center.clone()
+        center.mul_(1.0 - sum(factors))
         for share, factor in zip(shares, factors, strict=True):
-            for block, old, new in zip(share.split(BLOCK), center.split(BLOCK), moved.split(BLOCK), strict=True):
-                new.add_(block - old, alpha=factor)
-        center = moved
+            center.add_(share, alpha=factor)
     return center
-
-
-def _distance(one: Tensor, other: Tensor) -> float:
-    """|one - other|, summed in float64 by one thread: the same bits wherever an all-gather computes it."""
-    total = 0.0
-    with torch_threads(1):
-        for a, b in zip(one.split(BLOCK), other.split(BLOCK), strict=True):
-            apart = (a - b).double()
-            total += float(torch.dot(apart, apart))
-    return total**0.5

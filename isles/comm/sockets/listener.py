@@ -2,8 +2,9 @@
 
 Each connection is handled by a task of its own in the loop's thread, with `seconds` from its beginning to its end. At
 most `MOST` are handled at a time: beyond that, one of the address with the most connections is cut off, so that a
-machine that opens thousands only cuts off itself: the oldest of those that have got least far (silent, has sent
-something, has completed TLS).
+machine that opens thousands only cuts off itself. It is the oldest one at the stage (silent, has sent something, has
+completed TLS) that most of them are at: so many alike, however far they get, do not cut off one that gets further or
+has just come.
 
 Streams and their transports refer to each other, and asyncio gives each TLS connection a buffer of 256 kB. Python
 collects such cycles more rarely the more objects a process has, and one with torch has a million: thousands of
@@ -73,8 +74,7 @@ class Listener:
         self._listening, self._hear, self._refused = listening, hear, refused
         self._seconds, self._mine, self._raw = seconds, mine, raw
         self._tls = None if mine is None else credentials.server_context(mine)
-        self._heard: dict[asyncio.Task[None], str] = {}  # in the order in which they came
-        self._stage = Counter[asyncio.Task[None]]()  # how far each has got
+        self._heard: dict[asyncio.Task[None], tuple[str, int]] = {}  # address and stage, in the order of arrival
         self._gone = 0
         listening.setblocking(False)
         listening.listen(_BACKLOG)
@@ -109,32 +109,39 @@ class Listener:
             if len(self._heard) >= MOST:
                 self._make_room()
             task = running.create_task(self._attend(connection, plain(address[0])))
-            self._heard[task] = plain(address[0])
+            self._heard[task] = plain(address[0]), 0
             task.add_done_callback(self._over)
+            # `sock_accept` may not yield, and nobody is cut off before its first bytes are looked at.
+            await asyncio.sleep(0)
 
     def _over(self, task: asyncio.Task[None]) -> None:
         self._heard.pop(task, None)
-        self._stage.pop(task, None)
         self._gone += 1
         if self._gone % _LITTER == 0:
             gc.collect()
 
     def _make_room(self) -> None:
-        ((address, _),) = Counter(self._heard.values()).most_common(1)
-        oldest = min((task for task, its in self._heard.items() if its == address), key=self._stage.__getitem__)
+        ((address, _),) = Counter(address for address, _ in self._heard.values()).most_common(1)
+        (most, _), *_ = Counter(where for where in self._heard.values() if where[0] == address).most_common(1)
+        oldest = next(task for task, where in self._heard.items() if where == most)
         # Removed before it has ended, so that it is not chosen again meanwhile.
         del self._heard[oldest]
         oldest.cancel()
 
+    def _reached(self, stage: int) -> None:
+        """Note how far the present connection has got."""
+        if (task := cast(asyncio.Task[None], asyncio.current_task())) in self._heard:
+            self._heard[task] = self._heard[task][0], stage
+
     async def _attend(self, connection: socket.socket, address: str) -> None:
-        writer, own = None, cast(asyncio.Task[None], asyncio.current_task())
+        writer: asyncio.StreamWriter | None = None
         try:
             async with asyncio.timeout(self._seconds):
                 if self._raw is not None and await self._raw(connection):
                     return
-                self._stage[own] += self._raw is not None
+                self._reached(1)
                 reader, writer = await opened(connection, self._tls)
-                self._stage[own] += 1
+                self._reached(2)
                 if self._mine is not None:
                     await prove_as_host(reader.readexactly, writer.write, self._mine.token)
                 await self._hear(reader, writer)

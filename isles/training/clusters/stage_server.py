@@ -5,7 +5,6 @@ the text), and this machine's memory and speed.
 from __future__ import annotations
 
 import math
-import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from isles.base.scratch import free_memory
 from isles.comm.layout import Coordinate, Layout
 from isles.comm.mesh import Mesh
 from isles.data import Corpus
@@ -110,13 +110,7 @@ _SEQUENCES = 8  # of a pass
 
 def memory(device: torch.device) -> float:
     """Bytes available to a run on `device`: free memory of that GPU, or available RAM."""
-    if device.type == "cuda":
-        return float(torch.cuda.mem_get_info(device)[0])
-    meminfo = Path("/proc/meminfo")
-    if meminfo.exists():
-        fields = dict(line.split(":") for line in meminfo.read_text(encoding="ascii").splitlines())
-        return 1024.0 * int(fields["MemAvailable"].split()[0])
-    return float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    return float(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else free_memory()
 
 
 def forward_speed(device: torch.device) -> float:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from isles.base.errors import as_typed
 from isles.base.parsing import parse_toml
 from isles.base.tables import non_defaults, parse_value
+from isles.comm.codecs.kinds import KINDS
 from isles.network.links import links as named
 from isles.network.routing.plan import PipelinePlan, fingerprint, read_plan
 from isles.pipeline.config import PipelineConfig
@@ -51,6 +52,18 @@ def _has_equal_replicas(config: Config) -> bool:
     return issubclass(method(config.world.inside if config.world.inner > 1 else config.method), BucketedSync)
 
 
+def _has_robust_mean(config: Config) -> bool:
+    """Whether `replicas.robust` acts on the shares of all workers; in pairs and groups it acts on the last model."""
+    mixing = getattr(config.replicas, "mixing", "" if hasattr(config.replicas, "group_size") else "all")
+    return mixing == "all" and getattr(config.replicas, "robust", "none") != "none"
+
+
+def _drops_entries(config: Config) -> bool:
+    kind = KINDS.get(getattr(config.replicas, "codec", "none").partition(":")[0], KINDS["none"])
+    has_low_rank = getattr(config.replicas, "rank", 0) != 0
+    return has_low_rank or (kind.biased and not kind.shared_mask)
+
+
 FOLLOW: dict[str, Callable[[Config], bool]] = {
     "pipeline.stages > 1": lambda config: config.pipeline.stages > 1,
     "pipeline.recovery.stage_loss": lambda config: config.pipeline.recovery.stage_loss > 0,
@@ -64,6 +77,8 @@ FOLLOW: dict[str, Callable[[Config], bool]] = {
     "noloco": lambda config: config.method == "noloco",
     "a method with rounds": lambda config: config.method != "none",
     "a method of every step": lambda config: not has_rounds(config),
+    "a robust mean of all workers": _has_robust_mean,
+    "a codec that drops entries": _drops_entries,
     "a method that is an optimizer": lambda config: method(config.method).level == "optimizer",
     "replicas that are kept alike": _has_equal_replicas,
     "replicas with weights of their own": lambda config: not _has_equal_replicas(config),

@@ -97,6 +97,7 @@ class Config:
     def __post_init__(self) -> None:
         if self.run.priced_as and not self.world.is_simulated:
             raise ValueError('run.priced_as (--as) is of the virtual clock: set world.backend = "virtual"')
+        import_target("conflicts", _CONFLICTS)(self)
         if self.pipeline.stages > 1:
             self._check_pipeline()
         if self.world.is_simulated and self.island == 1:
@@ -148,7 +149,6 @@ class Config:
                 f"pipeline.stages = {stages}: {world.workers} workers do not make whole replicas of {stages} stages"
                 f"{inside}; choose a multiple of {stages * world.inner} as world.workers"
             )
-        import_target("conflicts", _CONFLICTS)(self)
         sequences = self.data.batch_size_per_worker(self._kind.check(self))
         if sequences % self.pipeline.microbatches:
             raise ValueError(

@@ -74,36 +74,24 @@ _OWN += ("memory.machine", "memory.plan", "world.threads", "world.virtual.links"
 _OWN += ("run.start", "run.loggers")
 
 
-def with_own(theirs: Tables, own: Tables) -> Tables:
+def with_own(theirs: Tables, own: Tables, lacks: Tables | None = None) -> Tables:
     """The run's configuration for this machine. ValueError if `own` lacks a needed setting, or has one that only the
-    lighthouse may set.
+    lighthouse may set. lacks: takes what is lacking, with the run's values, so that it is no error.
     """
     for name in _names(own):
         if name not in _OWN:
             raise ValueError(f"--set {name}: only the lighthouse sets this; a joiner may set {', '.join(_OWN)}")
-    for name, value in missing(theirs, own).items():
-        raise ValueError(
-            f"the run has {name} = {printable(as_typed(value), 100)}, and a joiner takes no path and no code from "
-            f"a lighthouse: say what it is on this machine, --set {name}=..."
-        )
-    return over(_others(theirs), own)
-
-
-def missing(theirs: Tables, own: Tables) -> Tables:
-    """The settings of the run that `own` must have, by name, with the run's values."""
-    found = {}
-    for name in _NEEDED:
+    for name in _OWN:
         table, key = table_of(theirs, name)
-        if table.get(key) not in (None, "", "bytes") and key not in table_of(own, name)[0]:
-            found[name] = table[key]
-    return found
-
-
-def _others(theirs: Tables) -> Tables:
-    """The settings of the run that are not of a machine."""
-    for table, key in (table_of(theirs, name) for name in _OWN):
-        table.pop(key, None)
-    return theirs
+        value = table.pop(key, None)
+        if name in _NEEDED and value not in (None, "", "bytes") and key not in table_of(own, name)[0]:
+            if lacks is None:
+                raise ValueError(
+                    f"the run has {name} = {printable(as_typed(value), 100)}, and a joiner takes no path and no code "
+                    f"from a lighthouse: say what it is on this machine, --set {name}=..."
+                )
+            lacks[name] = value
+    return over(theirs, own)
 
 
 def _names(tables: Tables, prefix: str = "") -> Iterator[str]:
@@ -202,27 +190,21 @@ def admit(
     notify: Callable[[str], None],
     fit: Callable[[Config], Config] = in_rounds,
     again: bool = False,
+    lacks: Tables | None = None,
 ) -> RunConnection:
     """Connect to the lighthouse, until `stack` ends. fit: checks and adapts the run's configuration; ValueError if it
     is not for such workers. notify: called with lines of text for the user. again: this worker was in the run before.
+    lacks: as in `with_own`.
 
     ValueError, in one line, for what the user can fix; OSError if the lighthouse does not answer.
     """
-    session, folder = _connected(stack, address, token, notify, again=again)
-    config = fit(resolve(with_own(_configuration(_asked(session, CONFIG, b"")), here.own)))
-    return RunConnection(session=session, token=token, config=config, here=here, folder=folder)
-
-
-def _connected(
-    stack: ExitStack, address: str, token: Token, notify: Callable[[str], None], *, again: bool = False
-) -> tuple[Session, Path]:
-    """A session with the lighthouse, and a folder for temporary files, until `stack` ends."""
     host, port = parse_address(address, "HOST:PORT")
     refuse_unknown(host)
     folder = stack.enter_context(scratch())
     session = _opened(token, written(host, port), notify, again=again)
     stack.callback(session.close)
-    return session, folder
+    config = fit(resolve(with_own(_configuration(_asked(session, CONFIG, b"")), here.own, lacks)))
+    return RunConnection(session=session, token=token, config=config, here=here, folder=folder)
 
 
 @contextmanager
@@ -401,11 +383,10 @@ def show(
     address: str, token: Token, here: LocalSettings, *, notify: Callable[[str], None], fit: Callable[[Config], Config]
 ) -> str:
     """What a worker would run here, as lines of text; no member id is taken. Arguments and errors as in `admit`."""
+    lacks: Tables = {}
     with ExitStack() as stack:
-        session, folder = _connected(stack, address, token, notify)
-        tables = _configuration(_asked(session, CONFIG, b""))
-        lacks = missing(tables, here.own)
-        return shown(fit(resolve(over(_others(tables), here.own))), folder, lacks)
+        connection = admit(stack, address, token, here, notify=notify, fit=fit, lacks=lacks)
+        return shown(connection.config, connection.folder, lacks)
 
 
 def member_of(

@@ -250,7 +250,9 @@ class Participant:
             instruction = client.next_decision(_WAIT)
             round = (yield from self._bootstrap.with_state(instruction)) if isinstance(instruction, Load) else None
             if round is not None:
+                self._is_in_rounds = True
                 self._end_reason = yield from self._train(round)
+                self._is_in_rounds = False
                 if self._end_reason == "again":
                     yield Decision(kind="forget")
         if self._end_reason == "finished":
@@ -263,13 +265,6 @@ class Participant:
         return self.leaving.is_set() and not self._is_in_rounds
 
     def _train(self, round: int) -> Decisions[EndReason]:
-        self._is_in_rounds = True
-        try:
-            return (yield from self._do_rounds(round))
-        finally:
-            self._is_in_rounds = False
-
-    def _do_rounds(self, round: int) -> Decisions[EndReason]:
         every, client = sync_every(self.config), self.client
         yield from self._enter(round, (round - 1) * every)
         while not self._is_done(round):

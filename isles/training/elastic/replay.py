@@ -31,7 +31,7 @@ from isles.membership.state_transfer import ANCHORS, MODEL, STATE, FetchRequest,
 from isles.replicas.parts.interfaces import Mixing
 from isles.training.config.sections import Config
 from isles.training.elastic.metrics import recorded, views_of
-from isles.training.elastic.support import in_rounds, lands_together, last_round, sync_every
+from isles.training.elastic.support import final_rule, in_rounds, lands_together, last_round, sync_every
 from isles.training.elastic.worker import Decisions, ElasticWorker
 from isles.training.lighthouse.mean import consolidate
 from isles.training.records.rundir import lock_run
@@ -184,7 +184,7 @@ def repeat(config: Config, run: Path, out: Path, on_notice: Callable[[str], None
         if not ended:
             raise ValueError(f"{run}: nobody came to the run's last round: only runs that have ended are repeated")
         models = {member: folder / str(member) / f"{MODEL}.safetensors" for member in sorted(ended)}
-        consolidate(models, out, alike=lands_together(config), ratio=config.world.trust_ratio)
+        consolidate(models, out, **final_rule(config))
     return sorted(ended)
 
 

@@ -51,12 +51,12 @@ class StallWatch:
             usual = median([*self._times] or [0.0])
             stalls = still > max(_TIMES * usual, self._least)
             if stalls != self._client.stalls:
-                line = f"this worker has done no step for {still:.0f} s (a step usually takes {usual:.2g} s)"
-                line = (
-                    f"{line}: it is left out until it goes on"
-                    if stalls
-                    else f"this worker goes on after {before:.0f} s"
-                )
+                line = f"this worker goes on after {before:.0f} s"
+                if stalls:
+                    line = (
+                        f"this worker has done no step for {still:.0f} s (a step usually takes {usual:.2g} s): it is "
+                    )
+                    line += "left out until it goes on"
                 self._client.stalls = stalls
                 self._notice(line)
                 self._client.report({"notice": line})

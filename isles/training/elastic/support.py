@@ -108,6 +108,12 @@ def lands_together(config: Config) -> bool:
     return hasattr(config.replicas, "mixing") or not hasattr(config.replicas, "group_size")
 
 
+def final_rule(config: Config) -> dict[str, Any]:
+    """How the members' models become the run's, as arguments of `lighthouse.mean.candidates`."""
+    robust = getattr(config.replicas, "robust", "none")
+    return {"alike": lands_together(config), "ratio": config.world.trust_ratio, "robust": robust}
+
+
 def is_quorum(config: Config) -> bool:
     """Whether means are of the shares that arrive in time (`replicas.on_late = "quorum"`)."""
     return isinstance(config.replicas, WeightedConfig) and config.replicas.on_late == "quorum"

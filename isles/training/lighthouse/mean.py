@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
@@ -22,9 +22,11 @@ T = TypeVar("T", str, bytes)
 _AT_ONCE = 1 << 24  # bytes of all files together that are in memory
 
 
-def consolidate(models: Mapping[int, Path], out: Path, *, alike: bool, ratio: float) -> dict[int, str]:
+def consolidate(
+    models: Mapping[int, Path], out: Path, *, alike: bool, ratio: float, robust: str = "none"
+) -> dict[int, str]:
     """Write the likeliest of `candidates` to `out`; returns the members left out, with the reasons."""
-    found, left = candidates(models, out, alike=alike, ratio=ratio)
+    found, left = candidates(models, out, alike=alike, ratio=ratio, robust=robust)
     if found:
         write_mean([found[0].path], out)
     for one in found:
@@ -69,8 +71,7 @@ def candidates(
         return [FinalModel(models[group[0]], tuple(group)) for group in groups], left
     found = []
     for number, group in enumerate(groups):
-        far = _distances([models[member] for member in group], lambda every: np.median(every, axis=0))[0] ** 0.5
-        usual = np.sort(far)[(len(far) - 1) // 2]
+        far, usual = _far([models[member] for member in group])
         if not usual:  # half of them are equal bit for bit, as in a pair: take a tenth of the model's own norm
             usual = _distances([models[group[far.argmin()]]], np.zeros_like)[0][0] ** 0.5 / 10 or 1e-30
         for member, times in zip(group, far / usual, strict=True):
@@ -91,7 +92,7 @@ def write_mean(models: Sequence[Path], out: Path, robust: str = "none") -> None:
     `replicas.robust`, where clipping looks at whole models.
     """
     files = [_Model(path) for path in models]
-    factors = _factors(models) if robust == CLIP and len(models) > 2 else None
+    far, usual = _far(models) if robust == CLIP and len(models) > 2 else (None, 0.0)
     with replacing(out) as partial, plain_mode(partial), partial.open("wb") as file:
         file.write(files[0].header)
         for offset, kind, rows in _runs(files):
@@ -99,20 +100,26 @@ def write_mean(models: Sequence[Path], out: Path, robust: str = "none") -> None:
             if kind not in _FLOATS:
                 file.write(_most([row.tobytes() for row in rows]))
                 continue
-            if factors is not None:
-                center = np.median(np.stack(rows), axis=0)
-                rows = [
-                    (center + (row - center) * factor).astype(row.dtype)
-                    for row, factor in zip(rows, factors, strict=True)
-                ]
+            if far is not None:
+                every = np.stack(rows)
+                center = np.median(every, axis=0)
+                factors = np.minimum(1.0, usual / np.maximum(far, usual or 1.0))[:, None]
+                rows = [*(center + (every - center) * factors).astype(every.dtype)]
             elif cut := trimmed(robust, len(rows)):
                 rows = [*np.sort(np.stack(rows), axis=0)[cut:-cut]]
             file.write(_mean(rows, kind))
 
 
-def check_finite(path: Path) -> None:
-    """ValueError unless it is a safetensors file whose numbers are all finite."""
-    _Model(path).mark(whole=False)
+def form_of(path: Path) -> dict[str, Any] | None:
+    """Types and shapes of a safetensors file by name, and its metadata; None if it is none, or a number of it is not
+    finite.
+    """
+    try:
+        model = _Model(path)
+        model.mark(whole=False)
+        return model.form
+    except ValueError:
+        return None
 
 
 def same_weights(one: Path, two: Path) -> bool:
@@ -126,11 +133,10 @@ def spread(models: Sequence[Path], mean: Path) -> float:
     return float(squares.sum() / (len(models) * floats)) ** 0.5 if floats else 0.0
 
 
-def _factors(models: Sequence[Path]) -> list[float]:
-    """What of each model's distance from their entry-wise median counts: none counts for more than the median one."""
+def _far(models: Sequence[Path]) -> tuple[np.ndarray, float]:
+    """The distance of each model from their entry-wise median, and the middle one of these, the lesser of two."""
     far = _distances(models, lambda every: np.median(every, axis=0))[0] ** 0.5
-    most = np.sort(far)[(len(far) - 1) // 2]
-    return [float(min(1.0, most / one)) if one else 1.0 for one in far]
+    return far, np.sort(far)[(len(far) - 1) // 2]
 
 
 def _distances(models: Sequence[Path], center: Callable[[np.ndarray], np.ndarray]) -> tuple[np.ndarray, int]:

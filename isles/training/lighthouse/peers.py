@@ -26,8 +26,7 @@ from isles.membership.lighthouse import Journal
 from isles.membership.messages import SwarmStatus
 from isles.membership.state_transfer import MODEL, StateUnavailable, state_of
 from isles.membership.swarm_coordinator import SwarmCoordinator, SwarmRules
-from isles.training.lighthouse.judge import judge
-from isles.training.lighthouse.mean import check_finite
+from isles.training.lighthouse.mean import form_of
 from isles.training.lighthouse.schedule import RETAINED, StateSchedule
 from isles.training.lighthouse.server import LOOK, MODEL_FILE, LighthouseServer
 from isles.training.records.checkpoint import Checkpoints
@@ -50,7 +49,6 @@ class SwarmLighthouseServer(LighthouseServer):
     def assembly(self, journal: Journal, until: float, stack: ExitStack) -> Coordinator:
         self.coordinator = SwarmCoordinator(self.swarm_rules(), journal.entries, until)
         self._journal = journal
-        self.judged: float | None = None  # the model's validation loss by this machine
         self._failures = Counter[int]()  # by peer, of its model
         self._parts: dict[int, int] = {}  # by step, the reported number of parts of its state
         self._offers: dict[int, dict[int, list[int]]] = {}  # by step and part: the members that serve it
@@ -131,7 +129,8 @@ class SwarmLighthouseServer(LighthouseServer):
             return None
         try:
             self.fetch(str(member), MODEL, partial, _SLOW, copies=1)
-            self.judged = self._judged(partial)
+            if form_of(partial) is None or (judged := self.judge([partial])).losses == [None]:
+                raise ValueError("its tensors are not those of this run's model, or not finite")
         except (StateUnavailable, ValueError) as why:
             self.lighthouse.finished.discard(member)
             self._failures[member] += _TRIES if isinstance(why, ValueError) else 1
@@ -140,23 +139,12 @@ class SwarmLighthouseServer(LighthouseServer):
             if self._failures[member] >= _TRIES:
                 self.lighthouse.act(lambda now: self.coordinator.dissolve(member))
             return None
+        if judged.why:
+            self.on_notice(f"the model is a worker's word: this machine cannot judge it ({judged.why})")
+        else:
+            (self.judged,) = judged.losses
         settle(partial, self.out / MODEL_FILE)
         return member
-
-    def _judged(self, path: Path) -> float | None:
-        """The validation loss of the model by this machine; None, and a notice, if it cannot judge it. ValueError if it
-        is no model of this run.
-        """
-        check_finite(path)
-        found = judge(
-            self.out, str(self.lighthouse.corpus), [path], self.config.world.eval_deadline, self.stopping.is_set
-        )
-        if found.fits == [False]:
-            raise ValueError("its tensors are not those of this run's model")
-        if found.losses is None:
-            self.on_notice(f"the model is a worker's word: this machine cannot judge it ({found.why})")
-            return None
-        return found.losses[0]
 
     def _summary(self, holder: int, seconds: float) -> SummaryTable:
         results = of_everybody(self.results, [holder, *(self.results.keys() - {holder})], self.out / METRICS)

@@ -29,7 +29,7 @@ from isles.membership.run_log import EXCHANGES, Restarts, RoundRecord, read_reco
 from isles.membership.state_transfer import MODEL, STATE, StateUnavailable, saved_name, server_name
 from isles.replicas.config import workers
 from isles.training.elastic.metrics import elastic_metrics, elastic_totals, recorded
-from isles.training.lighthouse.judge import Judgement, judge
+from isles.training.elastic.support import final_rule
 from isles.training.lighthouse.mean import FinalModel, candidates, spread, write_mean
 from isles.training.lighthouse.schedule import RETAINED, StateSchedule
 from isles.training.lighthouse.server import LOOK, MODEL_FILE, LighthouseServer
@@ -42,11 +42,7 @@ _HARDLY = 0.02  # nats that the mean of two models may be above the better one o
 
 
 class RoundsLighthouseServer(LighthouseServer):
-    """The lighthouse of whole replicas; `membership` decides on views and rounds. judged: the validation loss of the
-    run's model by this machine; None: it has not judged it.
-    """
-
-    judged: float | None = None
+    """The lighthouse of whole replicas; `membership` decides on views and rounds."""
 
     joins_with, vectors = "isles join", 2
 
@@ -160,9 +156,8 @@ class RoundsLighthouseServer(LighthouseServer):
             except StateUnavailable as why:
                 left[member] = str(why)
         fetched = {member: path for member, path in paths.items() if member not in left}
-        out, ratio = self.out / MODEL_FILE, self.config.world.trust_ratio
-        robust = getattr(self.config.replicas, "robust", "none")
-        found, more = candidates(fetched, out, alike=self.rules.agrees, ratio=ratio, robust=robust)
+        out = self.out / MODEL_FILE
+        found, more = candidates(fetched, out, **final_rule(self.config))
         chosen = self._chosen(found, fetched)
         if chosen is not None:
             write_mean([chosen.path], out)
@@ -185,23 +180,17 @@ class RoundsLighthouseServer(LighthouseServer):
         """
         if not found:
             return None
-        files, corpus = [one.path for one in found], str(self.lighthouse.corpus)
-        judged = judge(self.out, corpus, files, self.config.world.eval_deadline, self.stopping.is_set)
-        fits = judged.fits or [True] * len(found)
-        if not any(fits):
-            judged = Judgement(why="no file has the tensors of this run's model")
-        if judged.losses is not None:
-            losses = [loss if fit else math.inf for loss, fit in zip(judged.losses, fits, strict=True)]
-            best = min(losses)
-            margin = 0.0 if self.rules.agrees else _HARDLY
-            number = next(number for number, loss in enumerate(losses) if loss <= best + margin)
-            self.judged = losses[number] if losses[number] < math.inf else None
+        judged = self.judge([one.path for one in found])
+        sound = {number: loss for number, loss in enumerate(judged.losses) if loss is not None}
+        if sound and not judged.why:
+            best = min(sound.values()) + (0.0 if self.rules.agrees else _HARDLY)
+            number = next(number for number, loss in sound.items() if loss <= best)
+            self.judged = sound[number] if sound[number] < math.inf else None
             return found[number]
-        remaining = [one for one, fit in zip(found, fits, strict=True) if fit] or [*found]
-        if len(remaining) == 1 and any(fits):
-            self.on_notice(
-                f"the validation loss is a worker's word: this machine cannot judge the model ({judged.why})"
-            )
+        remaining = [found[number] for number in sound] or [*found]
+        why = judged.why if sound else "none is a model of this run"
+        if len(remaining) == 1 and sound:
+            self.on_notice(f"the validation loss is a worker's word: this machine cannot judge the model ({why})")
             return remaining[0]
         names = {member: self.out / f"model-{member}.safetensors" for one in remaining for member in one.members}
         for member, path in names.items():
@@ -209,7 +198,7 @@ class RoundsLighthouseServer(LighthouseServer):
         beside = ", ".join(path.name for path in names.values())
         of = workers(sorted(remaining[0].members))
         self.on_notice(
-            f"nobody has judged the model, which is of {of}: {judged.why}, and the workers' models differ; they are "
+            f"nobody has judged the model, which is of {of}: {why}, and the workers' models differ; they are "
             f"beside it ({beside})"
         )
         return remaining[0]

@@ -17,7 +17,7 @@ import math
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -41,6 +41,7 @@ from isles.membership.tls_session import open_router
 from isles.training.config.reading import to_toml
 from isles.training.config.sections import Config
 from isles.training.elastic.support import rules
+from isles.training.lighthouse.judge import Judgement, judge
 from isles.training.records.events import Schema
 from isles.training.records.rundir import CONFIG, METRICS, SUMMARY, as_json, lock_run, save_config
 from isles.training.records.summary import SummaryTable
@@ -105,6 +106,7 @@ class LighthouseServer(ABC):
         self.rules, self.text = rules(config), to_toml(config)  # `text` is sent to joining workers
         self.on_ready, self.on_metrics, self.on_notice = on_ready, on_metrics, on_notice
         self.stopping = threading.Event()
+        self.judged: float | None = None  # the validation loss of the run's model by this machine
         self.results: dict[int, dict[str, Any]] = {}
         self.carried: dict[int, dict[str, int]] = {}
         self._paths: dict[int, list[PathRow]] = {}
@@ -224,6 +226,11 @@ class LighthouseServer(ABC):
             return fetch_state(self.session, asked, path, peer_key=keys, lost=stops, total=total, notice=self.on_notice)
         except StateUnavailable as why:
             raise InterruptedError if stops() else why from None
+
+    def judge(self, files: Sequence[Path]) -> Judgement:
+        """Judge files that may be the run's model, see `isles.training.lighthouse.judge`."""
+        seconds, stops = self.config.world.eval_deadline, self.stopping.is_set
+        return judge(self.out, str(self.lighthouse.corpus), files, seconds, stops)
 
     def links(self) -> dict[str, Any]:
         ways = {way: sum(one[way] for one in self.carried.values()) for way in CARRIED}

@@ -88,6 +88,14 @@ def start_weights(model: nn.Module, start: str) -> None:
     load_weights(model, start_file(start), "[model], which run.start must be of")
 
 
+def untrained(config: Config, *, masked: bool = True) -> nn.Module:
+    """The model of a run before its first step. masked: as in `load_run`."""
+    model = build(config.model, seed=config.run.seed)
+    if masked and config.pipeline.boundary.kind != "none":
+        model = run_scheme(config, planned_cut(config)).restored(model)
+    return model
+
+
 def load_run(run: Path, *, device: str = "auto", trust: bool = False, masked: bool = True) -> SavedRun:
     """The consolidated model of the run directory `run`, ready to be evaluated. device: replaces its `model.device`.
     trust: import code that it names, whoever made the run. masked: with the masks of boundary "dct", if it was trained
@@ -97,11 +105,9 @@ def load_run(run: Path, *, device: str = "auto", trust: bool = False, masked: bo
     if not weights.is_file():  # first: a directory without a model may have no configuration either
         raise ValueError(f"{run}: no model.safetensors there; name the directory of a finished run")
     config = read_config(str(run / "config.toml"), {"model.device": device}, [], trust=trust)
-    model = build(config.model, seed=config.run.seed)
     kind = config.pipeline.boundary.kind
     if not masked and not kind.startswith("dct:"):
         raise ValueError(f'{run}: pipeline.boundary.kind = "{kind}" has no mask to be judged without')
-    if masked and kind != "none":
-        model = run_scheme(config, planned_cut(config)).restored(model)
+    model = untrained(config, masked=masked)
     load_weights(model, weights, str(run / "config.toml"))
     return SavedRun(config, model.eval(), load_tokenizer(config.data.tokenizer))

@@ -23,7 +23,7 @@ from isles.membership.run_log import RoundRecord
 from isles.training.elastic import needs
 from isles.training.records.checkpoint import Checkpoints
 from tests.membership.sessions import free_port, router
-from tests.strangers.callers import ESCAPES, call
+from tests.strangers.callers import ESCAPES, call, tls
 from tests.training.elastic.runs import Run
 from tests.training.elastic.test_runs import small
 
@@ -147,7 +147,7 @@ def test_what_would_run_is_shown_without_joining(
     rows = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
     assert "noloco" in rows["method"] and "60 inner steps" in rows["steps"]
     assert f"{4 * 16**2 + 3 * 16 * 24 + 3 * 16 + 256 * 16:,} parameters" in rows["model"]
-    assert "MB at least" in rows["memory"] and "MB at least" in rows["disk"] and "sequences" in rows["batch"]
+    assert "MB of memory at least" in rows["memory"] and "at least" in rows["disk"]
     assert world.config.data.path in rows["data.path"]
     assert not world.keeper.lighthouse.look(lambda now: len(world.keeper.membership.workers))
 
@@ -183,3 +183,21 @@ def test_who_speaks_is_not_cut_off_for_silent_ones(tmp_path: Path) -> None:
         slow.settimeout(0.5)
         with pytest.raises(TimeoutError):
             slow.recv(1)
+
+
+def test_who_comes_is_not_cut_off_for_many_that_hold_tls(tmp_path: Path) -> None:
+    """Of one address, without the token: as many as are handled at a time have completed TLS, and one more that goes on
+    connecting. A slow machine that has said nothing yet stays.
+    """
+    with router(tmp_path) as (_, address, _), contextlib.ExitStack() as stack:
+        port = int(address.rpartition(":")[2])
+        for _ in range(MOST):
+            stack.enter_context(tls(port))
+        slow, first = stack.enter_context(call(port)), stack.enter_context(call(port))
+        time.sleep(0.3)
+        for _ in range(8):
+            stack.enter_context(call(port))
+        for one in (slow, first):
+            one.settimeout(0.2)
+            with pytest.raises(TimeoutError):
+                one.recv(1)

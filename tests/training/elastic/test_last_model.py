@@ -19,6 +19,7 @@ from isles.base.tables import changed
 from isles.data import load_corpus
 from isles.models import build
 from isles.training.config.reading import to_toml
+from isles.training.elastic.support import final_rule
 from isles.training.lighthouse import mean as averaging
 from isles.training.lighthouse import server as keeping
 from isles.training.lighthouse.judge import judge
@@ -148,6 +149,17 @@ def test_tensors_longer_than_what_is_read_at_once(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(averaging, "_AT_ONCE", 100)
     write_mean([*found.values()], tmp_path / "piecewise")
     assert (tmp_path / "whole").read_bytes() == (tmp_path / "piecewise").read_bytes()
+
+
+@pytest.mark.parametrize(("rule", "expected"), [("none", 5.5), ("trimmed", 1.5), ("median", 1.5), ("clip", 1.5)])
+def test_the_last_model_is_made_by_the_robust_rule(tmp_path: Path, rule: str, expected: float) -> None:
+    """Of 0, 1, 2 and 19: their median is 1.5, the middle distance is 0.5 times the root of the size, so that clipping
+    takes 1, 1, 2 and 2 (of 0 and 19 a step of 0.5 from the median).
+    """
+    found = files(tmp_path, *({"w": torch.full((9,), value)} for value in (0.0, 1.0, 2.0, 19.0)))
+    made = config("run.steps=20", "replicas.method=noloco", f"replicas.robust={rule}")
+    assert consolidate(found, tmp_path / "out", **final_rule(made) | {"ratio": 100.0}) == {}
+    assert load_file(tmp_path / "out")["w"].tolist() == pytest.approx([expected] * 9)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -286,7 +298,8 @@ def test_a_lighthouse_without_torch_judges_in_a_child(tmp_path: Path, monkeypatc
     here = judge(tmp_path, corpus, files, 60.0, lambda: False)
     monkeypatch.delitem(sys.modules, "torch")
     assert judge(tmp_path, corpus, files, 60.0, lambda: False) == here
-    assert here.fits == [True, True, False] and here.losses is not None and here.losses[2] == math.inf
+    assert all(loss is not None and loss < math.inf for loss in here.losses[:2])
+    assert here.losses[2] is None and not here.why
     assert "cannot be read" in judge(tmp_path / "none", corpus, files, 60.0, lambda: False).why
 
 
