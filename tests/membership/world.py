@@ -575,6 +575,9 @@ class World:
             self._land(node, decision, union)
             self.counts["landed"] += 1
             self.begin(node, decision.round + 1)
+        elif exchange.part.phase == "left out" and node.leaving:  # nobody calls it for another state
+            node.exchange = None
+            self.begin(node, decision.round + 1)
         elif exchange.part != before and exchange.part.phase == "exchanging":
             self.counts["again"] += 1
             self._send(node)
