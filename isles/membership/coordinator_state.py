@@ -159,6 +159,10 @@ class Ballots:
         tried = ballot.attempts[1:] if ballot.taken else ballot.attempts  # members that were only late fetch the mean
         left = sorted({member for members in tried for member in members} - set(decision.members))
         self._out |= dict.fromkeys(left, decision.view)
+        for round, later in self._open.items():
+            if len(later.attempts) == 1:  # opened by a member that claims a later round
+                here = tuple(member for member in later.attempts[0] if member not in left)
+                self._open[round] = replace(later, attempts=(here,))
         return left
 
     def has_landed(self, round: int) -> bool:
@@ -194,8 +198,11 @@ _APART = 4  # a worker that is more rounds behind half of the members loads anot
 class CoordinatorState(Coordinator):
     """workers: by member. ledger: of the data that was read. ballots: on rounds that all members land together.
     newest_round: the newest begun one, as far as it is believed: a single member may report a false round. issued: the
-    number of the newest view or proposal. entries, until: as in `Coordinator`.
+    number of the newest view or proposal. can_be_apart: whether a member may be several rounds ahead of the others.
+    entries, until: as in `Coordinator`.
     """
+
+    can_be_apart = True
 
     def __init__(self, entries: Iterable[dict[str, Any]], until: float) -> None:
         self.workers = WorkerTable()
@@ -265,7 +272,8 @@ class CoordinatorState(Coordinator):
             self.workers.changed()
         if worker.state in ("in", "leaving") and worker.round > self.newest_round:
             self._furthest = max(self._furthest, worker.round)
-            self.newest_round = max(self.newest_round, self._reached(_APART))
+            # all land a round of one mean together, so nobody is further than the next one
+            self.newest_round = max(self.newest_round, self._reached(_APART if self.can_be_apart else 1))
         at = max(worker.round, worker.entered - 1)  # a joiner is not behind before its first round
         if worker.state == "in" and self._furthest - at > _APART:
             self._apply_apart(worker, at)

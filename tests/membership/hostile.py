@@ -1,5 +1,5 @@
 """What a hostile member says to the lighthouse: words of every kind, drawn equally, most of them with values that could
-be true.
+be true. And a toy world with one.
 """
 
 from __future__ import annotations
@@ -25,8 +25,10 @@ from isles.membership.messages import (
 )
 from isles.membership.round_commit import NOTHING
 from isles.membership.swarm_coordinator import SwarmCoordinator
+from tests.membership.world import Node, World
 
 HUGE = 1 << 61
+EVERY = 0.15  # seconds between two words
 
 
 class Liar:
@@ -100,3 +102,42 @@ class Liar:
             return []
         self.said[type(word).__name__, True] += 1
         return effects
+
+
+class HostileWorld(World):
+    """The last founder is hostile: from `lie` on it also says what a `Liar` draws."""
+
+    def __init__(self, *, founders: int, agrees: bool, seed: int) -> None:
+        super().__init__(founders=founders, agrees=agrees, seed=seed)
+        self.hostile = Random(seed ^ 0x5EED)
+        self.liar = Liar(self.hostile)
+        self.nodes[-1].address = "hostile"
+        self.works = self.hostile.random() < 0.5  # it trains besides
+        self.silent = self.hostile.random() < 0.3  # it does not answer proposals
+
+    def acknowledge(self, node: Node, ack: Ack) -> None:
+        if not (self.silent and node.address):
+            super().acknowledge(node, ack)
+
+    def meet(self, node: Node, round: int, call: int) -> None:
+        if self.works or not node.address:
+            super().meet(node, round, call)
+
+    def lie(self) -> None:
+        """One word, from any member of the hostile address; sometimes it adds a member."""
+        self.after(EVERY, self.lie)
+        run = self.lighthouse
+        if run is None:
+            return
+        seats = [member for member, worker in run.workers.items() if worker.address]
+        live = [member for member in seats if run.workers[member].state in ("outside", "ready", "in")]
+        leaving = [member for member in seats if run.workers[member].here and member not in live]
+        if leaving and self.hostile.random() < 0.2:
+            self.carry_out(run.disconnected(self.now, leaving[0]))
+        elif len(live) < 4 and self.hostile.random() < 0.3:
+            self._members[len(run.workers)] = Node(-1, 1.0, "hostile", cut=True)  # which gives no state
+            self.carry_out(run.join(self.now, "toy", (), "hostile"))
+        elif live:
+            own = self.hostile.choice(live)
+            word = self.liar.word(run, own)
+            self.carry_out(self.liar.say(self.now, run, own, word))

@@ -94,6 +94,27 @@ def test_six_behind_one_address_send_nobody_for_another_state() -> None:
     assert [world.run.workers[one].call for one in world.honest] == [0, 0, 0] and world.run.newest_round == 2
 
 
+def test_an_answer_said_too_early_counts_nobody_who_was_left_out_since() -> None:
+    """The hostile member answers round 2 before round 1 lands without member 2."""
+    world = Run(3, seats=1, agrees=True)
+    world.run.hear(0.0, 3, Done(2, 0, 7))
+    world.run.disconnected(0.0, 2)
+    for round in (1, 2):
+        world.begin(round, 0, 1, 3)
+        said = [Done(round, attempt, 7) for attempt in (0, 1)]
+        effects = [effect for done in said for one in (0, 1, 3) for effect in world.run.hear(0.0, one, done) or []]
+        (landed,) = {decision for _, decision in told(effects, RoundDecision) if decision.outcome == "land"}
+        assert (landed.round, landed.attempt, landed.members) == (round, int(round == 1), (0, 1, 3))
+
+
+@pytest.mark.parametrize(("rules", "newest"), [({"agrees": True}, 1), ({"agrees": True, "quorum": 0.5}, 4), ({}, 4)])
+def test_who_claims_a_later_round_makes_no_joiner_miss_one(rules: dict[str, object], newest: int) -> None:
+    """Members of one mean wait for a joiner in its first round, so it must not begin with a later one."""
+    world = Run(3, seats=1, **rules)
+    world.begin(4, 3)
+    assert world.run.newest_round == newest
+
+
 @pytest.mark.parametrize("honest", [1, 2, 3])
 def test_who_claims_the_last_round_stops_no_view(honest: int) -> None:
     """Beside one, two or three honest members; the view that a joiner waits for begins three rounds ahead."""

@@ -14,39 +14,24 @@ import pytest
 
 from isles.membership.messages import RequestWork, StartSwarm, StatesSaved, SwarmBeat
 from isles.membership.swarm_coordinator import SwarmCoordinator, SwarmRules
-from tests.membership.hostile import Liar
+from tests.membership.hostile import HostileWorld, Liar
 from tests.membership.test_bounds import Run, land
 from tests.membership.test_muster import RUN
 from tests.membership.test_muster import World as Swarm
-from tests.membership.world import Node, World
 
 ROUNDS, VIEWS = 60.0, 60.0  # seconds for which one of four can stop rounds and views
-EVERY = 0.15  # seconds between two words
 SAID = Counter[tuple[str, bool]]()
 
 
-class Besieged(World):
+class Besieged(HostileWorld):
     """Three honest nodes and one hostile one, a fourth honest one that joins, and what the hostile one says."""
 
     def __init__(self, seed: int, *, agrees: bool) -> None:
         super().__init__(founders=4, agrees=agrees, seed=seed)
-        self.hostile = Random(seed ^ 0x5EED)
-        self.liar = Liar(self.hostile)
-        self.nodes[3].address = "hostile"
-        self.works = self.hostile.random() < 0.5  # it trains besides
-        self.silent = self.hostile.random() < 0.3  # it does not answer proposals
         self.honest = self.nodes[:3]
         self.moved: dict[int, tuple[int, float]] = {}
         self.gaps: list[float] = []
         self.after(1.0, self._tick)
-
-    def acknowledge(self, node: Node, ack: Any) -> None:
-        if not (self.silent and node.address):
-            super().acknowledge(node, ack)
-
-    def meet(self, node: Node, round: int, call: int) -> None:
-        if self.works or not node.address:
-            super().meet(node, round, call)
 
     def _tick(self) -> None:
         self.command(lambda m: m.tick(self.now))
@@ -58,24 +43,6 @@ class Besieged(World):
                 self.moved[node.name] = at, self.now
             self.gaps.append(self.now - since if at == was else 0.0)
         self.after(0.5, self._tick)
-
-    def lie(self) -> None:
-        """One word, from any member of the hostile address; sometimes it adds a member."""
-        run = self.lighthouse
-        assert run is not None
-        seats = [member for member, worker in run.workers.items() if worker.address]
-        live = [member for member in seats if run.workers[member].state in ("outside", "ready", "in")]
-        leaving = [member for member in seats if run.workers[member].here and member not in live]
-        if leaving and self.hostile.random() < 0.2:
-            self.carry_out(run.disconnected(self.now, leaving[0]))
-        elif len(live) < 4 and self.hostile.random() < 0.3:
-            self._members[len(run.workers)] = Node(-1, 1.0, "hostile", cut=True)  # which gives no state
-            self.carry_out(run.join(self.now, "toy", (), "hostile"))
-        elif live:
-            own = self.hostile.choice(live)
-            word = self.liar.word(run, own)
-            self.carry_out(self.liar.say(self.now, run, own, word))
-        self.after(EVERY, self.lie)
 
 
 def seeds(quick: int, many: int) -> list[Any]:

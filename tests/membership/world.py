@@ -25,6 +25,7 @@ from isles.membership.messages import Ack, Admitted, BeatReply, Done, Load, Peer
 from isles.membership.round_commit import NOTHING, RoundDecision, RoundState
 
 LEASE, PATIENCE, GRACE, RETRY = 3.0, 5.0, 4.0, 1.0
+FIRST = 3.0  # seconds to wait in the first attempt of a round of one mean; as in `RoundLeader` less than in later ones
 
 
 @dataclass
@@ -59,6 +60,7 @@ class Node:
     exchange: Exchange | None = None
     asking: bool = False
     loading: int = -1
+    donor: int = -1  # whose state it loads
     held_back: list[Callable[[], None]] = field(default_factory=list)
 
     @property
@@ -282,6 +284,9 @@ class World:
     def _broken(self, node: Node, member: int) -> None:
         assert node.state is not None
         node.state.connection(member, broken=True)
+        if node.loading >= 0 and node.donor == member:  # what it had of a state it does not use
+            node.loading = -1
+            self.ask(node, lambda m: m.reload(self.now, node.member) or [], lambda message: None)
         self.look(node)
 
     # A worker
@@ -338,7 +343,7 @@ class World:
         assert member is not None
         if node.loading == load.call or load.call == member.ready:
             return
-        node.loading, node.training, node.exchange = load.call, False, None
+        node.loading, node.donor, node.training, node.exchange = load.call, load.donor, False, None
         if load.donor < 0:
             node.loading = -1
             node.work, node.landed = 0, []
@@ -347,7 +352,7 @@ class World:
         donor = self._members[load.donor]
 
         def given(work: int, landed: list, round: int, left_out: dict[int, int]) -> None:
-            if not node.alive or node.loading != load.call:
+            if not node.alive or (node.loading, node.donor) != (load.call, load.donor):
                 return
             node.loading = -1
             node.work, node.landed = work, landed
@@ -393,6 +398,8 @@ class World:
             round = len(node.landed) + 1
             found = next((n.means[round] for n in self.nodes if n.alive and round in n.means), None)
             if found is None:
+                if any(len(n.landed) >= round for n in self.living()):  # and nobody has it any more
+                    self.ask(node, lambda m: m.reload(self.now, node.member) or [], lambda message: None)
                 return False
             self._land(node, *found)
         return True
@@ -497,7 +504,8 @@ class World:
                 self._say_failed(node, Done(exchange.round, attempt, NOTHING))
                 self._late(node, exchange, attempt)
 
-        self.after(PATIENCE, lambda: self.unless_frozen(node, late))
+        seconds = FIRST if exchange.part is not None and not attempt else PATIENCE
+        self.after(seconds, lambda: self.unless_frozen(node, late))
 
     def _say_failed(self, node: Node, done: Done) -> None:
         """An attempt failed here: the others are to try again, or to go on without this worker."""
@@ -567,6 +575,9 @@ class World:
             self._land(node, decision, union)
             self.counts["landed"] += 1
             self.begin(node, decision.round + 1)
+        elif exchange.part.phase == "left out" and node.leaving:  # nobody calls it for another state
+            node.exchange = None
+            self.begin(node, decision.round + 1)
         elif exchange.part != before and exchange.part.phase == "exchanging":
             self.counts["again"] += 1
             self._send(node)
@@ -579,7 +590,7 @@ class World:
         node.work |= union
         node.landed = [*node.landed, (decision.round, decision.attempt, decision.members)]
         node.means = {
-            **{r: m for r, m in node.means.items() if r > decision.round - 6},
+            **{r: m for r, m in node.means.items() if r > decision.round - 16},
             decision.round: (decision, union),
         }
 
