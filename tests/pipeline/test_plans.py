@@ -155,7 +155,7 @@ def test_columns_of_unequal_length_have_their_places() -> None:
     ]
     assert [layout.reader(rank) for rank in (0, 3, 4)] == [(0, 3), (1, 3), (2, 3)]
     assert Layout.columns(((0,), (1, 2))).reader(2) == (0, 1)
-    with pytest.raises(ValueError, match="once each"):
+    with pytest.raises(ValueError, match=r"\.\.\. once"):
         Layout.columns(((0, 1), (1, 2)))
 
 
