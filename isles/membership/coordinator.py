@@ -311,6 +311,8 @@ class RoundsCoordinator(CoordinatorState):
         self._propose()
         if self.ballots.are_open and self.view is not None:
             begun = self.newest_round if self.rules.quorum else self._reached()
+            if self.proposal is not None:  # its view names the members of the rounds from there on
+                begun = min(begun, self.proposal.since - 1)
             living = {member: self._awaited_from(member) for member in self.members()}
             for decision in self.ballots.due(now, living, begun):
                 self._record("decision", decision=plain(decision))
