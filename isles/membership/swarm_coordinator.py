@@ -26,16 +26,16 @@ from isles.membership.messages import (
     Admitted,
     JoinSwarm,
     Leave,
+    MemberStatus,
     Message,
     Over,
-    PeerStatus,
     Refusal,
     Rejoin,
     RequestWork,
+    RunStatus,
     StartSwarm,
     StatesSaved,
     SwarmBeat,
-    SwarmStatus,
     Wait,
     identity_of,
 )
@@ -186,29 +186,25 @@ class SwarmCoordinator(Coordinator):
         """(running peers, newest step, last step)."""
         return len(self.alive()), self.step, self.rules.last
 
-    def now(self, now: float, refused: Sequence[tuple[int, int, str, int]]) -> SwarmStatus:
-        """The swarm's status, for the user. refused: see `SwarmStatus`."""
+    def now(self, now: float, refused: Sequence[tuple[int, int, str, int]]) -> RunStatus:
+        """The swarm's status, for the user. refused: see `RunStatus`."""
         rows = []
-        for member, peer in self.peers.items():
+        for member, peer in sorted(self.peers.items(), key=lambda one: (self.members.get(one[0], 1 << 40), one[0])):
             if peer.here:
-                beat = peer.serving
-                work = (0, 0.0, 0.0, 0) if beat is None else (beat.step, beat.seconds, beat.queue, beat.counted)
-                coordinates = () if beat is None else beat.coordinates
-                rows.append(
-                    PeerStatus(
-                        member,
-                        self.members.get(member, ANY),
-                        *work,
-                        round(now - peer.heard_at, 1),
-                        coordinates,
-                        peer.identity,
-                    )
-                )
-        since = round(now - self._ended_at, 1) if self._ended_at >= 0 else -1.0
-        wanted = "" if self.alive() else self._wanted()
-        step, last = self.step, self.rules.last
-        more = tuple(rows), tuple(refused), self.rules.clustered
-        return SwarmStatus(self.epoch, step, last, since, self.saved, wanted, *more)
+                beat, stage = peer.serving, self.members.get(member, ANY)
+                step, seconds, work, at = 0, 0.0, (0, 0.0), ()
+                if beat is not None:
+                    step, seconds, work, at = beat.step, beat.seconds, (beat.counted, beat.queue), beat.coordinates
+                place = "waiting" if stage == ANY else "standby" if self.rules.clustered else f"stage {stage}"
+                if at:
+                    place = f"cluster {at[0]}{'' if at[3] else ', broken'}: stage {at[1]} of {at[2]}"
+                heard = round(now - peer.heard_at, 1)
+                rows.append(MemberStatus(member, peer.identity, place, step, seconds, *work, heard, stage, at))
+        text = f"step {self.step} of {self.rules.last}"
+        text += f", {now - self._ended_at:.1f} s ago" if self._ended_at >= 0 else ""
+        text += f"; {'clusters' if self.rules.clustered else 'swarms'} begun: {self.epoch}"
+        text += "" if self.alive() else f"; {self._wanted()}"
+        return RunStatus(text, "step", self.step, tuple(rows), tuple(refused), saved=self.saved)
 
     # Consequences
 

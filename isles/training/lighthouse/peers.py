@@ -23,7 +23,7 @@ from isles.base.durable import settle, write_text
 from isles.base.parsing import integer, table
 from isles.membership.effects import Append, Coordinator
 from isles.membership.lighthouse import Journal
-from isles.membership.messages import SwarmStatus
+from isles.membership.messages import RunStatus
 from isles.membership.state_transfer import MODEL, StateUnavailable, state_of
 from isles.membership.swarm_coordinator import SwarmCoordinator, SwarmRules
 from isles.training.lighthouse.judge import judge
@@ -106,7 +106,7 @@ class SwarmLighthouseServer(LighthouseServer):
         return is_offered or self.stopping.is_set() or self._holder() is not None
 
     @override
-    def now(self) -> SwarmStatus:
+    def now(self) -> RunStatus:
         refused = self.refused.rows()
         return self.lighthouse.look(lambda now: self.coordinator.now(now, refused))
 

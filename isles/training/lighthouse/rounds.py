@@ -108,8 +108,7 @@ class RoundsLighthouseServer(LighthouseServer):
     def now(self) -> RunStatus:
         refused = self.refused.rows()
         saved = max(self._states.steps(), default=0) * self.rules.sync_every
-        now = self.lighthouse.look(lambda now: self.membership.now(self.lighthouse.seen, refused))
-        return replace(now, saved=saved)
+        return replace(self.lighthouse.look(lambda now: self.membership.now(refused)), saved=saved)
 
     def _rounds(self) -> int:
         done, last = max(self.membership.newest_round - 1, 0), self.membership.last

@@ -205,7 +205,7 @@ class LighthouseServer(ABC):
         """Serve this kind of run until its end, or until `stopping`."""
 
     @abstractmethod
-    def now(self) -> Any:
+    def now(self) -> RunStatus:
         """The status of the run, as a message."""
 
     @abstractmethod
@@ -230,11 +230,12 @@ class LighthouseServer(ABC):
         pairs = [dict(zip(_PAIR, row, strict=True)) for row in self.paths()]
         return {**ways, "relayed_here": self.lighthouse.relayed, "pairs": pairs}
 
-    def _status(self) -> Any:
-        now, known, at = self.now(), self.lighthouse.machines, time.time()
-        here = [one.member for one in (now.members if isinstance(now, RunStatus) else now.peers)]
-        machines = [(member, *known[member][:2], round(at - known[member][2], 1)) for member in here]
-        return replace(now, paths=self.paths()[:_SHOWN], machines=tuple(machines))
+    def _status(self) -> RunStatus:
+        now, at, members = self.now(), time.time(), []
+        for one in now.members:
+            machine, address, since = self.lighthouse.machines[one.member]
+            members.append(replace(one, machine=machine, address=address, since=round(at - since, 1)))
+        return replace(now, paths=self.paths()[:_SHOWN], members=tuple(members))
 
     def paths(self) -> MemberPaths:
         """The paths that workers have reported, by bytes, descending."""
