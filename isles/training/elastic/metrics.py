@@ -16,7 +16,6 @@ from isles.membership.messages import View, from_plain
 from isles.membership.run_log import (
     EXCHANGES,
     JOURNAL,
-    Restarts,
     RoundRecord,
     StartRecord,
     goodput,
@@ -43,7 +42,7 @@ def elastic_metrics(
     """
     done, counted = ledger(records), in_model(records, members)
     seconds = done.seconds if computed is None else computed
-    there = read_history(journal, max((record.at for record in records), default=0.0))
+    there = read_history(journal, records, membership.rules.sync_every)
     return ElasticSummary(
         goodput=goodput(counted, done, there),
         work_lost=max(1 - counted * done.seconds / done.steps / seconds, 0.0) if done.steps and seconds else 0.0,
@@ -58,7 +57,7 @@ def elastic_metrics(
         inner_steps_repeated=repeated(journal, records),
         joins=there.counts["join"],
         losses=there.counts["lost"],
-        steps_lost=Restarts(records).lost * membership.rules.sync_every,
+        steps_lost=sum(reached - step for reached, step in there.again),
         leaves=there.counts["leave"],
         views=there.counts["view"],
         outages=len(there.outages),

@@ -25,7 +25,7 @@ from isles.membership.coordinator import RoundsCoordinator
 from isles.membership.effects import Append, Coordinator
 from isles.membership.lighthouse import Journal
 from isles.membership.messages import MARGIN, Examine, Over, RunStatus
-from isles.membership.run_log import EXCHANGES, Restarts, RoundRecord, read_record
+from isles.membership.run_log import EXCHANGES, RoundRecord, begun_again, read_record
 from isles.membership.state_transfer import MODEL, STATE, StateUnavailable, saved_name, server_name
 from isles.replicas.config import workers
 from isles.training.elastic.metrics import elastic_metrics, elastic_totals, recorded
@@ -54,7 +54,9 @@ class RoundsLighthouseServer(LighthouseServer):
     def assembly(self, journal: Journal, until: float, stack: ExitStack) -> Coordinator:
         self.evaluations: dict[int, float | None] = {}
         self.spread, self._finished_at = 0.0, 0.0
-        self._restarts = Restarts(recorded(self.out)[1])
+        records = recorded(self.out)[1]
+        self._newest = max((one.round for one in records if isinstance(one, RoundRecord)), default=0)
+        self._begun = begun_again(records)
         self._exchanges = stack.enter_context((self.out / EXCHANGES).open("a", encoding="utf-8"))
         self._states = Checkpoints(self.out, "states")
         self._offer(self._states.newest_sound(self.on_notice))
@@ -241,9 +243,13 @@ class RoundsLighthouseServer(LighthouseServer):
         rounds = (record.round,) if isinstance(record, RoundRecord) else (record.first, record.copied, record.has)
         if record.member != member or max(rounds) > (self.membership.last or max(rounds)) + 1:
             raise ValueError("a record of another member, or of rounds beyond the end of this run")
-        if self._restarts.add(record):
-            newest, has = (round * self.rules.sync_every for round in [*self._restarts.begun.values()][-1])
-            where = f"step {newest}: begins again from step {has}, {newest - has} steps lost"
-            self.on_notice(f"all workers were lost at {where}")
+        if isinstance(record, RoundRecord):
+            self._newest = max(self._newest, record.round)
+        for first, begun in begun_again([record], self._newest).items():
+            if self._begun.setdefault(first, begun) is begun:
+                reached, has = (round * self.rules.sync_every for round in begun)
+                self.on_notice(
+                    f"all workers were lost at step {reached}: begins again from step {has}, {reached - has} steps lost"
+                )
         self._exchanges.write(as_json(asdict(replace(record, at=round(time.time(), 3)))) + "\n")
         self._exchanges.flush()
