@@ -97,8 +97,6 @@ class SwarmCoordinator(Coordinator):
         self.epoch = self.step = self.saved = 0
         self.wanted = 0
         """The step from which on peers are asked for their states; 0: they are not."""
-        self.steps_lost, self.begun_because = 0, ""
-        """Steps after the states from which swarms began again; and why the newest one did."""
         self._bare: int | None = None  # the stage that was the first to lose its last peer
         self.ended: str | None = None
         """Set once the run is over: its reason, "" for a regular end."""
@@ -307,7 +305,9 @@ class SwarmCoordinator(Coordinator):
             members = sorted(assigned)
             stages, run = [assigned[member] for member in members], self._most_common_run()[0]
             begin = {"epoch": self.epoch + 1, "step": self.saved, "members": members, "stages": stages, "run": run}
-            self._record("begin", **begin, reached=self.step, bare=self._bare)
+            why = "the swarm was ended" if self._bare is None else f"stage {self._bare} lost its last peer"
+            why = "no complete cluster was left" if self.rules.clustered else why
+            self._record("begin", **begin, reached=max(self.step, self.saved), why=why)
 
     def _assigned(self) -> dict[int, int]:
         """By waiting member, a stage: its wish, or the stage that lacks most peers."""
@@ -343,13 +343,6 @@ class SwarmCoordinator(Coordinator):
         bare = {*self.members.values()} - {self.members[member] for member in self.alive()}
         self._bare = self._bare if self._bare in bare else min(bare, default=None)
 
-    def _note_again(self, begin: dict[str, Any]) -> None:
-        """Note what the run lost when a later swarm began."""
-        step, reached, bare = begin["step"], begin["reached"], begin["bare"]
-        lost, self.steps_lost = max(reached - step, 0), self.steps_lost + max(reached - step, 0)
-        why = "no complete cluster was left" if self.rules.clustered else f"stage {bare} lost its last peer"
-        self.begun_because = f"{why} at step {reached}: begins again from step {step}, {lost} steps lost"
-
     def _apply(self, entry: dict[str, Any]) -> None:
         self.peers.changed()
         match entry:
@@ -364,9 +357,7 @@ class SwarmCoordinator(Coordinator):
             case {"event": "leave", "member": member}:
                 self.peers[member].left = True
                 self._note_bare()
-            case {"event": "begin", "epoch": epoch, "step": step, "members": members, "stages": stages} as begin:
-                if epoch > 1:
-                    self._note_again(begin)
+            case {"event": "begin", "epoch": epoch, "step": step, "members": members, "stages": stages}:
                 self.epoch, self.step, self.members = epoch, step, dict(zip(members, stages, strict=True))
                 self._run = entry.get("run", self._run)
                 self.wanted, self._bare = 0, None

@@ -24,15 +24,17 @@ from isles.base.parsing import integer, table
 from isles.membership.effects import Append, Coordinator
 from isles.membership.lighthouse import Journal
 from isles.membership.messages import RunStatus
+from isles.membership.run_log import read_history
 from isles.membership.state_transfer import MODEL, StateUnavailable, state_of
 from isles.membership.swarm_coordinator import SwarmCoordinator, SwarmRules
+from isles.training.elastic.metrics import recorded
 from isles.training.lighthouse.judge import judge
 from isles.training.lighthouse.mean import check_finite
 from isles.training.lighthouse.schedule import RETAINED, StateSchedule
 from isles.training.lighthouse.server import LOOK, MODEL_FILE, LighthouseServer
 from isles.training.records.checkpoint import Checkpoints
 from isles.training.records.checksums import is_whole
-from isles.training.records.rundir import METRICS, SUMMARY, as_json
+from isles.training.records.rundir import METRICS, SUMMARY, as_json, read_lines
 from isles.training.records.summary import SummaryTable, of_everybody, parallel_bytes, summarise
 
 _MOST_PARTS = 1 << 16  # most parts of a state: nodes of its source cluster
@@ -49,7 +51,6 @@ class SwarmLighthouseServer(LighthouseServer):
     @override
     def assembly(self, journal: Journal, until: float, stack: ExitStack) -> Coordinator:
         self.coordinator = SwarmCoordinator(self.swarm_rules(), journal.entries, until)
-        self._journal = journal
         self.judged: float | None = None  # the model's validation loss by this machine
         self._failures = Counter[int]()  # by peer, of its model
         self._parts: dict[int, int] = {}  # by step, the reported number of parts of its state
@@ -76,15 +77,11 @@ class SwarmLighthouseServer(LighthouseServer):
 
     @override
     def serve(self) -> SummaryTable | None:
-        holder, epoch = None, max(self.coordinator.epoch, 1)
+        holder = None
         schedule = StateSchedule(self.config.run, self.coordinator.step, time.perf_counter())
         while holder is None:
             self.lighthouse.wait(self._is_asked, LOOK)
             self.refused.look()
-            if self.coordinator.epoch > epoch:
-                epoch = self.coordinator.epoch
-                none = "" if self.coordinator.saved else ", as no states were saved yet (run.checkpoint_every)"
-                self.on_notice(self.coordinator.begun_because + none)
             if self.stopping.is_set():
                 return None
             if self.lighthouse.look(lambda now: self._holder()) is not None:
@@ -159,10 +156,12 @@ class SwarmLighthouseServer(LighthouseServer):
         return found.losses[0]
 
     def _summary(self, holder: int, seconds: float) -> SummaryTable:
-        results = of_everybody(self.results, [holder, *(self.results.keys() - {holder})], self.out / METRICS)
+        results = of_everybody(
+            {holder: self.results[holder], **self.results}, self.results.keys(), read_lines(self.out / METRICS)
+        )
         summary = summarise(self.config, results, seconds)
         peers = self.coordinator.peers.values()
-        restarts = sum(one["event"] == "restart" for one in self._journal.entries)
+        there = read_history(recorded(self.out)[0])
         if self.judged is not None:
             summary["val_loss"] = self.judged
         summary |= {
@@ -173,8 +172,8 @@ class SwarmLighthouseServer(LighthouseServer):
             "deaths": sum(not peer.connected and not peer.left for peer in peers),
             "leaves": sum(peer.left for peer in peers),
             "begun": self.coordinator.epoch,
-            "steps_lost": self.coordinator.steps_lost,
-            "outages": restarts + bool(self._journal.entries),
+            "steps_lost": sum(reached - step for reached, step in there.again),
+            "outages": len(there.outages),
             "links": self.links(),
             "refused": self.refused.table(),
         }
@@ -210,8 +209,7 @@ class SwarmLighthouseServer(LighthouseServer):
         """With run.checkpoint_every = "auto", ask all peers for their states when they are due."""
         step, now = self.coordinator.step, time.perf_counter()
         if self.config.run.checkpoint_every == "auto" and schedule.is_due(step, now):
-            wanted = schedule.ahead(step, now)
-            self.lighthouse.act(lambda now: self.coordinator.ask_states(wanted))
+            self.lighthouse.act(lambda now: self.coordinator.ask_states(schedule.ahead(step)))
             schedule.saved(step, now)
 
     def _save(self) -> None:

@@ -28,15 +28,15 @@ from isles.membership.messages import MARGIN, Examine, Over, RunStatus
 from isles.membership.run_log import EXCHANGES, RoundRecord, begun_again, read_record
 from isles.membership.state_transfer import MODEL, STATE, StateUnavailable, saved_name, server_name
 from isles.replicas.config import workers
-from isles.training.elastic.metrics import elastic_metrics, elastic_totals, recorded
+from isles.training.elastic.metrics import elastic_summary, recorded
 from isles.training.lighthouse.judge import Judgement, judge
 from isles.training.lighthouse.mean import FinalModel, candidates, spread, write_mean
 from isles.training.lighthouse.schedule import RETAINED, StateSchedule
 from isles.training.lighthouse.server import LOOK, MODEL_FILE, LighthouseServer
 from isles.training.records.checkpoint import Checkpoints
 from isles.training.records.checksums import is_whole
-from isles.training.records.rundir import METRICS, SUMMARY, as_json
-from isles.training.records.summary import SummaryTable, of_everybody, summarise
+from isles.training.records.rundir import SUMMARY, as_json
+from isles.training.records.summary import SummaryTable
 
 _HARDLY = 0.02  # nats that the mean of two models may be above the better one of them
 
@@ -83,12 +83,10 @@ class RoundsLighthouseServer(LighthouseServer):
         if self.stopping.is_set():
             return None
         self.lighthouse.act(lambda now: [Append({"event": "end"})])
-        reported = elastic_metrics(*recorded(self.out), self.membership, taken, self.membership.last or 0)
-        everybody = of_everybody(self.results, sorted(taken), self.out / METRICS)
-        summary = summarise(self.config, everybody, time.time() - self.began)
-        summary["val_loss"] = loss
-        summary |= elastic_totals(self.config, summary, reported) | {"replica_std": self.spread}
-        summary |= replace(reported, links=self.links(), refused=self.refused.table()).record()
+        wall = time.time() - self.began
+        summary = elastic_summary(self.config, self.out, self.results, self.membership, taken, wall)
+        summary |= {"val_loss": loss, "replica_std": self.spread}
+        summary |= {"links": self.links(), "refused": self.refused.table()}
         write_text(self.out / SUMMARY, as_json(summary, indent=2) + "\n")
         self.lighthouse.notify(self.members(), Over())
         workers = self.membership.workers

@@ -247,6 +247,11 @@ class LighthouseServer(ABC):
         event, member = entry["event"], entry.get("member", -1)
         if event == "begin" and entry["epoch"] == 1:
             self.on_notice(f"+ it begins with {len(entry['members'])} members")
+        elif event == "begin":
+            step, reached = entry["step"], entry["reached"]
+            none = "" if step else ", as no states were saved yet (run.checkpoint_every)"
+            where = f"step {reached}: begins again from step {step}, {reached - step} steps lost"
+            self.on_notice(f"{entry['why']} at {where}{none}")
         self._is_over |= event == "end"
         if member < 0 or self._is_over or (event == "lost" and member in self._left):
             return
