@@ -77,8 +77,7 @@ class SwarmLighthouseServer(LighthouseServer):
 
     @override
     def serve(self) -> SummaryTable | None:
-        holder = None
-        schedule = StateSchedule(self.config.run, self.coordinator.step, time.perf_counter())
+        holder, schedule = None, StateSchedule(self.config.run, self.coordinator.step, time.perf_counter())
         while holder is None:
             self.lighthouse.wait(self._is_asked, LOOK)
             self.refused.look()
@@ -156,9 +155,8 @@ class SwarmLighthouseServer(LighthouseServer):
         return found.losses[0]
 
     def _summary(self, holder: int, seconds: float) -> SummaryTable:
-        results = of_everybody(
-            {holder: self.results[holder], **self.results}, self.results.keys(), read_lines(self.out / METRICS)
-        )
+        every = {holder: self.results[holder], **self.results}
+        results = of_everybody(every, every.keys(), read_lines(self.out / METRICS))
         summary = summarise(self.config, results, seconds)
         peers = self.coordinator.peers.values()
         there = read_history(recorded(self.out)[0])
