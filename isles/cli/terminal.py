@@ -156,8 +156,8 @@ class Progress:
 
     def notice(self, text: str) -> None:
         """Show a remark about the settings, or a line about a member."""
-        text = text if text.startswith(("+ ", "- ")) else f"note: {text}"  # of members
-        self.console.print(text, highlight=False, markup=False, emoji=False, soft_wrap=True)
+        note = "" if text.startswith(("+ ", "- ")) else "note: "
+        self.console.print(note + text, highlight=False, markup=False, emoji=False, soft_wrap=True)
 
     def counted(self) -> list[dict[str, Any]]:
         """The newest line of each worker; none until there is one of all."""

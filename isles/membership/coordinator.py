@@ -14,7 +14,7 @@ it, and it loads another state.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from statistics import median
 from typing import Any
 
@@ -272,14 +272,13 @@ class RoundsCoordinator(CoordinatorState):
         """(number of members, the newest begun round, the last round or 0)."""
         return len(self.members()), self.newest_round, self.rules.last or 0
 
-    def now(self, seen: Callable[[int], str], refused: Sequence[tuple[int, int, str, int]]) -> RunStatus:
-        """The run's status, for the user. seen: the address of a member. refused: see `RunStatus`."""
-        rows = tuple(
-            MemberStatus(one.member, one.state, one.round, one.seconds, one.identity, seen(one.member))
-            for one in self.workers.here
-        )
-        view = -1 if self.view is None else self.view.number
-        return RunStatus(view, self.newest_round, self.last or 0, rows, tuple(refused))
+    def now(self, refused: Sequence[tuple[int, int, str, int]]) -> RunStatus:
+        """The run's status, for the user. refused: see `RunStatus`."""
+        here = self.workers.here
+        rows = tuple(MemberStatus(one.member, one.identity, one.state, one.round, one.seconds) for one in here)
+        round = f"round {self.newest_round}" + (f" of {self.last}" if self.last else "")
+        text = "waiting for the first view" if self.view is None else f"{round}; view {self.view.number}"
+        return RunStatus(text, "round", self.newest_round, rows, tuple(refused))
 
     # Consequences
 

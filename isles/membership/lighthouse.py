@@ -331,10 +331,6 @@ class Lighthouse:
         """Bytes that workers have sent to each other through this lighthouse."""
         return self._relay.relayed()
 
-    def seen(self, member: int) -> str:
-        """The address of a member's first worker; "" while it is not connected."""
-        return self._address_book.addresses.get((member, 0), "")
-
     def close(self) -> None:
         """Stop the timer, and take no more reports. The session stays open: its opener closes it."""
         with self._lock:

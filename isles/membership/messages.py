@@ -176,7 +176,7 @@ class Rejoin(Exact):
 class SwarmBeat(Exact):
     """The heartbeat of a running peer, each second: after `step` the swarm is `members`, which serve `stages`. seconds:
     of one of its microbatches. queue: mean number of waiting microbatches. counted: microbatches counted in the newest
-    step. since: seconds since that step ended. coordinates: in a run in clusters this peer's, see `PeerStatus`.
+    step. since: seconds since that step ended. coordinates: in a run in clusters this peer's, see `MemberStatus`.
     """
 
     epoch: Int
@@ -198,44 +198,6 @@ class StatesSaved(Exact):
 
     step: Int
     wanted: Int = 0
-
-
-@dataclass(frozen=True)
-class PeerStatus(Exact):
-    """One peer as the lighthouse knows it. stage: `ANY` while it waits. heard: seconds since its last beat.
-    coordinates: in a run in clusters (cluster, stage, stages of the cluster, 1 if all of them are served); () if it
-    serves none. identity: fingerprint of its certificate.
-    """
-
-    member: Int
-    stage: Int
-    step: Int
-    seconds: Float
-    queue: Float
-    counted: Int
-    heard: Float
-    coordinates: Ints
-    identity: Str
-
-
-@dataclass(frozen=True)
-class SwarmStatus(Exact):
-    """The state of a swarm. wanted: what is missing to begin, "" once it has begun. since: seconds since the newest
-    step ended, -1 before the first. saved: the newest step after which the lighthouse has saved all stages' states.
-    refused, paths, machines: as in `RunStatus`. clustered: whether it is a run in clusters.
-    """
-
-    epoch: Int
-    step: Int
-    last: Int
-    since: Float
-    saved: Int
-    wanted: Str
-    peers: Annotated[tuple[PeerStatus, ...], MANY]
-    refused: Annotated[tuple[tuple[Int, Int, Str, Int], ...], MANY]
-    clustered: Bool
-    paths: MemberPaths = ()
-    machines: Annotated[tuple[tuple[Int, Str, Str, Float], ...], MANY] = ()
 
 
 MACHINE = 40
@@ -502,33 +464,45 @@ class Over(Exact):
 
 @dataclass(frozen=True)
 class MemberStatus(Exact):
-    """One worker as the lighthouse knows it. state: a `WorkerState`. round: the newest that it has begun. seconds: of
-    an inner step, 0 if unknown. identity: as in `View`. seen: its address, "" while it is not connected.
+    """One member as the lighthouse knows it. place: a `WorkerState`, or its stage. step: the newest, of whole replicas
+    the newest round. seconds: of an inner step, or of a peer's microbatch; 0 if unknown. identity: as in `View`.
+
+    Of peers only: queue, counted: see `SwarmBeat`. heard: seconds since its last beat. stage: `ANY` while it waits.
+    coordinates: in a run in clusters (cluster, stage, stages of the cluster, 1 if all of them are served); () if it
+    serves none.
+
+    machine, address: its name for people, and the address that it joined from, `since` seconds ago.
     """
 
     member: Int
-    state: Str
-    round: Int
-    seconds: Float
     identity: Str
-    seen: Str
+    place: Str
+    step: Int
+    seconds: Float
+    counted: Int | None = None
+    queue: Float | None = None
+    heard: Float | None = None
+    stage: Int = ANY
+    coordinates: Ints = ()
+    machine: Str = ""
+    address: Str = ""
+    since: Float | None = None
 
 
 @dataclass(frozen=True)
 class RunStatus(Exact):
-    """The state of a run of whole replicas. view: the newest, -1 before the first. round, last: as in `About`. refused:
-    (by whom, -1: the lighthouse; of whom, -1: unknown; reason; count). paths: see `MemberPaths`. machines: (member, its
-    name, its address, seconds since it joined). saved: the newest step of which a state is saved.
+    """The state of a run. text: for people. unit: what `step` and those of the members count, "round" or "step".
+    refused: (by whom, -1: the lighthouse; of whom, -1: unknown; reason; count). paths: see `MemberPaths`. saved: the
+    newest step of which all states are saved.
     """
 
-    view: Int
-    round: Int
-    last: Int
+    text: Str
+    unit: Str
+    step: Int
     members: Annotated[tuple[MemberStatus, ...], MANY]
-    refused: Annotated[tuple[tuple[Int, Int, Str, Int], ...], MANY]
+    refused: Annotated[tuple[tuple[Int, Int, Str, Int], ...], MANY] = ()
     paths: MemberPaths = ()
-    machines: Annotated[tuple[tuple[Int, Str, Str, Float], ...], MANY] = ()
-    saved: Int = 0
+    saved: Int | None = None
 
 
 @dataclass(frozen=True)
@@ -542,7 +516,7 @@ Message = (
     View | Proposal | Beat | Ack | BeatReply | Admitted | Load | Done | Delivered | PeerReport | Silent | Refusal |
     RoundDecision | Failed | Hello | Later | About | Entry | AnnounceAddress | Reachability | Lookup | PeerAddress |
     Leave | Reload | Finished | Examine | Over | RunStatus | RequestWork | StartSwarm | JoinSwarm | Wait | Rejoin |
-    SwarmBeat | StatesSaved | SwarmStatus
+    SwarmBeat | StatesSaved
 )  # fmt: skip
 KINDS: dict[str, type] = {kind.__name__.lower(): kind for kind in get_args(Message)}
 

@@ -33,7 +33,6 @@ from isles.membership.messages import (
     StartSwarm,
     StatesSaved,
     SwarmBeat,
-    SwarmStatus,
     View,
     Wait,
     decode,
@@ -346,7 +345,7 @@ def ask(session: Session, key: str, payload: bytes, seconds: float = _ANSWER) ->
         time.sleep(_ASK_AGAIN)
 
 
-def run_status(address: str, token: Token) -> RunStatus | SwarmStatus:
+def run_status(address: str, token: Token) -> RunStatus:
     """The status of the run at `address`. ValueError if the token is not its; OSError if no lighthouse replies."""
     mend = f"isles doctor --join {address} looks at it"
     try:
@@ -360,6 +359,6 @@ def run_status(address: str, token: Token) -> RunStatus | SwarmStatus:
     if answer is None:
         raise OSError(f"{address}: the lighthouse has stopped: ask again once it is started")
     now = decode(answer, limit=LONGEST)
-    if not isinstance(now, RunStatus | SwarmStatus):
+    if not isinstance(now, RunStatus):
         raise ValueError(f"{address}: the lighthouse there does not report its run's status; {mend}")
     return now

@@ -10,6 +10,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
+from itertools import groupby
+from operator import or_
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -63,104 +66,84 @@ def read_record(value: Any) -> RoundRecord | StartRecord:
     return read(RoundRecord if isinstance(value, dict) and "outcome" in value else StartRecord, value)
 
 
-class Restarts:
-    """Finds, in the records of a run in their order, when it began again with the state of no member. begun: by the
-    first round, the rounds that had been reached, and that of the state.
+def begun_again(records: Iterable[RoundRecord | StartRecord], newest: int = 0) -> dict[int, tuple[int, int]]:
+    """Each time that a run began again with the state of no member: by its first round, the round that had been
+    reached, and that of the state. records: in their order, the first ones after the round `newest`.
     """
-
-    def __init__(self, records: Iterable[RoundRecord | StartRecord] = ()) -> None:
-        self.newest, self.begun = 0, dict[int, tuple[int, int]]()
-        for record in records:
-            self.add(record)
-
-    def add(self, record: RoundRecord | StartRecord) -> bool:
-        """Take the next record; returns whether the run began again with it."""
+    begun: dict[int, tuple[int, int]] = {}
+    for record in records:
         if isinstance(record, RoundRecord):
-            self.newest = max(self.newest, record.round)
-        elif record.donor < 0 and self.newest and record.first > self.newest and record.first not in self.begun:
-            self.begun[record.first] = self.newest, record.has
-            return True
-        return False
-
-    @property
-    def lost(self) -> int:
-        """Rounds whose work was lost."""
-        return sum(reached - has for reached, has in self.begun.values())
+            newest = max(newest, record.round)
+        elif record.donor < 0 and 0 < newest < record.first:
+            begun.setdefault(record.first, (newest, record.has))
+    return begun
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class RunHistory:
     """The contents of `members.jsonl`. present: by member, intervals (from, until) in seconds of its connection. views:
     (moment, number, first round, members); of a swarm (moment, epoch, step, members). counts: of entries by event;
     "retry": decisions to repeat a round. outages: of the lighthouse, (last entry, restart). machines: names by member.
-    marks: (moment, event, member, or -1) of joins, losses, bans, leaves, restarts, and of swarms that began again, with
-    the steps (reached, begun from) in `again`.
+    marks: (moment, event, member, or -1) of joins, losses, bans, leaves, restarts, and of swarms that began again.
+    again: inner steps (reached, begun from) where the run began again.
     """
 
-    present: Mapping[int, list[tuple[float, float]]]
-    views: list[tuple[float, int, int, tuple[int, ...]]]
-    counts: Counter[str]
-    end: float
+    present: dict[int, list[tuple[float, float]]] = field(default_factory=dict)
+    views: list[tuple[float, int, int, tuple[int, ...]]] = field(default_factory=list)
+    counts: Counter[str] = field(default_factory=Counter)
+    end: float = 0.0
     outages: list[tuple[float, float]] = field(default_factory=list)
     machines: dict[int, str] = field(default_factory=dict)
     marks: list[tuple[float, str, int]] = field(default_factory=list)
     again: list[tuple[int, int]] = field(default_factory=list)
 
     def name(self, member: int) -> str:
-        """A member and its machine, as a reader knows it."""
+        """A member and its machine, as a reader knows it; "" for -1."""
+        if member < 0:
+            return ""
         return f"member {member}" + (f" ({self.machines[member]})" if self.machines.get(member) else "")
 
 
-def read_history(entries: Iterable[Mapping[str, Any]], end: float = 0.0) -> RunHistory:
-    """end: of the run, in seconds of the entries' `at`; at least that of the last entry."""
-    present: dict[int, list[tuple[float, float]]] = {}
-    since: dict[int, float] = {}
-    views: list[tuple[float, int, int, tuple[int, ...]]] = []
-    counts: Counter[str] = Counter()
-    outages: list[tuple[float, float]] = []
-    left = set[int]()
-    machines, again = dict[int, str](), list[tuple[int, int]]()
-    marks: list[tuple[float, str, int]] = []
+def read_history(
+    entries: Iterable[Mapping[str, Any]], records: Sequence[RoundRecord | StartRecord] = (), sync_every: int = 1
+) -> RunHistory:
+    """entries: of the journal. records: of a run of whole replicas, with `sync_every` inner steps a round."""
+    there = RunHistory(end=max((record.at for record in records), default=0.0))
+    there.again = [(round * sync_every, has * sync_every) for round, has in begun_again(records).values()]
+    since, left = dict[int, float](), set[int]()
     last: float | None = None
     for entry in entries:
         at, event, member = float(entry.get("at", 0.0)), entry["event"], entry.get("member", -1)
         if event == "restart" and last is not None:
-            outages.append((last, at))
-        last, end = at, max(end, at)
+            there.outages.append((last, at))
+        last, there.end = at, max(there.end, at)
         if event == "end":  # what follows are workers that go
             break
         left |= {member} if event == "leave" else set()
         if event == "lost" and member in left:
             event = "gone"
-        counts[event] += 1
-        if event in ("join", "lost", "ban", "leave", "restart") or (event == "begin" and entry["epoch"] > 1):
-            marks.append((at, event, member))
+        there.counts[event] += 1
+        is_again = event == "begin" and entry["epoch"] > 1
+        if event in ("join", "lost", "ban", "leave", "restart") or is_again:
+            there.marks.append((at, event, member))
         if event in ("join", "back"):
             since.setdefault(member, at)
-            machines |= {member: str(entry["machine"])} if "machine" in entry else {}
+            there.machines |= {member: str(entry["machine"])} if "machine" in entry else {}
         elif event in ("lost", "gone", "ban") and member in since:
-            present.setdefault(member, []).append((since.pop(member), at))
+            there.present.setdefault(member, []).append((since.pop(member), at))
         elif event == "view":
             view = entry["view"]
-            views.append((at, view["number"], view["since"], tuple(view["members"])))
+            there.views.append((at, view["number"], view["since"], tuple(view["members"])))
         elif event in ("begin", "serve"):
-            views.append((at, entry.get("epoch", 0), entry["step"], tuple(entry["members"])))
-            again += [(entry["reached"], entry["step"])] if marks[-1:] == [(at, "begin", -1)] else []
+            there.views.append((at, entry.get("epoch", 0), entry["step"], tuple(entry["members"])))
+            there.again += [(entry["reached"], entry["step"])] * is_again
         elif event == "decision":
             decision = entry["decision"]
-            counts["retry"] += decision["outcome"] == "retry" and (decision["attempt"] > 1 or not decision["steps"])
+            is_retry = decision["outcome"] == "retry" and (decision["attempt"] > 1 or not decision["steps"])
+            there.counts["retry"] += is_retry
     for member, at in since.items():
-        present.setdefault(member, []).append((at, end))
-    return RunHistory(
-        present=present,
-        views=views,
-        counts=counts,
-        end=end,
-        outages=outages,
-        machines=machines,
-        marks=marks,
-        again=again,
-    )
+        there.present.setdefault(member, []).append((at, there.end))
+    return there
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,50 +181,39 @@ def ledger(records: Sequence[RoundRecord | StartRecord]) -> RoundCounts:
     )
 
 
-Clock = Mapping[tuple[int, int], int]
-"""By member and the first round of one of its states: up to which round the work done with that state is included."""
-
-
 def in_model(records: Sequence[RoundRecord | StartRecord], members: Iterable[int]) -> int:
     """Inner steps whose work is in the last weights of any of `members`: their own, and those of others that they have
     taken in by exchanges, or with the state of a donor.
+
+    A clock has, by member and the first round with one of its states, the last round whose work is included.
     """
+    Clock = Counter[tuple[int, int]]
     starts = {(one.member, one.first): one for one in records if isinstance(one, StartRecord)}
-    copied = {one.has for one in starts.values()}
-    by_round: dict[int, list[RoundRecord]] = {}
-    for record in records:
-        if isinstance(record, RoundRecord):
-            by_round.setdefault(record.round, []).append(record)
-    clocks, states, done = dict[int, Clock](), dict[int, int](), list[tuple[tuple[int, int], RoundRecord]]()
-    copies: dict[int, dict[int, Clock]] = {}
-    for round, own in sorted(by_round.items()):
+    rounds = sorted((one for one in records if isinstance(one, RoundRecord)), key=lambda one: one.round)
+    clocks, states = dict[int, Clock](), dict[int, tuple[int, int]]()
+    copies: dict[int, dict[int, Clock]] = {one.has: {} for one in starts.values()}
+    done: list[tuple[tuple[int, int], RoundRecord]] = []
+    for round, together in groupby(rounds, key=lambda one: one.round):
+        own = [*together]
         for record in own:
             member, start = record.member, starts.pop((record.member, round), None)
             if start is not None or member not in clocks:
-                states[member], there = round, copies.get(start.has, {}) if start is not None else {}
-                clocks[member] = there.get(start.donor, next(iter(there.values()), {})) if start is not None else {}
-            key = member, states[member]
-            clocks[member] = {**clocks[member], key: round}
-            done.append((key, record))
-        shared: dict[tuple[int, ...], Clock] = {}
-        for record in own:
-            if record.outcome in (WHOLE, LATE) and record.members not in shared:
-                shared[record.members] = _union(clocks.get(member, {}) for member in record.members)
-        for record in own:
-            if record.outcome in (WHOLE, LATE):
-                clocks[record.member] = _union((shared[record.members], clocks[record.member]))
-        if round in copied:
+                donor, has = (start.donor, start.has) if start is not None else (-1, -1)
+                there = copies.get(has, {})
+                states[member] = member, round
+                clocks[member] = there.get(donor, next(iter(there.values()), Clock()))
+            clocks[member] = clocks[member] | Clock({states[member]: round})
+            done.append((states[member], record))
+        before, shared = dict(clocks), [one for one in own if one.outcome in (WHOLE, LATE)]
+        for group in {one.members for one in shared}:
+            mean = reduce(or_, (before[one] for one in group if one in before), Clock())
+            for record in shared:
+                if record.members == group:
+                    clocks[record.member] = clocks[record.member] | mean
+        if round in copies:
             copies[round] = dict(clocks)
-    final = _union(clocks.get(member, {}) for member in members)
-    return sum(record.steps for key, record in done if record.round <= final.get(key, -1))
-
-
-def _union(clocks: Iterable[Clock]) -> Clock:
-    found: dict[tuple[int, int], int] = {}
-    for clock in clocks:
-        for key, round in clock.items():
-            found[key] = max(round, found.get(key, -1))
-    return found
+    final = reduce(or_, (clocks[one] for one in members if one in clocks), Clock())
+    return sum(record.steps for state, record in done if record.round <= final[state])
 
 
 def goodput(counted: int, done: RoundCounts, there: RunHistory) -> float:

@@ -26,16 +26,16 @@ from isles.membership.messages import (
     Admitted,
     JoinSwarm,
     Leave,
+    MemberStatus,
     Message,
     Over,
-    PeerStatus,
     Refusal,
     Rejoin,
     RequestWork,
+    RunStatus,
     StartSwarm,
     StatesSaved,
     SwarmBeat,
-    SwarmStatus,
     Wait,
     identity_of,
 )
@@ -97,8 +97,6 @@ class SwarmCoordinator(Coordinator):
         self.epoch = self.step = self.saved = 0
         self.wanted = 0
         """The step from which on peers are asked for their states; 0: they are not."""
-        self.steps_lost, self.begun_because = 0, ""
-        """Steps after the states from which swarms began again; and why the newest one did."""
         self._bare: int | None = None  # the stage that was the first to lose its last peer
         self.ended: str | None = None
         """Set once the run is over: its reason, "" for a regular end."""
@@ -186,29 +184,25 @@ class SwarmCoordinator(Coordinator):
         """(running peers, newest step, last step)."""
         return len(self.alive()), self.step, self.rules.last
 
-    def now(self, now: float, refused: Sequence[tuple[int, int, str, int]]) -> SwarmStatus:
-        """The swarm's status, for the user. refused: see `SwarmStatus`."""
+    def now(self, now: float, refused: Sequence[tuple[int, int, str, int]]) -> RunStatus:
+        """The swarm's status, for the user. refused: see `RunStatus`."""
         rows = []
-        for member, peer in self.peers.items():
+        for member, peer in sorted(self.peers.items(), key=lambda one: (self.members.get(one[0], 1 << 40), one[0])):
             if peer.here:
-                beat = peer.serving
-                work = (0, 0.0, 0.0, 0) if beat is None else (beat.step, beat.seconds, beat.queue, beat.counted)
-                coordinates = () if beat is None else beat.coordinates
-                rows.append(
-                    PeerStatus(
-                        member,
-                        self.members.get(member, ANY),
-                        *work,
-                        round(now - peer.heard_at, 1),
-                        coordinates,
-                        peer.identity,
-                    )
-                )
-        since = round(now - self._ended_at, 1) if self._ended_at >= 0 else -1.0
-        wanted = "" if self.alive() else self._wanted()
-        step, last = self.step, self.rules.last
-        more = tuple(rows), tuple(refused), self.rules.clustered
-        return SwarmStatus(self.epoch, step, last, since, self.saved, wanted, *more)
+                beat, stage = peer.serving, self.members.get(member, ANY)
+                step, seconds, work, at = 0, 0.0, (0, 0.0), ()
+                if beat is not None:
+                    step, seconds, work, at = beat.step, beat.seconds, (beat.counted, beat.queue), beat.coordinates
+                place = "waiting" if stage == ANY else "standby" if self.rules.clustered else f"stage {stage}"
+                if at:
+                    place = f"cluster {at[0]}{'' if at[3] else ', broken'}: stage {at[1]} of {at[2]}"
+                heard = round(now - peer.heard_at, 1)
+                rows.append(MemberStatus(member, peer.identity, place, step, seconds, *work, heard, stage, at))
+        text = f"step {self.step} of {self.rules.last}"
+        text += f", {now - self._ended_at:.1f} s ago" if self._ended_at >= 0 else ""
+        text += f"; {'clusters' if self.rules.clustered else 'swarms'} begun: {self.epoch}"
+        text += "" if self.alive() else f"; {self._wanted()}"
+        return RunStatus(text, "step", self.step, tuple(rows), tuple(refused), saved=self.saved)
 
     # Consequences
 
@@ -311,7 +305,9 @@ class SwarmCoordinator(Coordinator):
             members = sorted(assigned)
             stages, run = [assigned[member] for member in members], self._most_common_run()[0]
             begin = {"epoch": self.epoch + 1, "step": self.saved, "members": members, "stages": stages, "run": run}
-            self._record("begin", **begin, reached=self.step, bare=self._bare)
+            why = "the swarm was ended" if self._bare is None else f"stage {self._bare} lost its last peer"
+            why = "no complete cluster was left" if self.rules.clustered else why
+            self._record("begin", **begin, reached=max(self.step, self.saved), why=why)
 
     def _assigned(self) -> dict[int, int]:
         """By waiting member, a stage: its wish, or the stage that lacks most peers."""
@@ -347,13 +343,6 @@ class SwarmCoordinator(Coordinator):
         bare = {*self.members.values()} - {self.members[member] for member in self.alive()}
         self._bare = self._bare if self._bare in bare else min(bare, default=None)
 
-    def _note_again(self, begin: dict[str, Any]) -> None:
-        """Note what the run lost when a later swarm began."""
-        step, reached, bare = begin["step"], begin["reached"], begin["bare"]
-        lost, self.steps_lost = max(reached - step, 0), self.steps_lost + max(reached - step, 0)
-        why = "no complete cluster was left" if self.rules.clustered else f"stage {bare} lost its last peer"
-        self.begun_because = f"{why} at step {reached}: begins again from step {step}, {lost} steps lost"
-
     def _apply(self, entry: dict[str, Any]) -> None:
         self.peers.changed()
         match entry:
@@ -368,9 +357,7 @@ class SwarmCoordinator(Coordinator):
             case {"event": "leave", "member": member}:
                 self.peers[member].left = True
                 self._note_bare()
-            case {"event": "begin", "epoch": epoch, "step": step, "members": members, "stages": stages} as begin:
-                if epoch > 1:
-                    self._note_again(begin)
+            case {"event": "begin", "epoch": epoch, "step": step, "members": members, "stages": stages}:
                 self.epoch, self.step, self.members = epoch, step, dict(zip(members, stages, strict=True))
                 self._run = entry.get("run", self._run)
                 self.wanted, self._bare = 0, None

@@ -26,7 +26,6 @@ from isles.report.panels import (
     mean_over,
     plain,
     quantile,
-    rising,
     thin,
 )
 from isles.report.rundir import Run, TimelineSpan
@@ -114,7 +113,7 @@ def by_step(run: Run) -> CostAxis:
 
 def by_bytes(run: Run) -> CostAxis:
     """Bytes sent."""
-    points = rising(mean_over([_points(log.bytes_sent) for log in run.workers.values()]))
+    points = mean_of_totals([_points(log.bytes_sent) for log in run.workers.values() if log.bytes_sent])
     return CostAxis("bytes", "sent per worker", points, lambda count: format_bytes(count, trim=True))
 
 

@@ -17,7 +17,6 @@ from isles.membership.run_log import (
     JOURNAL,
     LATE,
     WHOLE,
-    Restarts,
     RoundRecord,
     RunHistory,
     StartRecord,
@@ -50,34 +49,30 @@ T = TypeVar("T")
 
 def elastic_panels(run: Run) -> list[Panel]:
     """None for a run in which nobody comes and goes."""
-    entries = list(_usable(run.path / JOURNAL, _entry))
-    if not entries:
-        return []
-    start = min(entry["at"] for entry in entries)
-    lines = list(_usable(run.path / EXCHANGES, read_record))
-    there = read_history(entries, max((line.at for line in lines), default=0.0))
-    if there.end <= start:
-        return []
-    return [_members(there, start), _member_lanes(there, lines, start)]
+    start, lines, there = _history(run)
+    return [_members(there, start), _member_lanes(there, lines, start)] if there.end > start else []
 
 
 def marked(run: Run, losses: Panel) -> Panel:
     """The chart of losses against steps, with a mark at each step at which the run began again."""
-    there = read_history(_usable(run.path / JOURNAL, _entry))
-    begun = Restarts(_usable(run.path / EXCHANGES, read_record)).begun.values()
-    every = int(finite(run.setting("replicas", "sync_every")) or 1)
-    again = there.again or [(reached * every, has * every) for reached, has in begun]
-    if not again or not isinstance(losses.picture, Chart):
+    *_, there = _history(run)
+    if not there.again or not isinstance(losses.picture, Chart):
         return losses
     values = [y for line in losses.picture.lines for _, y in line.points]
-    heights = min(values), max(values)
-    lines = [
-        Polyline(points=[(at, y) for y in heights], css="rate", name=f"step {at}: began again from step {step}")
-        for at, step in again
+    marks = [
+        Polyline(points=[(at, min(values)), (at, max(values))], css="rate", name=f"{at}: began again from step {step}")
+        for at, step in there.again
     ]
     key = ("rate", "all workers, or a stage, were lost: the run began again from an earlier step")
-    picture = replace(losses.picture, lines=[*losses.picture.lines, *lines])
+    picture = replace(losses.picture, lines=[*losses.picture.lines, *marks])
     return replace(losses, picture=picture, keys=[*losses.keys, key])
+
+
+def _history(run: Run) -> tuple[float, list[RoundRecord | StartRecord], RunHistory]:
+    """(when it began, its records, who was there)."""
+    entries, lines = list(_usable(run.path / JOURNAL, _entry)), list(_usable(run.path / EXCHANGES, read_record))
+    there = read_history(entries, lines, int(finite(run.setting("replicas", "sync_every")) or 1))
+    return min((entry["at"] for entry in entries), default=there.end), lines, there
 
 
 def _members(there: RunHistory, start: float) -> Panel:
@@ -101,12 +96,8 @@ def _members(there: RunHistory, start: float) -> Panel:
     top, begun = max(y for _, y in connected), min((at for at, *_ in there.views), default=start)
     marks = [mark for mark in there.marks if mark[1] != "join" or mark[0] > begun]
     drawn = [
-        Polyline(
-            points=[(at - start, 0.0), (at - start, top)],
-            css=_MARKS[event][0],
-            name=f"{there.name(member)} {_MARKS[event][1]}" if member >= 0 else _MARKS[event][1],
-        )
-        for at, event, member in marks[:MAX_MARKS]
+        Polyline(points=[(at - start, 0.0), (at - start, top)], css=css, name=f"{there.name(member)} {what}".strip())
+        for (css, what), at, member in ((_MARKS[event], at, member) for at, event, member in marks[:MAX_MARKS])
     ]
     picture = Chart(
         title="Members over time",

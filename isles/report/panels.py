@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 
 from isles.report.draw.style import SERIES
 
@@ -52,17 +51,13 @@ def mean_over(series: Iterable[Sequence[Point]]) -> list[Point]:
     return [(x, total / count) for x, (total, count) in sorted(sums.items())]
 
 
-def mean_of_totals(series: Iterable[Sequence[Point]]) -> list[Point]:
-    """The mean over several series of running totals, each as at its last point, at every x that any of them has."""
-    listed = [sorted(points) for points in series]
-    changes = sorted(
-        (after[0], after[1] - before)
-        for points in listed
-        for before, after in zip([0.0, *(y for _, y in points)], points, strict=False)
-    )
-    sums = accumulate((change for _, change in changes), initial=0.0)
-    next(sums)
-    return [*{x: total / len(listed) for (x, _), total in zip(changes, sums, strict=True)}.items()]
+def mean_of_totals(series: Collection[Sequence[Point]]) -> list[Point]:
+    """The mean of several running totals, each as at its last point, at every x that any of them has."""
+    means, total, newest = dict[float, float](), 0.0, [0.0] * len(series)
+    for x, y, one in sorted((x, y, one) for one, points in enumerate(series) for x, y in points):
+        total, newest[one] = total + y - newest[one], y
+        means[x] = total / len(series)
+    return [*means.items()]
 
 
 def latest_of(series: Iterable[Sequence[Point]]) -> list[Point]:
@@ -72,12 +67,6 @@ def latest_of(series: Iterable[Sequence[Point]]) -> list[Point]:
         for x, y in points:
             found[x] = max(y, found.get(x, y))
     return sorted(found.items())
-
-
-def rising(points: Sequence[Point]) -> list[Point]:
-    """Each y the largest until there: of a mean of meters, which falls only where somebody joins or leaves."""
-    tops = accumulate((y for _, y in points), max)
-    return [(x, top) for (x, _), top in zip(points, tops, strict=True)]
 
 
 def quantile(values: Sequence[float], fraction: float) -> float:

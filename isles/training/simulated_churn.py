@@ -36,7 +36,7 @@ from isles.comm.virtual.cluster import VirtualCluster, VirtualTransport
 from isles.comm.virtual.scheduler import Scheduler
 from isles.comm.virtual.wire import VirtualWire
 from isles.data import Corpus, load_corpus
-from isles.membership.run_log import EXCHANGES, JOURNAL, read_record
+from isles.membership.run_log import EXCHANGES, JOURNAL
 from isles.membership.simulated import SimulatedMembership
 from isles.membership.state_transfer import MODEL, StateServer, server_name
 from isles.network.churn import POOLS, ChurnEvent, churn, founders, returns, write_trace
@@ -47,8 +47,8 @@ from isles.training.clusters.node import ClusterWorker, enter, found_clusters, g
 from isles.training.config.conflicts import refuse_conflicts
 from isles.training.config.sections import Config
 from isles.training.elastic.leader import Participant
-from isles.training.elastic.metrics import elastic_metrics, elastic_totals
-from isles.training.elastic.support import final_rule, last_round, rules
+from isles.training.elastic.metrics import elastic_summary
+from isles.training.elastic.support import final_rule, rules
 from isles.training.lighthouse.mean import consolidate, spread
 from isles.training.lighthouse.rounds import MODEL_FILE
 from isles.training.loop import checkpoint_steps
@@ -56,7 +56,7 @@ from isles.training.memory.plans import step_seconds
 from isles.training.records.checkpoint import Checkpoints
 from isles.training.records.reshard import POSITIONS, run_facts
 from isles.training.records.rundir import METRICS, SUMMARY, as_json, claim, lock_run
-from isles.training.records.summary import SummaryTable, of_everybody, summarise
+from isles.training.records.summary import SummaryTable, summarise
 from isles.training.records.writer import write_config
 from isles.training.step import Left, seed_draws
 from isles.training.swarm.trainer import SwarmTrainer
@@ -363,7 +363,7 @@ class SimulatedElasticRun(SimulatedWorld):
                 lines = (f"{json.dumps(entry, separators=(',', ':'))}\n" for entry in entries)
                 write_text(self.out / name, "".join(lines))
             self._members = self._mean(folder)
-        return of_everybody(self.results, self._members, self.out / METRICS)
+        return [self.results[member] for member in self._members]
 
     def _train(self, corpus: Corpus, folder: Path) -> None:
         def work(transport: VirtualTransport) -> None:
@@ -430,11 +430,9 @@ class SimulatedElasticRun(SimulatedWorld):
 
     @override
     def summary_fields(self) -> dict[str, Any]:
-        records = [read_record(one) for one in self.records]
         computed = sum(transport.compute_seconds for transport in self.simulation.transports)
         membership = self.simulation.membership
         assert membership is not None, "no lighthouse at the end"
-        last = last_round(self.config, membership.view)
-        summary_fields = elastic_metrics(self.simulation.journal, records, membership, self._members, last, computed)
-        totals = elastic_totals(self.config, self.summary, summary_fields)
-        return {"replica_std": self.spread, **totals, **summary_fields.record()}
+        wall = self.summary["wall_seconds"]
+        summary = elastic_summary(self.config, self.out, self.results, membership, self._members, wall, computed)
+        return summary | {"replica_std": self.spread}

@@ -125,7 +125,7 @@ def _states(config: Config, disk: int) -> str:
     every = config.run.checkpoint_every
     if not every:
         return "no states are saved (run.checkpoint_every = 0): if all workers are lost, the run begins again at step 0"
-    often = f"{every} steps" if every != "auto" else "10 minutes, or every 5 % of the run if that is shorter,"
+    often = "10 minutes, or every 5 % of the run if that is shorter," if every == "auto" else f"{every} steps"
     size = f"up to {format_bytes(disk)}" if disk else "an unknown size"
     return f"states every {often} in RUN/states: {RETAINED} x {size}"
 

@@ -25,7 +25,7 @@ from typing_extensions import override
 
 from isles.base.parsing import integer
 from isles.membership.keys import STATUS
-from isles.membership.messages import JoinSwarm, StartSwarm, SwarmBeat, SwarmStatus
+from isles.membership.messages import JoinSwarm, RunStatus, StartSwarm, SwarmBeat
 from isles.membership.requests import measure_lighthouse_link
 from isles.membership.state_transfer import state_of
 from isles.models import choose_device
@@ -267,7 +267,7 @@ class ClusterParticipant(SwarmParticipant):
 
     def _members_now(self) -> set[int] | None:
         now = self.client.ask(b"", key=STATUS)
-        return {peer.member for peer in now.peers if peer.stage >= 0} if isinstance(now, SwarmStatus) else None
+        return {peer.member for peer in now.members if peer.stage >= 0} if isinstance(now, RunStatus) else None
 
     def _measured(self) -> ClusterNode:
         """Measure memory, speed and link; the link to the lighthouse stands in for those to the other nodes."""

@@ -136,12 +136,6 @@ class LocalSettings:
     node: ClusterNode | None = None
     machine: str | None = None
 
-    @property
-    def name(self) -> str:
-        """The name that others see: printable and short."""
-        name = socket.gethostname() if self.machine is None else self.machine
-        return "".join(one if one.isascii() and one.isprintable() else "?" for one in name)[:MACHINE]
-
 
 def train(worker: Participant, address: str, notify: Callable[[str], None]) -> str:
     """Train until the run ends, or this worker leaves it; returns how it ended, as a line of text. OSError as in
@@ -231,7 +225,7 @@ def with_member(
 
     with ExitStack() as stack:
         certificates = connection.shown(island)
-        entry = member_of(session, connection.corpus.sha256, certificates, connection.here.name, notify)
+        entry = member_of(session, connection.corpus.sha256, certificates, connection.here.machine, notify)
         island.next_decision(lambda: Decision(kind="member", member=entry.member, key=entry.key))
         client = MembershipClient(session, entry)
         size = config.replicas_in_all
@@ -390,14 +384,16 @@ def show(
 
 
 def member_of(
-    session: Session, corpus: str, certificates: tuple[str, ...], machine: str, notify: Callable[[str], None]
+    session: Session, corpus: str, certificates: tuple[str, ...], machine: str | None, notify: Callable[[str], None]
 ) -> Entry:
     """Request a member id, and wait while too many workers do. corpus: SHA-256 of this machine's training text.
-    certificates, machine: see `Hello`.
+    certificates: see `Hello`. machine: see `LocalSettings`.
 
     ValueError, in one line, if this worker is refused; OSError if it has waited too long.
     """
-    hello = encode(Hello(__version__, corpus, session.name(), certificates, MESSAGES, machine))
+    name = socket.gethostname() if machine is None else machine
+    name = "".join(one if one.isascii() and one.isprintable() else "?" for one in name)[:MACHINE]
+    hello = encode(Hello(__version__, corpus, session.name(), certificates, MESSAGES, name))
     until = time.monotonic() + _CROWDED
     answer = decode(_asked(session, HELLO, hello))
     while isinstance(answer, Later) and time.monotonic() < until:

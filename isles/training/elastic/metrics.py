@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from isles.base.parsing import parse_json
 from isles.base.schema import ElasticSummary
 from isles.data.order import rows
 from isles.membership.coordinator import RoundsCoordinator
@@ -16,7 +15,6 @@ from isles.membership.messages import View, from_plain
 from isles.membership.run_log import (
     EXCHANGES,
     JOURNAL,
-    Restarts,
     RoundRecord,
     StartRecord,
     goodput,
@@ -27,24 +25,29 @@ from isles.membership.run_log import (
 )
 from isles.training.config.reading import tokens_a_step
 from isles.training.config.sections import Config
-from isles.training.records.summary import SummaryTable, parallel_bytes
+from isles.training.records.rundir import METRICS, read_lines
+from isles.training.records.summary import SummaryTable, of_everybody, parallel_bytes, summarise
 
 
-def elastic_metrics(
-    journal: Sequence[Mapping[str, Any]],
-    records: Sequence[RoundRecord | StartRecord],
+def elastic_summary(
+    config: Config,
+    out: Path,
+    results: Mapping[int, Mapping[str, Any]],
     membership: RoundsCoordinator,
-    members: Iterable[int],
-    last: int,
+    members: Collection[int],
+    wall: float,
     computed: float | None = None,
-) -> ElasticSummary:
-    """membership: at the end of the run, whose last round was `last`. members: that its model is made of. computed:
-    compute seconds of all workers; None: those of the reported rounds.
+) -> SummaryTable:
+    """The summary of the run in `out`. results: by member. membership: at the end. members: that the model is made of.
+    computed: compute seconds of all workers; None: those of the reported rounds.
     """
+    journal, records = recorded(out)
+    summary = summarise(config, of_everybody(results, members, read_lines(out / METRICS)), wall)
     done, counted = ledger(records), in_model(records, members)
     seconds = done.seconds if computed is None else computed
-    there = read_history(journal, max((record.at for record in records), default=0.0))
-    return ElasticSummary(
+    there = read_history(journal, records, membership.rules.sync_every)
+    last = membership.last or 0
+    elastic = ElasticSummary(
         goodput=goodput(counted, done, there),
         work_lost=max(1 - counted * done.seconds / done.steps / seconds, 0.0) if done.steps and seconds else 0.0,
         rounds=done.rounds,
@@ -58,22 +61,17 @@ def elastic_metrics(
         inner_steps_repeated=repeated(journal, records),
         joins=there.counts["join"],
         losses=there.counts["lost"],
-        steps_lost=Restarts(records).lost * membership.rules.sync_every,
+        steps_lost=sum(reached - step for reached, step in there.again),
         leaves=there.counts["leave"],
         views=there.counts["view"],
         outages=len(there.outages),
         state_transfers=done.transfers,
         state_transfer_bytes=done.size,
     )
-
-
-def elastic_totals(config: Config, summary: SummaryTable, of: ElasticSummary) -> SummaryTable:
-    """Entries of the summary that follow from the inner steps of all members, whenever they were there: the tokens that
-    they read, and the bytes that data parallel would have sent for as many steps, by member.
-    """
-    usual = max(round(of.inner_steps / config.run.steps), 1)  # members at once
-    sent = parallel_bytes(summary["parameters"], usual, config.run.steps) * usual / summary["workers"]
-    return {"tokens": of.inner_steps * tokens_a_step(config, 1), "ddp_bytes_per_worker": sent}
+    usual = max(round(done.steps / config.run.steps), 1)  # members at once
+    ddp = parallel_bytes(summary["parameters"], usual, config.run.steps) * usual / summary["workers"]
+    tokens = done.steps * tokens_a_step(config, 1)
+    return summary | {"tokens": tokens, "ddp_bytes_per_worker": ddp} | elastic.record()
 
 
 def views_of(journal: Iterable[Mapping[str, Any]]) -> dict[int, View]:
@@ -100,16 +98,6 @@ def recorded(out: Path) -> tuple[list[dict[str, Any]], list[RoundRecord | StartR
     """(the journal's entries, the lines of its exchanges) of the run in `out`; a last line that was not written whole
     is left out. ValueError for any other that is none.
     """
-    records = [read_record(record) for record in _read_lines(out / EXCHANGES)]
-    once = {
-        replace(record, at=0.0): record for record in records
-    }  # a lighthouse may die before it has acknowledged one
-    return [dict(entry) for entry in _read_lines(out / JOURNAL)], [*once.values()]
-
-
-def _read_lines(path: Path) -> list[Any]:
-    try:
-        whole, _, _ = path.read_bytes().rpartition(b"\n")
-    except FileNotFoundError:
-        return []
-    return [parse_json(record) for record in whole.split(b"\n") if record]
+    records = [read_record(record) for record in read_lines(out / EXCHANGES)]
+    once = {replace(record, at=0.0): record for record in records}  # a lighthouse may die before it acknowledges one
+    return [dict(entry) for entry in read_lines(out / JOURNAL)], [*once.values()]

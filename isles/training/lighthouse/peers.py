@@ -23,15 +23,17 @@ from isles.base.durable import settle, write_text
 from isles.base.parsing import integer, table
 from isles.membership.effects import Append, Coordinator
 from isles.membership.lighthouse import Journal
-from isles.membership.messages import SwarmStatus
+from isles.membership.messages import RunStatus
+from isles.membership.run_log import read_history
 from isles.membership.state_transfer import MODEL, StateUnavailable, state_of
 from isles.membership.swarm_coordinator import SwarmCoordinator, SwarmRules
+from isles.training.elastic.metrics import recorded
 from isles.training.lighthouse.mean import form_of
 from isles.training.lighthouse.schedule import RETAINED, StateSchedule
 from isles.training.lighthouse.server import LOOK, MODEL_FILE, LighthouseServer
 from isles.training.records.checkpoint import Checkpoints
 from isles.training.records.checksums import is_whole
-from isles.training.records.rundir import METRICS, SUMMARY, as_json
+from isles.training.records.rundir import METRICS, SUMMARY, as_json, read_lines
 from isles.training.records.summary import SummaryTable, of_everybody, parallel_bytes, summarise
 
 _MOST_PARTS = 1 << 16  # most parts of a state: nodes of its source cluster
@@ -48,7 +50,6 @@ class SwarmLighthouseServer(LighthouseServer):
     @override
     def assembly(self, journal: Journal, until: float, stack: ExitStack) -> Coordinator:
         self.coordinator = SwarmCoordinator(self.swarm_rules(), journal.entries, until)
-        self._journal = journal
         self._failures = Counter[int]()  # by peer, of its model
         self._parts: dict[int, int] = {}  # by step, the reported number of parts of its state
         self._offers: dict[int, dict[int, list[int]]] = {}  # by step and part: the members that serve it
@@ -74,15 +75,10 @@ class SwarmLighthouseServer(LighthouseServer):
 
     @override
     def serve(self) -> SummaryTable | None:
-        holder, epoch = None, max(self.coordinator.epoch, 1)
-        schedule = StateSchedule(self.config.run, self.coordinator.step, time.perf_counter())
+        holder, schedule = None, StateSchedule(self.config.run, self.coordinator.step, time.perf_counter())
         while holder is None:
             self.lighthouse.wait(self._is_asked, LOOK)
             self.refused.look()
-            if self.coordinator.epoch > epoch:
-                epoch = self.coordinator.epoch
-                none = "" if self.coordinator.saved else ", as no states were saved yet (run.checkpoint_every)"
-                self.on_notice(self.coordinator.begun_because + none)
             if self.stopping.is_set():
                 return None
             if self.lighthouse.look(lambda now: self._holder()) is not None:
@@ -104,7 +100,7 @@ class SwarmLighthouseServer(LighthouseServer):
         return is_offered or self.stopping.is_set() or self._holder() is not None
 
     @override
-    def now(self) -> SwarmStatus:
+    def now(self) -> RunStatus:
         refused = self.refused.rows()
         return self.lighthouse.look(lambda now: self.coordinator.now(now, refused))
 
@@ -147,10 +143,11 @@ class SwarmLighthouseServer(LighthouseServer):
         return member
 
     def _summary(self, holder: int, seconds: float) -> SummaryTable:
-        results = of_everybody(self.results, [holder, *(self.results.keys() - {holder})], self.out / METRICS)
+        every = {holder: self.results[holder], **self.results}
+        results = of_everybody(every, every.keys(), read_lines(self.out / METRICS))
         summary = summarise(self.config, results, seconds)
         peers = self.coordinator.peers.values()
-        restarts = sum(one["event"] == "restart" for one in self._journal.entries)
+        there = read_history(recorded(self.out)[0])
         if self.judged is not None:
             summary["val_loss"] = self.judged
         summary |= {
@@ -161,8 +158,8 @@ class SwarmLighthouseServer(LighthouseServer):
             "deaths": sum(not peer.connected and not peer.left for peer in peers),
             "leaves": sum(peer.left for peer in peers),
             "begun": self.coordinator.epoch,
-            "steps_lost": self.coordinator.steps_lost,
-            "outages": restarts + bool(self._journal.entries),
+            "steps_lost": sum(reached - step for reached, step in there.again),
+            "outages": len(there.outages),
             "links": self.links(),
             "refused": self.refused.table(),
         }
@@ -198,8 +195,7 @@ class SwarmLighthouseServer(LighthouseServer):
         """With run.checkpoint_every = "auto", ask all peers for their states when they are due."""
         step, now = self.coordinator.step, time.perf_counter()
         if self.config.run.checkpoint_every == "auto" and schedule.is_due(step, now):
-            wanted = schedule.ahead(step, now)
-            self.lighthouse.act(lambda now: self.coordinator.ask_states(wanted))
+            self.lighthouse.act(lambda now: self.coordinator.ask_states(schedule.ahead(step)))
             schedule.saved(step, now)
 
     def _save(self) -> None:

@@ -25,18 +25,18 @@ from isles.membership.coordinator import RoundsCoordinator
 from isles.membership.effects import Append, Coordinator
 from isles.membership.lighthouse import Journal
 from isles.membership.messages import MARGIN, Examine, Over, RunStatus
-from isles.membership.run_log import EXCHANGES, Restarts, RoundRecord, read_record
+from isles.membership.run_log import EXCHANGES, RoundRecord, begun_again, read_record
 from isles.membership.state_transfer import MODEL, STATE, StateUnavailable, saved_name, server_name
 from isles.replicas.config import workers
-from isles.training.elastic.metrics import elastic_metrics, elastic_totals, recorded
+from isles.training.elastic.metrics import elastic_summary, recorded
 from isles.training.elastic.support import final_rule
 from isles.training.lighthouse.mean import FinalModel, candidates, spread, write_mean
 from isles.training.lighthouse.schedule import RETAINED, StateSchedule
 from isles.training.lighthouse.server import LOOK, MODEL_FILE, LighthouseServer
 from isles.training.records.checkpoint import Checkpoints
 from isles.training.records.checksums import is_whole
-from isles.training.records.rundir import METRICS, SUMMARY, as_json
-from isles.training.records.summary import SummaryTable, of_everybody, summarise
+from isles.training.records.rundir import SUMMARY, as_json
+from isles.training.records.summary import SummaryTable
 
 _HARDLY = 0.02  # nats that the mean of two models may be above the better one of them
 
@@ -50,7 +50,9 @@ class RoundsLighthouseServer(LighthouseServer):
     def assembly(self, journal: Journal, until: float, stack: ExitStack) -> Coordinator:
         self.evaluations: dict[int, float | None] = {}
         self.spread, self._finished_at = 0.0, 0.0
-        self._restarts = Restarts(recorded(self.out)[1])
+        records = recorded(self.out)[1]
+        self._newest = max((one.round for one in records if isinstance(one, RoundRecord)), default=0)
+        self._begun = begun_again(records)
         self._exchanges = stack.enter_context((self.out / EXCHANGES).open("a", encoding="utf-8"))
         self._states = Checkpoints(self.out, "states")
         self._offer(self._states.newest_sound(self.on_notice))
@@ -77,12 +79,10 @@ class RoundsLighthouseServer(LighthouseServer):
         if self.stopping.is_set():
             return None
         self.lighthouse.act(lambda now: [Append({"event": "end"})])
-        reported = elastic_metrics(*recorded(self.out), self.membership, taken, self.membership.last or 0)
-        everybody = of_everybody(self.results, sorted(taken), self.out / METRICS)
-        summary = summarise(self.config, everybody, time.time() - self.began)
-        summary["val_loss"] = loss
-        summary |= elastic_totals(self.config, summary, reported) | {"replica_std": self.spread}
-        summary |= replace(reported, links=self.links(), refused=self.refused.table()).record()
+        wall = time.time() - self.began
+        summary = elastic_summary(self.config, self.out, self.results, self.membership, taken, wall)
+        summary |= {"val_loss": loss, "replica_std": self.spread}
+        summary |= {"links": self.links(), "refused": self.refused.table()}
         write_text(self.out / SUMMARY, as_json(summary, indent=2) + "\n")
         self.lighthouse.notify(self.members(), Over())
         workers = self.membership.workers
@@ -104,8 +104,7 @@ class RoundsLighthouseServer(LighthouseServer):
     def now(self) -> RunStatus:
         refused = self.refused.rows()
         saved = max(self._states.steps(), default=0) * self.rules.sync_every
-        now = self.lighthouse.look(lambda now: self.membership.now(self.lighthouse.seen, refused))
-        return replace(now, saved=saved)
+        return replace(self.lighthouse.look(lambda now: self.membership.now(refused)), saved=saved)
 
     def _rounds(self) -> int:
         done, last = max(self.membership.newest_round - 1, 0), self.membership.last
@@ -231,9 +230,13 @@ class RoundsLighthouseServer(LighthouseServer):
         rounds = (record.round,) if isinstance(record, RoundRecord) else (record.first, record.copied, record.has)
         if record.member != member or max(rounds) > (self.membership.last or max(rounds)) + 1:
             raise ValueError("a record of another member, or of rounds beyond the end of this run")
-        if self._restarts.add(record):
-            newest, has = (round * self.rules.sync_every for round in [*self._restarts.begun.values()][-1])
-            where = f"step {newest}: begins again from step {has}, {newest - has} steps lost"
-            self.on_notice(f"all workers were lost at {where}")
+        if isinstance(record, RoundRecord):
+            self._newest = max(self._newest, record.round)
+        for first, begun in begun_again([record], self._newest).items():
+            if self._begun.setdefault(first, begun) is begun:
+                reached, has = (round * self.rules.sync_every for round in begun)
+                self.on_notice(
+                    f"all workers were lost at step {reached}: begins again from step {has}, {reached - has} steps lost"
+                )
         self._exchanges.write(as_json(asdict(replace(record, at=round(time.time(), 3)))) + "\n")
         self._exchanges.flush()

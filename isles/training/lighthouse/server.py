@@ -110,7 +110,7 @@ class LighthouseServer(ABC):
         self.results: dict[int, dict[str, Any]] = {}
         self.carried: dict[int, dict[str, int]] = {}
         self._paths: dict[int, list[PathRow]] = {}
-        self._left, self._is_over = set[int](), False
+        self._gone = set[int]()  # members that have left, or that ended with the run
         self.schema = Schema(config)
 
     def run(self) -> SummaryTable | None:
@@ -207,7 +207,7 @@ class LighthouseServer(ABC):
         """Serve this kind of run until its end, or until `stopping`."""
 
     @abstractmethod
-    def now(self) -> Any:
+    def now(self) -> RunStatus:
         """The status of the run, as a message."""
 
     @abstractmethod
@@ -237,11 +237,12 @@ class LighthouseServer(ABC):
         pairs = [dict(zip(_PAIR, row, strict=True)) for row in self.paths()]
         return {**ways, "relayed_here": self.lighthouse.relayed, "pairs": pairs}
 
-    def _status(self) -> Any:
-        now, known, at = self.now(), self.lighthouse.machines, time.time()
-        here = [one.member for one in (now.members if isinstance(now, RunStatus) else now.peers)]
-        machines = [(member, *known[member][:2], round(at - known[member][2], 1)) for member in here]
-        return replace(now, paths=self.paths()[:_SHOWN], machines=tuple(machines))
+    def _status(self) -> RunStatus:
+        now, at, members = self.now(), time.time(), []
+        for one in now.members:
+            machine, address, since = self.lighthouse.machines[one.member]
+            members.append(replace(one, machine=machine, address=address, since=round(at - since, 1)))
+        return replace(now, paths=self.paths()[:_SHOWN], members=tuple(members))
 
     def paths(self) -> MemberPaths:
         """The paths that workers have reported, by bytes, descending."""
@@ -251,25 +252,30 @@ class LighthouseServer(ABC):
     def _show(self, entry: Mapping[str, Any], going_on: int) -> None:
         """Show an entry of the journal to the user as a line, if it is about a member. In the session's thread."""
         event, member = entry["event"], entry.get("member", -1)
-        if event == "begin" and entry["epoch"] == 1:
-            self.on_notice(f"+ it begins with {len(entry['members'])} members")
-        self._is_over |= event == "end"
-        if member < 0 or self._is_over or (event == "lost" and member in self._left):
+        if event == "begin":
+            step, reached = entry["step"], entry["reached"]
+            none = "" if step else ", as no states were saved yet (run.checkpoint_every)"
+            again = (
+                f"{entry['why']} at step {reached}: begins again from step {step}, {reached - step} steps lost{none}"
+            )
+            self.on_notice(again if entry["epoch"] > 1 else f"+ it begins with {len(entry['members'])} members")
+        if event == "end":
+            self._gone.update(self.lighthouse.machines)
+        if member < 0 or member in self._gone:
             return
-        self._left |= {member} if event == "leave" else set()
+        self._gone |= {member} if event == "leave" else set()
         who, silence = self.lighthouse.machines[member][0] or "a machine without a name", entry.get("silence", 0.0)
         why = f"after {silence:.1f} s of silence" if silence >= _SILENCE else "as its connection broke"
-        hangs = f"no new round for {entry.get('still', 0)} s"
         shown = {
             "join": f"+ {who} ({entry.get('seen') or 'here'}) joined as member {member}",
             "back": f"+ {who} is connected again (member {member})",
             "leave": f"- {who} leaves (member {member})",
             "lost": f"- {who} lost {why} (member {member}); {going_on} {'goes' if going_on == 1 else 'go'} on",
             "ban": f"- {who} shut out (member {member}): {entry.get('why', _MUTUAL)}",
-            "call": f"- {who} left out, {hangs} (member {member})" if "still" in entry else "",
-        }.get(event, "")
-        if shown:
-            self.on_notice(shown)
+            "call": f"- {who} left out, no new round for {entry.get('still')} s (member {member})",
+        }
+        if event in shown and (event != "call" or "still" in entry):
+            self.on_notice(shown[event])
 
     def _on_report(self, member: int, event: Any) -> None:
         """Handle a worker's report, in the session's thread. ValueError refuses it."""

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from isles.base.durable import no_room, write_text
-from isles.base.parsing import parse_toml
+from isles.base.parsing import parse_json, parse_toml
 from isles.comm.errors import CommError, RendezvousFailed
 from isles.launch.nodes import NodeSpec
 from isles.training.config.trust import TYPED, names_in, vouch
@@ -117,6 +117,15 @@ def save_config(text: str, out: Path) -> None:
     """Write RUN/config.toml, with a record that its user typed the names in it here."""
     write_text(out / CONFIG, text)
     vouch(out, names_in(parse_toml(text)))
+
+
+def read_lines(path: Path) -> list[Any]:
+    """The JSON lines of a file, without a last one that was not written whole. ValueError for another damaged one."""
+    try:
+        whole, _, _ = path.read_bytes().rpartition(b"\n")
+    except FileNotFoundError:
+        return []
+    return [parse_json(line) for line in whole.split(b"\n") if line]
 
 
 def as_json(record: dict[str, Any], indent: int | None = None) -> str:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from isles.base import schema
-from isles.base.parsing import parse_json
 from isles.base.version import __version__
 from isles.training.config.sections import Config
 
@@ -70,28 +68,23 @@ def summarise(of: Config, results: list[dict[str, Any]], wall_seconds: float) ->
     ).record()
 
 
-def of_everybody(results: Mapping[int, Mapping[str, Any]], first: Iterable[int], metrics: Path) -> list[dict[str, Any]]:
-    """The results of all members that a run has had, those of `first`, which the model is made of, in front. A member
-    that was lost, or has left, has the counters of its last line in the file `metrics`.
+def of_everybody(
+    results: Mapping[int, Mapping[str, Any]], taken: Collection[int], metrics: Iterable[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """The results of all members that a run has had, those of `taken`, which the model is made of, in front. A member
+    that was lost, or has left, has the counters of its last line of `metrics`, by channel as the others on average.
     """
-    last: dict[int, dict[str, Any]] = {}
-    for text in metrics.read_bytes().splitlines(keepends=True):
-        line = parse_json(text) if text.endswith(b"\n") else {}
-        if "bytes_sent" in line:
-            last[line["worker"]] = line
-    taken = [*first]
-    every = [dict(results[member]) for member in taken]
-    every += [{**own, "val_loss_replica": None} for member, own in results.items() if member not in taken]
+    last = {line["worker"]: line for line in metrics if "bytes_sent" in line}
+    every = [dict(results[member]) for member in sorted(results, key=lambda member: member not in taken)]
+    for one in every[len(taken) :]:
+        one["val_loss_replica"] = None
     channels = by_channel(every)
     for line in (line for member, line in last.items() if member not in results):
-        own: dict[str, Any] = {key: line[key] for key in ("bytes_sent", "bytes_received", "blocked_seconds")}
-        mean = {key: sum(one[key] for one in every[: len(results)]) / len(results) or 1.0 for key in own}
-        own["channels"] = {  # lines have none: in the same proportions as of the others
-            name: {key: own[key] * one / mean[key] for key, one in was.items()} for name, was in channels.items()
-        }
-        own |= {"compute_seconds": line["compute_seconds"]}
-        own |= {"tokens": 0, "parameters": 0, "train_seconds": 0.0, "val_loss_replica": None}
-        every.append({**own, "virtual_seconds": line["clock_seconds"]})
+        own = {key: line[key] for key in ("bytes_sent", "bytes_received", "blocked_seconds")}
+        share = {key: own[key] / (sum(one[key] for one in channels.values()) or 1.0) for key in own}
+        of = {name: {key: one[key] * share[key] for key in one} for name, one in channels.items()}
+        own |= {"channels": of, "compute_seconds": line["compute_seconds"], "virtual_seconds": line["clock_seconds"]}
+        every.append({**own, "tokens": 0, "parameters": 0, "train_seconds": 0.0, "val_loss_replica": None})
     return every
 
 

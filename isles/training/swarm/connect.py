@@ -110,8 +110,9 @@ class SwarmParticipant(OwnMember):
         self._session, self._refused = connection.session, connection.session.refused
         alone = IslandGroup()
         certificates = connection.shown(alone)
-        entry = member_of(connection.session, self.corpus.sha256, certificates, connection.here.name, notify)
+        entry = member_of(connection.session, self.corpus.sha256, certificates, connection.here.machine, notify)
         self.client = SwarmClient(connection.session, entry, self._meet)
+        self.states_wanted = lambda: self.client.wanted
         self.transport, self.transfers = connect(
             stack, connection, self.client, alone, certificates, size=MAX_MEMBERS, notify=notify
         )
@@ -204,10 +205,6 @@ class SwarmParticipant(OwnMember):
 
     def made(self, part: StartSwarm | JoinSwarm) -> PeerWork:
         return ElasticSwarmTrainer(self, part, wish=self.wish, await_saved=self.client.await_saved)
-
-    @override
-    def states_wanted(self) -> int:
-        return self.client.wanted
 
     @override
     def stop_here(self, step: int) -> bool:

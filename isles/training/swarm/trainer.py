@@ -290,6 +290,7 @@ class OwnMember(ABC):
     """A member's resources for training.
 
     transport: between members. transfers: serves this peer's states. folder: for temporary files of states.
+    states_wanted: returns the step from which on the lighthouse asks for all states; 0: it does not.
     """
 
     config: Config
@@ -297,6 +298,7 @@ class OwnMember(ABC):
     corpus: Corpus
     transfers: StateTransfer
     folder: Path
+    states_wanted: Callable[[], int]
 
     def __init__(self) -> None:
         self._offered: list[str] = []
@@ -308,10 +310,6 @@ class OwnMember(ABC):
     @abstractmethod
     def stop_here(self, step: int) -> bool:
         """Whether this peer stops after `step` at once, without an agreement."""
-
-    @abstractmethod
-    def states_wanted(self) -> int:
-        """The step from which on the lighthouse asks for all states; 0: it does not."""
 
     def mesh(self, stages: Mapping[int, int]) -> Mesh:
         """The mesh of all member ids. stages: of the known members, including this one."""

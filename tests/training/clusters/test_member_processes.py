@@ -13,7 +13,7 @@ import pytest
 from typing_extensions import override
 
 from isles.comm.credentials import parse_token
-from isles.membership.messages import SwarmStatus
+from isles.membership.messages import RunStatus
 from isles.membership.requests import run_status
 from isles.network.clusters import ClusterNode
 from isles.training.clusters.node import growth_of
@@ -44,19 +44,19 @@ class ClusterCommands(Commands):
         """One more, that says what it has."""
         return self.peer("--node", str(self.folder / "half.toml"), *fields)
 
-    def now(self) -> SwarmStatus:
+    def now(self) -> RunStatus:
         """What the lighthouse says."""
         return run_status(self.address, parse_token((self.folder / "token").read_text().strip()))
 
     def whole(self) -> dict[int, list[int]]:
         """By cluster that trains, the members of its nodes by stage."""
         found: dict[int, dict[int, int]] = {}
-        for one in self.now().peers:
+        for one in self.now().members:
             if one.coordinates and one.coordinates[3]:
                 found.setdefault(one.coordinates[0], {})[one.coordinates[1]] = one.member
         complete = {
             coordinates[0]: coordinates[2]
-            for coordinates in (one.coordinates for one in self.now().peers)
+            for coordinates in (one.coordinates for one in self.now().members)
             if coordinates
         }
         return {
@@ -102,7 +102,7 @@ def test_killed_frozen_asked_to_leave_and_coming_later(commands: Make, tmp_path:
     run.until(lambda: len(run.whole()) == 2)
     founders[1].kill()
     run.until(lambda: len(run.whole()) == 1)
-    run.until(lambda: any(not one.coordinates[3] for one in run.now().peers if one.coordinates))  # its partner's beat
+    run.until(lambda: any(not one.coordinates[3] for one in run.now().members if one.coordinates))  # its partner's beat
     code, descriptor, error = isles("status", run.address, "--token", f"@{tmp_path / 'token'}", folder=tmp_path)
     assert code == 0 and ", broken" in descriptor and "1 of 2" in descriptor, descriptor + error
     third = run.node()  # takes the killed one's place

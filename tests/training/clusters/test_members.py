@@ -160,7 +160,7 @@ def test_a_joiner_tells_what_was_measured(tmp_path: Path) -> None:
     assert assignment.clusters[2] == (member(run, last),) and node is not None
     assert node.bandwidth != pytest.approx(run.config.world.slowest_link, rel=0.01) and 0 < node.latency < 1.0
     now = run.keeper.coordinator.now(0.0, [])
-    assert now.clustered and {one.coordinates[2:] for one in now.peers if one.member == member(run, last)} <= {
+    assert {one.coordinates[2:] for one in now.members if one.member == member(run, last)} <= {
         (1, 1),
         (),
     }
