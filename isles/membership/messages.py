@@ -464,7 +464,7 @@ class Over(Exact):
 
 @dataclass(frozen=True)
 class MemberStatus(Exact):
-    """One member as the lighthouse knows it. place: a `WorkerState`, or its stage. step: the newest, of whole replicas
+    """One member as the lighthouse knows it. role: a `WorkerState`, or its stage. step: the newest, of whole replicas
     the newest round. seconds: of an inner step, or of a peer's microbatch; 0 if unknown. identity: as in `View`.
 
     Of peers only: queue, counted: see `SwarmBeat`. heard: seconds since its last beat. stage: `ANY` while it waits.
@@ -476,7 +476,7 @@ class MemberStatus(Exact):
 
     member: Int
     identity: Str
-    place: Str
+    role: Str
     step: Int
     seconds: Float
     counted: Int | None = None

@@ -193,11 +193,11 @@ class SwarmCoordinator(Coordinator):
                 step, seconds, work, at = 0, 0.0, (0, 0.0), ()
                 if beat is not None:
                     step, seconds, work, at = beat.step, beat.seconds, (beat.counted, beat.queue), beat.coordinates
-                place = "waiting" if stage == ANY else "standby" if self.rules.clustered else f"stage {stage}"
+                role = "waiting" if stage == ANY else "standby" if self.rules.clustered else f"stage {stage}"
                 if at:
-                    place = f"cluster {at[0]}{'' if at[3] else ', broken'}: stage {at[1]} of {at[2]}"
+                    role = f"cluster {at[0]}{'' if at[3] else ', broken'}: stage {at[1]} of {at[2]}"
                 heard = round(now - peer.heard_at, 1)
-                rows.append(MemberStatus(member, peer.identity, place, step, seconds, *work, heard, stage, at))
+                rows.append(MemberStatus(member, peer.identity, role, step, seconds, *work, heard, stage, at))
         text = f"step {self.step} of {self.rules.last}"
         text += f", {now - self._ended_at:.1f} s ago" if self._ended_at >= 0 else ""
         text += f"; {'clusters' if self.rules.clustered else 'swarms'} begun: {self.epoch}"

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from isles.membership.messages import RunStatus
 
 _EACH = 2.0  # seconds between two looks of --watch
-_NAMES = ("machine", "address", "way", "place", "fingerprint")  # columns of words
+_NAMES = ("machine", "address", "way", "role", "fingerprint")  # columns of words
 _SECONDS = ("a step", "a microbatch", "heard", "here for")
 
 
@@ -99,7 +99,7 @@ def _rows(now: RunStatus) -> list[dict[str, Any]]:
     for one in now.members:
         ways = sorted({way.partition(" ")[0] for by, _, way, *_ in now.paths if by == one.member} - {""})
         row: dict[str, Any] = {"machine": one.machine, "address": one.address, "way": " ".join(ways)}
-        row |= {"place": one.place, "fingerprint": one.identity and spoken(one.identity), "member": one.member}
+        row |= {"role": one.role, "fingerprint": one.identity and spoken(one.identity), "member": one.member}
         row |= {now.unit: one.step, "behind": max(now.step - one.step, 0)}
         row |= {"a step" if one.queue is None else "a microbatch": one.seconds or None}
         row |= {"counted": one.counted, "queue": one.queue, "heard": one.heard, "here for": one.since}

@@ -51,7 +51,7 @@ def test_a_lighthouse_that_vouches_for_another_one_to_one_worker(
     head, heads, *rows = shown()
     assert head.startswith("round ") and "of 2000; view 0" in head
     table = [dict(zip(re.split(r"  +", heads), re.split(r"  +", row), strict=True)) for row in rows[:3]]
-    assert [(row["fingerprint"], row["address"], row["place"], row["member"]) for row in table] == [
+    assert [(row["fingerprint"], row["address"], row["role"], row["member"]) for row in table] == [
         (spoken(identity), "127.0.0.1", "in", str(member)) for member, identity in enumerate(named)
     ]
     assert sum("the lighthouse sees it at 127.0.0.1" in line for line in run.notices) == 3

@@ -52,7 +52,7 @@ def test_members_are_known_by_name(
     rows = {row["machine"]: row for row in show(token=None)["members"]}  # the token is in the run directory
     assert set(rows) == {"attic", ("cel?[2Jlar" + "r" * 99)[:40]}
     row = rows["attic"]
-    assert row["place"] == "in" and row["address"] == "127.0.0.1" and row["way"] == "relayed" and row["round"] > 0
+    assert row["role"] == "in" and row["address"] == "127.0.0.1" and row["way"] == "relayed" and row["round"] > 0
     assert 0 < row["a step"] < 10 and 0 <= row["behind"] < 5 and 0 < row["here for"] < 60
     capsys.readouterr()
     command.status(str(world.out), token=world.token)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import socket
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -39,7 +38,7 @@ def told(lines: list[str]) -> list[list[str]]:
     heads, *rows = [re.split(r"  +", line.strip()) for line in lines[1:]]
     found = [dict(zip(heads, row, strict=True)) for row in rows if len(row) == len(heads)]
     assert all(row["machine"] == socket.gethostname()[:40] and row["address"] == "127.0.0.1" for row in found)
-    return [[row["place"].removeprefix("stage "), row["member"], row["step"], row["counted"]] for row in found]
+    return [[row["role"].removeprefix("stage "), row["member"], row["step"], row["counted"]] for row in found]
 
 
 @pytest.mark.long
@@ -63,7 +62,7 @@ def test_it_shows_stages_peers_and_loads(tmp_path: Path, show: Show) -> None:
     counts = [sum(counted for at, _, counted in members.values() if at == stage) for stage in (0, 2)]
     assert counts == [6, 6], "one peer of a stage counts all microbatches of a step"
     assert all(
-        cell in next(line for line in lines if "place" in line)
+        cell in next(line for line in lines if "role" in line)
         for cell in ("a microbatch", "queue", "heard", "here for")
     )
     liar = run.peers[2]
@@ -80,8 +79,7 @@ def test_a_lighthouse_that_is_gone_and_comes_back(tmp_path: Path, show: Show) ->
     run.stop()
     with pytest.raises(OSError, match=r"no lighthouse answers there \(connection refused\): isles doctor --join"):
         show(run)
-    lighting = threading.Timer(1.5, run.keep)  # it is just being lit
-    lighting.start()
+    run.keep()
     assert show(run)[0].startswith("step 0 of 400")
     run.stop()
 
