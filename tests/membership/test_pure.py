@@ -15,7 +15,7 @@ ROOM = Path(isles.membership.__file__).parent
 PURE = ["coordinator", "coordinator_state", "data_ledger", "effects", "member", "messages", "round_commit", "run_log"]
 PURE += ["swarm_coordinator"]
 ALLOWED = {"__future__", "abc", "collections", "dataclasses", "functools", "isles", "json", "math", "statistics"}
-ALLOWED |= {"hashlib", "pydantic", "pydantic_core", "types", "typing"}
+ALLOWED |= {"hashlib", "itertools", "operator", "pydantic", "pydantic_core", "types", "typing"}
 
 
 @pytest.mark.parametrize("name", PURE)
