@@ -243,3 +243,7 @@ def test_a_port_that_nobody_reaches_is_a_warning(tmp_path: Path, monkeypatch: py
     assert made.end()["links"]["direct"] == 0
     warned = [line for line in made.notices if line.startswith("warning: relayed: the lighthouse does not reach port")]
     assert len(warned) == 2 and all("no answer within 5 s" in line and "forward it" in line for line in warned)
+
+
+def test_the_status_of_no_run_and_no_address(answer: Answer) -> None:
+    one_line(answer("status", "nowhere"), "nowhere: no such run directory, and no address: write HOST:PORT")

@@ -270,6 +270,7 @@ def test_an_impossible_value_is_named_with_its_section_once(assignment: str, beg
 
 WRONG_TYPES = [
     ("run.steps=many", "run.steps = 'many': input should be a valid integer"),
+    ("run.checkpoint_every=often", "run.checkpoint_every = 'often': input should be a valid integer or 'auto'"),
     ("run.steps=2.5", "run.steps = 2.5"),
     ("run.steps=true", "run.steps = True"),
     ('run.steps="20"', "run.steps = '20'"),

@@ -58,6 +58,8 @@ def _look(run: str, token: str | None) -> RunStatus:
 
     folder = Path(run)
     if not folder.is_dir():
+        if ":" not in run:
+            raise ValueError(f"{run}: no such run directory, and no address: write HOST:PORT")
         return run_status(run, read_token(token))
     if (folder / "lighthouse.json").is_file() and not (folder / "summary.json").is_file():
         from isles.comm.credentials import read
