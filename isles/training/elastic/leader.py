@@ -304,10 +304,10 @@ class Participant:
         """
         client, view = self.client, self.client.start_round(round)
         index = None if view is None else view.index(client.member)
-        steps = every if view is None or index is None or not view.steps else view.steps[index]
         slice_view, spare = None if round == self._tried else view, self._unassigned_read
         self._tried = round
         read = () if slice_view is None else tuple(batches(client.state.views, slice_view, round, cast(int, index)))
+        steps = len(read) or every  # on unassigned data slow members, too, do all steps
         done, began = round * every - steps, self._computed()  # all end a round at the same step count
         yield Decision(kind="train", round=round, steps=done, slices=read, spare=spare)
         seconds = max(self._computed() - began, 0.0)

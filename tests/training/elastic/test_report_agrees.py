@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from isles.network.churn import ChurnEvent
 from isles.training.config.reading import tokens_a_step
 from tests.training.elastic.agreeing import agree
 from tests.training.elastic.runs import Run
@@ -24,6 +25,16 @@ def test_of_a_simulated_run(tmp_path: Path, seed: int) -> None:
     config = small(tmp_path, 5, 32, method=("noloco", "diloco")[seed % 2])
     trace = random_trace(founders=5, most=8, events=12, spacing=20.0, seed=seed)
     run = churned(config, trace, tmp_path)
+    agree(run.out, tokens_a_step=tokens_a_step(config, 1), model={*run._members}, simulated=True)
+
+
+def test_a_slow_worker_s_postponed_round_is_recorded_as_it_was(tmp_path: Path) -> None:
+    """It does one step of two; on unassigned data, while the lighthouse is away, it does both, as everybody."""
+    slow = {"step_seconds": 10.0, "step_factors": (1.0, 1.0, 1.5, 1.0)}
+    config = small(tmp_path, 3, 20, method="diloco", virtual=slow)
+    run = churned(config, [ChurnEvent(45.0, "join", 1), ChurnEvent(165.0, "lighthouse", 30.0)], tmp_path)
+    steps = {one["view"]: one["steps"] for one in run.records if one["member"] == 2 and "outcome" in one}
+    assert steps == {0: 2, 3: 1, -1: 2}
     agree(run.out, tokens_a_step=tokens_a_step(config, 1), model={*run._members}, simulated=True)
 
 
