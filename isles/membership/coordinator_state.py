@@ -351,9 +351,11 @@ class CoordinatorState(Coordinator):
             self._call_again(worker)
 
     def _call_again(self, worker: Worker) -> None:
-        """The worker must load another state: its own differs from the others', or no view waits for it."""
+        """The worker must load another state: its own differs from the others', or no view waits for it. One that is
+        leaving leaves at once.
+        """
         self.ledger.forgo(worker.member)
-        worker.state, worker.call = "outside", worker.call + 1
+        worker.state, worker.call = "left" if worker.state == "leaving" else "outside", worker.call + 1
         worker.round = min(worker.round, self.newest_round)  # before its next view, also if it said a later one
         worker.load, worker.tried = None, set()
         self.workers.changed()

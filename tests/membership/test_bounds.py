@@ -173,6 +173,14 @@ def test_of_two_that_are_far_apart_the_one_that_joined_later_loads_a_state(ahead
     assert world.run.newest_round == (50 if ahead == 0 else 11)
 
 
+def test_who_is_far_ahead_and_leaves_has_left() -> None:
+    """It is asked for no other state, with which it would be in the next view again."""
+    world = Run(2, hostile=0)
+    world.run.leave(0.0, 1)
+    world.begin(50, 1)
+    assert told(world.begin(11, 0), Load) == [] and world.run.workers[1].state == "left"
+
+
 def test_accusations_of_rounds_that_few_have_begun_count_nothing() -> None:
     """Three of five that agree may ban one; not before the rounds have passed."""
     world = Run(5, hostile=0)
@@ -197,6 +205,24 @@ def test_words_about_a_round_to_come_do_not_fix_who_is_in_it() -> None:
     world.begin(4, comes)
     found = [effect for member in (0, 1, 2, comes) for effect in world.run.hear(0.0, member, Done(4, 0, 7)) or []]
     assert told(found, RoundDecision)[0][1] == RoundDecision(4, "land", 0, (0, 1, 2, comes), view=1)
+
+
+def test_no_round_is_decided_that_a_pending_view_may_begin_with() -> None:
+    """The view from round 4 on has a joiner, and not member 0, which spoke of that round and was lost; member 2 has not
+    promised it yet. Whoever decided now would do so among the members of the former view.
+    """
+    world = Run(3, hostile=0, agrees=True)
+    comes = world.joins()
+    world.run.leave(0.0, 0)
+    world.promise(0, 1)
+    for round in (2, 3, 4):
+        world.begin(round)
+    world.run.hear(0.0, 0, Done(4, 0, NOTHING))
+    assert told(world.run.disconnected(0.0, 0), RoundDecision) == []
+    world.promise(2)
+    world.begin(4, comes)
+    found = [effect for member in (1, 2, comes) for effect in world.run.hear(0.0, member, Done(4, 0, 7)) or []]
+    assert told(found, RoundDecision)[0][1] == RoundDecision(4, "land", 0, (1, 2, comes), view=2)
 
 
 # Swarms
