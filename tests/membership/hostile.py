@@ -107,8 +107,8 @@ class Liar:
 class HostileWorld(World):
     """The last founder is hostile: from `lie` on it also says what a `Liar` draws."""
 
-    def __init__(self, *, founders: int, agrees: bool, seed: int) -> None:
-        super().__init__(founders=founders, agrees=agrees, seed=seed)
+    def __init__(self, *, founders: int, seed: int, **form: Any) -> None:
+        super().__init__(founders=founders, seed=seed, **form)
         self.hostile = Random(seed ^ 0x5EED)
         self.liar = Liar(self.hostile)
         self.nodes[-1].address = "hostile"

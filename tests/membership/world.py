@@ -21,7 +21,18 @@ from isles.membership.coordinator import RoundsCoordinator
 from isles.membership.data_ledger import batches
 from isles.membership.effects import Append, Notify, Reply, Rules
 from isles.membership.member import MemberState
-from isles.membership.messages import Ack, Admitted, BeatReply, Done, Load, PeerReport, Proposal, Refusal, View
+from isles.membership.messages import (
+    Ack,
+    Admitted,
+    BeatReply,
+    Delivered,
+    Done,
+    Load,
+    PeerReport,
+    Proposal,
+    Refusal,
+    View,
+)
 from isles.membership.round_commit import NOTHING, RoundDecision, RoundState
 
 LEASE, PATIENCE, GRACE, RETRY = 3.0, 5.0, 4.0, 1.0
@@ -48,6 +59,7 @@ class Node:
     address: str = ""
     state: MemberState | None = None
     work: int = 0
+    mean: int = 0  # where all land one mean, the part of `work` that has landed: the state that it gives
     alive: bool = True
     frozen: bool = False
     cut: bool = False
@@ -81,10 +93,12 @@ class Exchange:
 
 
 class World:
-    """agrees: all-reduce instead of pairs. After `run` the counts can be read."""
+    """agrees: all-reduce instead of pairs. quorum: see `Rules`; workers train on while a round lands. After `run` the
+    counts can be read.
+    """
 
-    def __init__(self, *, founders: int, agrees: bool, seed: int, sync_every: int = 2) -> None:
-        self.rules = Rules(founders=founders, sync_every=sync_every, agrees=agrees)
+    def __init__(self, *, founders: int, agrees: bool, seed: int, sync_every: int = 2, quorum: float = 0.0) -> None:
+        self.rules = Rules(founders=founders, sync_every=sync_every, agrees=agrees, quorum=quorum)
         self.random = random.Random(seed)
         self.now = 0.0
         self.nodes: list[Node] = []
@@ -346,7 +360,7 @@ class World:
         node.loading, node.donor, node.training, node.exchange = load.call, load.donor, False, None
         if load.donor < 0:
             node.loading = -1
-            node.work, node.landed = 0, []
+            node.work, node.mean, node.landed = 0, 0, []
             member.loaded(load, 0)
             return
         donor = self._members[load.donor]
@@ -355,7 +369,7 @@ class World:
             if not node.alive or (node.loading, node.donor) != (load.call, load.donor):
                 return
             node.loading = -1
-            node.work, node.landed = work, landed
+            node.work, node.mean, node.landed = work, work, landed
             member.loaded(load, round, left_out)
             self.beat(node)
 
@@ -365,8 +379,8 @@ class World:
             if donor.cut or not donor.training:
                 return
             # the state after its last landing: what it has read since then comes with its own next exchange
-            round = dm.round if not self.rules.agrees else len(donor.landed)
-            snapshot = donor.work, list(donor.landed), round, dict(dm.left_out)
+            work, round = (donor.mean, len(donor.landed)) if self.rules.agrees else (donor.work, dm.round)
+            snapshot = work, list(donor.landed), round, dict(dm.left_out)
             self.after(self.random.uniform(0.1, 1.0), lambda: self.to_node(node, lambda: given(*snapshot)))
 
         def give_up() -> None:
@@ -382,7 +396,7 @@ class World:
         member = node.state
         if member is None or not node.alive or node.frozen:
             return
-        if not node.training and node.loading < 0 and member.ready == member.call:
+        if not node.training and node.loading < 0 and member.ready == member.call and node.exchange is None:
             first = member.first()
             if first is not None and self._caught_up(node, first):
                 node.training = True
@@ -412,6 +426,9 @@ class World:
             return
         until = member.until()
         if round > self.final or (node.leaving and until is not None and round >= until):
+            if node.leaving and node.exchange is not None:  # it waits until its work has landed
+                self._soon(node, lambda: self.begin(node, round))
+                return
             node.training = False
             if node.leaving:
                 node.alive = False
@@ -438,11 +455,17 @@ class World:
         member = node.state
         assert member is not None
         if member.call != member.ready or member.call != call or not node.training:
-            node.training = False
+            node.training, node.exchange = False, None
+            return
+        if self.rules.quorum:
+            if node.exchange is None:
+                self._deliver(node, round)
+            else:  # the round before has not landed
+                self._soon(node, lambda: self.meet(node, round, call))
             return
         round_members = member.group(round)
         if self.rules.agrees and not round_members.decided:  # nothing could land; the inner loop goes on meanwhile
-            self.after(0.2, lambda: self.unless_frozen(node, lambda: node.alive and self.meet(node, round, call)))
+            self._soon(node, lambda: self.meet(node, round, call))
             return
         members = (
             round_members.members if self.rules.agrees else self._pair(round, round_members.members, member.member)
@@ -456,6 +479,44 @@ class World:
         self._send(node)
         self._late(node, node.exchange, 0)
         self.exchanging(node)
+
+    def _soon(self, node: Node, what: Callable[[], None]) -> None:
+        self.after(0.2, lambda: self.unless_frozen(node, lambda: node.alive and what()))
+
+    def _deliver(self, node: Node, round: int) -> None:
+        """The share of a round for which a quorum is enough; then it trains on. If the others have landed without it,
+        it takes their mean, and this share is one of the next round.
+        """
+        member, part = node.state, RoundState(node.member, round, 0, (node.member,))
+        assert member is not None
+        call = member.call
+        exchange = node.exchange = Exchange(round, -1, (), part, node.work)
+        delivered, heard = Delivered(round, self.rules.sync_every, node.pace), [Reply(Refusal("heard"))]
+
+        def deliver(run: RoundsCoordinator) -> list:
+            effects = run.deliver(self.now, node.member, delivered)
+            return effects + heard * (not any(isinstance(effect, Reply) for effect in effects))
+
+        def first(message: object | None) -> None:
+            if not (node.alive and node.training) or (member.call, member.ready) != (call, call):
+                return
+            answer(message)
+            if node.exchange is exchange or node.member in node.landed[-1][2] or round == self.final:
+                self.begin(node, round + 1)
+            else:
+                member.skip(round + 1)
+                self._deliver(node, round + 1)
+
+        def answer(message: object | None) -> None:
+            if isinstance(message, RoundDecision):
+                self.decision(node, message)
+            self._soon(node, again)
+
+        def again() -> None:
+            if node.exchange is exchange and exchange.part is not None and not exchange.part.attempt:
+                self.ask(node, deliver, answer)
+
+        self.ask(node, deliver, first)
 
     def _pair(self, round: int, members: tuple[int, ...], member: int) -> tuple[int, ...]:
         order = list(members)
@@ -528,6 +589,8 @@ class World:
             return
         part = exchange.part
         here = node.shares.get((exchange.round, part.attempt), {})
+        if self.rules.quorum and not part.attempt:  # it is not known who takes part
+            return
         if part.phase == "exchanging" and set(part.members) <= set(here):
             exchange.part = part.answered(part.attempt)
             self._say_done(node, exchange)
@@ -574,7 +637,10 @@ class World:
             node.exchange = None
             self._land(node, decision, union)
             self.counts["landed"] += 1
-            self.begin(node, decision.round + 1)
+            if not self.rules.quorum:
+                self.begin(node, decision.round + 1)
+        elif self.rules.quorum and decision.outcome == "land" and node.member not in decision.members:
+            self._miss(node, decision)
         elif exchange.part.phase == "left out" and node.leaving:  # nobody calls it for another state
             node.exchange = None
             self.begin(node, decision.round + 1)
@@ -584,10 +650,20 @@ class World:
             self._late(node, exchange, exchange.part.attempt)
             self.exchanging(node)
 
+    def _miss(self, node: Node, decision: RoundDecision) -> None:
+        """It was late: it takes the mean from another one, or another state if nobody has that any more."""
+        self.counts["late"] += 1
+        node.exchange = None
+        found = next((n.means[decision.round] for n in self.living() if decision.round in n.means), None)
+        if found is not None:
+            self._land(node, *found)
+        else:
+            self.ask(node, lambda m: m.reload(self.now, node.member) or [], lambda message: None)
+
     def _land(self, node: Node, decision: RoundDecision, union: int) -> None:
         assert node.state is not None
         node.state.landed(decision)
-        node.work |= union
+        node.work, node.mean = node.work | union, node.mean | union
         node.landed = [*node.landed, (decision.round, decision.attempt, decision.members)]
         node.means = {
             **{r: m for r, m in node.means.items() if r > decision.round - 16},
