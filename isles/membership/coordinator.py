@@ -105,7 +105,8 @@ class RoundsCoordinator(CoordinatorState):
     """
 
     def __init__(self, rules: Rules, entries: Iterable[dict[str, Any]] = (), *, until: float = 0.0) -> None:
-        self.rules, self.can_be_apart = rules, not rules.agrees or rules.quorum > 0
+        self.rules, self.quorum = rules, rules.quorum
+        self.can_be_apart = not rules.agrees or rules.quorum > 0
         self.proposal: Proposal | None = None
         self._acks, self._refusals = set[int](), set[int]()
         self._tries, self._proposed_at = 0, 0.0

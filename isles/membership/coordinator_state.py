@@ -65,11 +65,11 @@ class Ballots:
     """The ballots of all rounds.
 
     `apply` is called with journalled decisions, so these survive a restart. Answers and reports do not; members repeat
-    them. votes: counts those of some members.
+    them. votes: counts those of some members. quorum: see `Ballot`.
     """
 
-    def __init__(self, votes: Callable[[Collection[int]], int] = len) -> None:
-        self._votes = votes
+    def __init__(self, votes: Callable[[Collection[int]], int] = len, quorum: float = 0.0) -> None:
+        self._votes, self._quorum = votes, quorum
         self._open: dict[int, Ballot] = {}
         self._landed: dict[int, Ballot] = {}
         self._reports: dict[tuple[int, int, int], dict[int, PeerReport]] = {}  # (round, attempt, accused): by sender
@@ -189,7 +189,7 @@ class Ballots:
         """The open ballot of a round, or a new one; None if it has landed."""
         if round in self._landed or (round not in self._open and not members):
             return None
-        return self._open.get(round) or Ballot(round, (members,))
+        return self._open.get(round) or Ballot(round, (members,), quorum=self._quorum)
 
 
 _APART = 4  # a worker that is more rounds behind half of the members loads another state; one ahead is not believed
@@ -199,15 +199,15 @@ class CoordinatorState(Coordinator):
     """workers: by member. ledger: of the data that was read. ballots: on rounds that all members land together.
     newest_round: the newest begun one, as far as it is believed: a single member may report a false round. issued: the
     number of the newest view or proposal. can_be_apart: whether a member may be several rounds ahead of the others.
-    entries, until: as in `Coordinator`.
+    quorum: see `Rules`. entries, until: as in `Coordinator`.
     """
 
-    can_be_apart = True
+    can_be_apart, quorum = True, 0.0
 
     def __init__(self, entries: Iterable[dict[str, Any]], until: float) -> None:
         self.workers = WorkerTable()
         self.ledger = DataLedger()
-        self.ballots = Ballots(self.workers.votes)
+        self.ballots = Ballots(self.workers.votes, self.quorum)
         self.newest_round = self._furthest = 0
         self.issued = -1
         super().__init__(entries, until)
@@ -264,8 +264,8 @@ class CoordinatorState(Coordinator):
     def _apply_beat(self, worker: Worker, beat: Beat) -> None:
         if beat.ready == worker.call:  # else it is of a state that the worker is to replace
             worker.round = max(worker.round, beat.round)
-        # what it had seen with its former state is lost
-        seen = dict(beat.seen) if beat.ready == worker.call else {}
+        # what it had seen with its former state is lost; with a quorum, its donor's work may be in no mean yet
+        seen = dict(beat.seen) if beat.ready == worker.call and not self.quorum else {}
         self.ledger.begun(worker.member, beat.round, beat.skipped, seen)
         if worker.state == "outside" and beat.ready == worker.call:
             worker.state = "ready"

@@ -1,24 +1,35 @@
-"""What a hostile member says to the lighthouse: words of every kind, drawn equally, most of them with values that could
-be true. And a toy world with one.
+"""What a hostile member says: words of every kind that a member may say, drawn equally, most of them with values that
+could be true. And a toy world with one.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
+from functools import partial
 from random import Random
 from typing import Any
 
+from isles.membership.client import MembershipClient
 from isles.membership.coordinator import RoundsCoordinator
+from isles.membership.keys import HELLO, REACH, REQUESTS, add_sequence, notify_key, signature
 from isles.membership.messages import (
     ANY,
+    MESSAGES,
     Ack,
+    AnnounceAddress,
     Beat,
     Delivered,
     Done,
+    Failed,
+    Finished,
+    Hello,
     Leave,
+    Lookup,
     PeerReport,
     Reload,
     RequestWork,
+    Silent,
     SwarmBeat,
     decode,
     encode,
@@ -27,6 +38,13 @@ from isles.membership.round_commit import NOTHING
 from isles.membership.swarm_coordinator import SwarmCoordinator
 from tests.membership.world import Node, World
 
+SAID = Counter[tuple[str, bool]]()
+"""Words of all tests of this process, by (kind, whether it was taken)."""
+OF_REPLICAS = (Beat, Ack, Done, Delivered, PeerReport, Leave, Reload)
+OF_SWARMS = (RequestWork, SwarmBeat)
+OF_SESSIONS = (Hello, Finished, Silent, Lookup, AnnounceAddress, Failed)
+"""Not heard by the coordinator: by the lighthouse before it; `Failed` by members of one's own island."""
+CERTIFICATES = ("0" * 32,)
 HUGE = 1 << 61
 EVERY = 0.15  # seconds between two words
 
@@ -79,6 +97,26 @@ class Liar:
                 return Leave()
         return Reload()
 
+    def session_word(self, run: Any, own: int, session: str, corpus: str) -> Any:
+        """One word over the session of that name; it seldom leaves. corpus: as in `Hello`."""
+        draw = self.random
+        if draw.random() < len(OF_REPLICAS) / (len(OF_REPLICAS) + len(OF_SESSIONS)):
+            word = self.word(run, own)
+            return Finished() if isinstance(word, Leave) and draw.random() < 0.95 else word
+        match draw.randrange(len(OF_SESSIONS)):
+            case 0:
+                version = draw.choice((MESSAGES, MESSAGES, MESSAGES, (9, 9)))
+                return Hello("1.0", corpus, session, CERTIFICATES, version, "m" * draw.randrange(40))
+            case 1:
+                return Finished()
+            case 2:
+                return Silent(self.member(run.workers))
+            case 3:
+                return Lookup(self.member(run.workers), draw.choice((0, 0, 1)))
+            case 4:
+                return AnnounceAddress("", draw.choice((0, 0, 1 << 20)), session, CERTIFICATES[0], draw.choice((0, 0, -1)))
+        return Failed(self.near(max(run.newest_round, 1)), draw.randrange(3))
+
     def swarm_word(self, run: SwarmCoordinator) -> Any:
         """One word to the lighthouse of a swarm."""
         draw = self.random
@@ -98,10 +136,41 @@ class Liar:
             effects = run.hear(now, own, decode(encode(word)))
             assert effects is not None
         except ValueError:
-            self.said[type(word).__name__, False] += 1
+            self.note(word, was_taken=False)
             return []
-        self.said[type(word).__name__, True] += 1
+        self.note(word, was_taken=True)
         return effects
+
+    def note(self, word: Any, *, was_taken: bool) -> None:
+        self.said[type(word).__name__, was_taken] += 1
+        SAID[type(word).__name__, was_taken] += 1
+
+
+class Speaker:
+    """Says what `liar` draws over the session of `client`, as long as that is open. run: what it knows of the run; None
+    while it cannot know. session, corpus: as in `Hello`.
+    """
+
+    def __init__(
+        self, liar: Liar, client: MembershipClient, run: Callable[[], Any], session: str, corpus: str = "x"
+    ) -> None:
+        self._liar, self._client, self._run, self._session, self._corpus = liar, client, run, session, corpus
+        client.session.later(self._say, EVERY)
+
+    def _say(self) -> None:
+        client, run = self._client, self._run()
+        client.session.later(self._say, EVERY)
+        if run is None:
+            return
+        word = self._liar.session_word(run, client.member, self._session, self._corpus)
+        key, payload = {Hello: HELLO, AnnounceAddress: REACH}.get(type(word), REQUESTS), encode(word)
+        if isinstance(word, Failed):
+            key, payload = notify_key(self._liar.member(run.workers), 0), add_sequence(HUGE, payload)
+        proof = signature(client.member, client.entry.key, key, payload)
+        client.session.ask(key, payload, partial(self._answered, word), attachment=proof, seconds=3.0)
+
+    def _answered(self, word: Any, reply: bytes | None, refusal: bytes | None) -> None:
+        self._liar.note(word, was_taken=reply is not None)
 
 
 class HostileWorld(World):
@@ -136,7 +205,9 @@ class HostileWorld(World):
             self.carry_out(run.disconnected(self.now, leaving[0]))
         elif len(live) < 4 and self.hostile.random() < 0.3:
             self._members[len(run.workers)] = Node(-1, 1.0, "hostile", cut=True)  # which gives no state
-            self.carry_out(run.join(self.now, "toy", (), "hostile"))
+            hello = Hello("1.0", "toy", "hostile", CERTIFICATES)
+            self.liar.note(hello, was_taken=decode(encode(hello)) == hello)
+            self.carry_out(run.join(self.now, hello.corpus, (), "hostile"))
         elif live:
             own = self.hostile.choice(live)
             word = self.liar.word(run, own)

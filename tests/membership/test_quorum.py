@@ -10,7 +10,7 @@ import pytest
 from isles.membership.coordinator import RoundsCoordinator
 from isles.membership.effects import Append, Notify, Reply, Rules
 from isles.membership.late_shares import Delivery
-from isles.membership.messages import Beat, BeatReply, Delivered, Done
+from isles.membership.messages import Ack, Beat, BeatReply, Delivered, Done, SampleRange
 from isles.membership.requests import DecisionLog
 from isles.membership.round_commit import NOTHING, Ballot, Graces, RoundDecision
 from tests.membership.interleavings import start, walk
@@ -153,6 +153,36 @@ def test_who_failed_in_the_exchange_is_asked_again_and_who_died_is_left_out() ->
     toy.done(9.5, 0, 1, 1, NOTHING)
     toy.do(toy.membership.disconnected(9.6, 2))
     assert toy.told[1][-1] == RoundDecision(1, "retry", 2, (0, 1), 0, (2, 3))
+
+
+def test_a_word_about_a_round_decides_none_without_shares() -> None:
+    """Before anybody has delivered, who says it is lost: a decision without steps would tell nobody how much it counts.
+    """
+    toy = Toy(3)
+    toy.begin(1.0, 0, 1, 2, round=1)
+    toy.done(1.0, 2, 1, 0, NOTHING)
+    toy.do(toy.membership.disconnected(2.0, 2))
+    assert toy.told == {}
+    toy.deliver(9.0, 0, 1)
+    toy.deliver(9.0, 1, 1)
+    assert toy.told[0] == [RoundDecision(1, "retry", 1, (0, 1), 0, (4, 4))]
+
+
+def test_who_has_the_state_of_one_that_was_late_has_not_all_of_its_work() -> None:
+    """Member 0 is late for round 1; a joiner with its state says that it has its work so far. Then member 0 is lost."""
+    toy = Toy(3, last=90)
+    toy.begin(1.0, 0, 1, 2, round=1)
+    for member in (1, 2):
+        toy.deliver(9.0, member, 1)
+    toy.do(toy.membership.tick(20.0))
+    for member in (1, 2):
+        toy.done(20.0, member, 1, 1)
+    toy.do(toy.membership.join(21.0, "toy"))
+    toy.do(toy.membership.beat(21.0, 3, Beat(ready=0, seen=((0, 1),))))
+    for member in range(3):
+        toy.do(toy.membership.ack(21.5, member, Ack(1, True, Beat(round=1, ready=0))))
+    toy.do(toy.membership.disconnected(22.0, 0))
+    assert SampleRange(0, 0, 0, 4) in toy.membership.backlog()
 
 
 def test_every_interleaving_of_a_quorum() -> None:
