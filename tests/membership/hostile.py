@@ -41,9 +41,10 @@ from tests.membership.world import Node, World
 SAID = Counter[tuple[str, bool]]()
 """Words of all tests of this process, by (kind, whether it was taken)."""
 OF_REPLICAS = (Beat, Ack, Done, Delivered, PeerReport, Leave, Reload)
-OF_SWARMS = (RequestWork, SwarmBeat)
 OF_SESSIONS = (Hello, Finished, Silent, Lookup, AnnounceAddress, Failed)
-"""Not heard by the coordinator: by the lighthouse before it; `Failed` by members of one's own island."""
+"""Heard by the lighthouse itself; `Failed` by workers of one's own island, and here said to other members too."""
+MAY_SAY = (*OF_REPLICAS, *OF_SESSIONS, RequestWork, SwarmBeat)
+"""All kinds of messages but those that the lighthouse alone says."""
 CERTIFICATES = ("0" * 32,)
 HUGE = 1 << 61
 EVERY = 0.15  # seconds between two words
