@@ -115,7 +115,9 @@ class Liar:
             case 3:
                 return Lookup(self.member(run.workers), draw.choice((0, 0, 1)))
             case 4:
-                return AnnounceAddress("", draw.choice((0, 0, 1 << 20)), session, CERTIFICATES[0], draw.choice((0, 0, -1)))
+                return AnnounceAddress(
+                    "", draw.choice((0, 0, 1 << 20)), session, CERTIFICATES[0], draw.choice((0, 0, -1))
+                )
         return Failed(self.near(max(run.newest_round, 1)), draw.randrange(3))
 
     def swarm_word(self, run: SwarmCoordinator) -> Any:
@@ -148,8 +150,8 @@ class Liar:
 
 
 class Speaker:
-    """Says what `liar` draws over the session of `client`, as long as that is open. run: what it knows of the run; None
-    while it cannot know. session, corpus: as in `Hello`.
+    """Says what `liar` draws over the session of `client`, until its part in the run has ended. run: what it knows of
+    the run; None while it cannot know. session, corpus: as in `Hello`.
     """
 
     def __init__(
@@ -160,6 +162,8 @@ class Speaker:
 
     def _say(self) -> None:
         client, run = self._client, self._run()
+        if client.ended is not None:
+            return
         client.session.later(self._say, EVERY)
         if run is None:
             return

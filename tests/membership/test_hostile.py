@@ -45,7 +45,20 @@ from tests.membership.test_muster import World as Swarm
 
 ROUNDS, VIEWS = 60.0, 60.0  # seconds for which one of four can stop rounds and views
 LIGHTHOUSES = (
-    *(View, Proposal, BeatReply, Admitted, Load, Refusal, RoundDecision, Later, About, Entry, Reachability, PeerAddress),
+    *(
+        View,
+        Proposal,
+        BeatReply,
+        Admitted,
+        Load,
+        Refusal,
+        RoundDecision,
+        Later,
+        About,
+        Entry,
+        Reachability,
+        PeerAddress,
+    ),
     *(Examine, Over, RunStatus, StartSwarm, JoinSwarm, Wait, Rejoin, StatesSaved),
 )
 """What the lighthouse alone says."""

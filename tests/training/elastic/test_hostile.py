@@ -6,6 +6,8 @@ Runs of swarms and of clusters have no lighthouse on the virtual clock: see test
 
 from __future__ import annotations
 
+import json
+import sys
 from collections import Counter
 from contextlib import suppress
 from itertools import pairwise
@@ -22,10 +24,16 @@ from isles.training.elastic.leader import Participant
 from isles.training.simulated_churn import SimulatedElasticRun
 from tests.membership.hostile import MAY_SAY, SAID, Liar, Speaker
 from tests.membership.test_hostile import ROUNDS, SIEGES
+from tests.training.elastic.processes import NearbyLighthouse
+from tests.training.elastic.test_runs import EVERY, events
 from tests.training.elastic.test_simulated import small
 
 HONEST = {0, 1, 2}
-METHODS = {"noloco": ("noloco", {}), "diloco": ("diloco", {}), "quorum": ("diloco", {"on_late": "quorum", "quorum": 0.6})}
+METHODS = {
+    "noloco": ("noloco", {}),
+    "diloco": ("diloco", {}),
+    "quorum": ("diloco", {"on_late": "quorum", "quorum": 0.6}),
+}
 
 
 def besieged(folder: Path, method: str, seed: int, rounds: int) -> None:
@@ -83,3 +91,33 @@ def test_five_hundred_seeds(tmp_path: Path) -> None:
     print("\nwords (all, taken):", {kind: (said[kind], SAID[kind, True]) for kind in sorted(said)})
     assert min(said.values()) >= 1000
     assert 2 * sum(SAID[kind, True] for kind in said) >= said.total() == SAID.total()
+
+
+@pytest.mark.long(cases=3)
+@pytest.mark.parametrize("seed", range(20))
+def test_one_of_four_processes(tmp_path: Path, seed: int) -> None:
+    """Three honest workers, and a process that lies from their third round on, and joins again when it is shut out."""
+    method, more = METHODS[[*METHODS][seed % len(METHODS)]]
+    settings = [f"replicas.{key}={value}" for key, value in {"method": method, **more}.items()]
+    world = NearbyLighthouse(tmp_path, *settings, "world.outer_deadline=10", founders=3, steps=40 * EVERY)
+    keeper, taken = world._run.keeper, list[list[int]]()
+    collect = keeper._collect
+    keeper._collect = lambda members: taken.append(collect(members)) or taken[-1]
+    try:
+        honest = [world.warm_join(pause=0.2) for _ in range(3)]
+        world.until(lambda: all(len(worker.rounds()) > 3 for worker in honest))
+        members = {worker.rounds()[0]["member"] for worker in honest}
+        corpus = events(world.out, "join")[0]["description"]
+        token = Path(world.token[1:]).read_text()
+        liar = world._begin(
+            [sys.executable, "-m", "tests.training.elastic.lying", world.address, token, corpus, str(seed)]
+        )
+        world.until(lambda: [worker.poll() for worker in honest] == [0, 0, 0], 400.0)
+        liar.kill()
+        assert {*taken[-1]} <= members and not members & {entry["member"] for entry in events(world.out, "ban")}
+        assert max(gap for worker in honest for gap in worker.gaps()) <= ROUNDS
+        said = json.loads((tmp_path / "0.log").read_text().splitlines()[-1])["said"]
+        print(seed, method, said)
+        assert 2 * sum(times for _, was_taken, times in said if was_taken) >= sum(times for _, _, times in said) > 50
+    finally:
+        world.end()

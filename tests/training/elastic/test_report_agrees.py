@@ -9,13 +9,13 @@ import pytest
 from isles.network.churn import ChurnEvent
 from isles.training.config.reading import tokens_a_step
 from tests.training.elastic.agreeing import agree
-from tests.training.elastic.runs import Run
-from tests.training.elastic.test_runs import EVERY, leisurely
+from tests.training.elastic.processes import Processes
+from tests.training.elastic.test_runs import EVERY
 from tests.training.elastic.test_runs import small as real
 from tests.training.elastic.test_simulated import churned, small
 from tests.training.elastic.traces import random_trace
 
-__all__ = ["leisurely"]
+PAUSE = 0.2  # seconds that a worker sleeps in a round
 SEEDS = [pytest.param(seed, marks=pytest.mark.long(cases=28) if seed > 1 else ()) for seed in range(1, 31)]
 
 
@@ -39,32 +39,37 @@ def test_a_slow_worker_s_postponed_round_is_recorded_as_it_was(tmp_path: Path) -
 
 
 @pytest.mark.long(cases=5)
-@pytest.mark.usefixtures("leisurely")
 @pytest.mark.parametrize(
     ("method", "seed"), [("noloco", 0), ("diloco", 0), ("noloco", 1), ("diloco", 1), ("noloco", 2)]
 )
 def test_of_a_real_run(tmp_path: Path, method: str, seed: int) -> None:
-    """One dies, one joins, the lighthouse is started again, one joins, one leaves; or only the last of these."""
-    config = real(tmp_path, 120 * EVERY, 3, f"replicas.method={method}", "run.log_every=20")
-    world = Run(config, tmp_path / "run")
-    here = [world.join() for _ in range(3)]
+    """Processes: one is killed, one joins, the lighthouse is started again, one joins, one leaves; or only the last of
+    these.
+    """
+    world = Processes(tmp_path, f"replicas.method={method}", "run.log_every=20", founders=3, steps=240 * EVERY)
+    try:
+        here = [world.warm_join(pause=PAUSE) for _ in range(3)]
 
-    def until(round: int) -> None:
-        world.until(lambda: max(map(world.step, here)) >= round * EVERY)
+        def furthest() -> int:
+            return max((one["round"] for worker in here for one in worker.rounds()[-1:]), default=0)
 
-    until(10)
-    for number, event in enumerate(["die", "join", "outage", "join", "leave"][seed:]):
-        if event == "die":
-            world.vanish(here.pop(1))
-        elif event == "join":
-            here.append(world.join())
-            world.until(lambda: world.step(here[-1]) > 0)
-        elif event == "outage":
-            world.stop()
-            world.keep()
-        else:
-            world.workers[here.pop()].leaving.set()
-        until(20 + 15 * number)
-    world.end()
-    members = {world.workers[number].client.member for number in here}
-    agree(world.out, tokens_a_step=tokens_a_step(config, 1), model=members)
+        for event in ["", *["die", "join", "outage", "join", "leave"][seed:]]:
+            if event == "die":
+                here.pop(1).kill()
+            elif event == "join":
+                here.append(world.warm_join(pause=PAUSE))
+                world.until(here[-1].rounds)
+            elif event == "outage":
+                world.put_out()
+                world.light = world.start("resume", str(world.out), "--workers", "0")
+                said = world.folder / f"{len(world.started) - 1}.log"
+                world.until(lambda: "to join" in said.read_text())  # noqa: B023
+            elif event == "leave":
+                here.pop().terminate()
+            reached = furthest() + 10
+            world.until(lambda: furthest() >= reached)  # noqa: B023
+        world.until((world.out / "summary.json").exists, 200.0)
+        members = {worker.rounds()[-1]["member"] for worker in here}
+        agree(world.out, tokens_a_step=tokens_a_step(real(tmp_path, EVERY, 3), 1), model=members)
+    finally:
+        world.end()
