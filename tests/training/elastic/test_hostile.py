@@ -1,7 +1,7 @@
-"""One hostile member of four, over real sessions: on the virtual clock, and as a process. It shuts out nobody, writes no
-model, and stops no round for longer than docs/guarantees.md says.
+"""One hostile member of four, over real sessions: on the virtual clock, and as a process. It shuts out nobody, writes
+no model, and stops no round for longer than docs/guarantees.md says.
 
-Runs of swarms and of clusters have no lighthouse on the virtual clock: see tests/membership/test_hostile.py.
+Swarms and clusters have no lighthouse on the virtual clock: see tests/membership/test_hostile.py.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import Any
 
 import pytest
 
+from isles.base.tables import changed
 from isles.comm.errors import CommError
 from isles.network.churn import ChurnEvent, write_trace
-from isles.base.tables import changed
 from isles.training.elastic.leader import Participant
 from isles.training.simulated_churn import SimulatedElasticRun
 from tests.membership.hostile import MAY_SAY, SAID, Liar, Speaker
