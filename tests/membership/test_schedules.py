@@ -92,6 +92,7 @@ class Schedule(HostileWorld):
             if not node.alive or (state is not None and is_over(self, node)):
                 continue
             reached = self.lighthouse is not None and not (node.frozen or node.cut or node.broken)
+            is_busy = node.training or node.exchange is not None  # with a quorum, the last round lands after its steps
             mark = (
                 state and (state.round, state.call, state.ready),
                 len(node.landed),
@@ -100,11 +101,11 @@ class Schedule(HostileWorld):
             was, since = self._stands.get(node.name, (None, self.now))
             if mark != was or not reached:
                 self._stands[node.name] = mark, self.now
-            elif node.training:
+            elif is_busy:
                 self.longest["stands"] = max(self.longest["stands"], self.now - since)
                 number = 6 if state is not None and state.round >= self.final else 4
                 assert self.now - since <= STANDS, f"{number}: node {node.name} stands still"
-            if node.training:
+            if is_busy:
                 self._idle[node.name] = 0
             elif reached:
                 self._idle[node.name] += 1
@@ -233,14 +234,14 @@ def liars_cells(world: Schedule) -> set[int]:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_ten_schedules(form: str) -> None:
-    for seed in range(10):
+def test_six_schedules(form: str) -> None:
+    for seed in range(6):
         scheduled(seed, form)
 
 
 @pytest.mark.long(cases=1)
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("first", range(10, 10_010, 500))
+@pytest.mark.parametrize("first", range(6, 10_006, 500))
 def test_ten_thousand_schedules(first: int, form: str) -> None:
     for seed in range(first, first + 500):
         scheduled(seed, form)
@@ -284,15 +285,18 @@ MUTANTS: dict[int, tuple[str, Any]] = {
     5: (COORDINATOR + "_answer", repeats_nothing),
     6: (COORDINATOR + "_reached", reaches_no_last_round),
 }
-FOUND = {1: 3, 2: 75, 3: 1, 4: 0, 5: 3, 6: 3}  # by mutant: the first seed that finds it in both forms
+FOUND = {  # by form and mutant: the first seed that finds it
+    "one mean": {1: 3, 2: 75, 3: 1, 4: 0, 5: 3, 6: 1},
+    "quorum": {1: 8, 2: 75, 3: 1, 4: 0, 5: 3, 6: 1},
+}
 
 
-@pytest.mark.parametrize("form", ["one mean", "quorum"])
+@pytest.mark.parametrize("form", FOUND)
 @pytest.mark.parametrize("broken", MUTANTS)
 def test_a_mutant_of_each_is_found_out(monkeypatch: pytest.MonkeyPatch, broken: int, form: str) -> None:
     monkeypatch.setattr(*MUTANTS[broken])
     with pytest.raises(AssertionError, match=f"^{broken}: "):
-        for seed in range(FOUND[broken], 100):
+        for seed in range(FOUND[form][broken], 100):
             scheduled(seed, form)
 
 

@@ -46,7 +46,7 @@ def test_of_a_real_run(tmp_path: Path, method: str, seed: int) -> None:
     """Processes: one is killed, one joins, the lighthouse is started again, one joins, one leaves; or only the last of
     these.
     """
-    world = Processes(tmp_path, f"replicas.method={method}", "run.log_every=20", founders=3, steps=240 * EVERY)
+    world = Processes(tmp_path, f"replicas.method={method}", "run.log_every=20", founders=3, steps=200 * EVERY)
     try:
         here = [world.warm_join(pause=PAUSE) for _ in range(3)]
 
