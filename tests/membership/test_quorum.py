@@ -156,7 +156,7 @@ def test_who_failed_in_the_exchange_is_asked_again_and_who_died_is_left_out() ->
 
 
 def test_a_word_about_a_round_decides_none_without_shares() -> None:
-    """Said before anybody has delivered, by one that is lost then. Without steps nobody knows how much a share counts."""
+    """Said before anybody has delivered, by one that is lost then. Without steps nobody knows what a share counts."""
     toy = Toy(3)
     toy.begin(1.0, 0, 1, 2, round=1)
     toy.done(1.0, 2, 1, 0, NOTHING)
