@@ -16,7 +16,7 @@ from tests.training.elastic.test_runs import small as real
 from tests.training.elastic.test_simulated import churned, small
 from tests.training.elastic.traces import random_trace
 
-PAUSE = 0.2  # seconds that a worker sleeps in a round
+ROUNDS, PAUSE = 200, 0.2  # of a real run; seconds that a worker sleeps in a round
 SEEDS = [pytest.param(seed, marks=pytest.mark.long(cases=28) if seed > 1 else ()) for seed in range(1, 31)]
 
 
@@ -47,7 +47,7 @@ def test_of_a_real_run(tmp_path: Path, method: str, seed: int) -> None:
     """Processes: one is killed, one joins, the lighthouse is started again, one joins, one leaves; or only the last of
     these.
     """
-    world = Processes(tmp_path, f"replicas.method={method}", "run.log_every=20", founders=3, steps=200 * EVERY)
+    world = Processes(tmp_path, f"replicas.method={method}", "run.log_every=20", founders=3, steps=ROUNDS * EVERY)
     try:
         here = [world.warm_join(pause=PAUSE) for _ in range(3)]
 
@@ -72,7 +72,8 @@ def test_of_a_real_run(tmp_path: Path, method: str, seed: int) -> None:
         world.until((world.out / "summary.json").exists, 200.0)
         said = "".join(path.read_text() for path in tmp_path.glob("[0-9].log"))
         left_out = {int(member) for member in re.findall(r"worker (\d+)'s model is left out", said)}
-        members = {worker.rounds()[-1]["member"] for worker in here} - left_out
+        ended = [worker.rounds()[-1] for worker in here]
+        members = {one["member"] for one in ended if one["round"] == ROUNDS} - left_out
         agree(world.out, tokens_a_step=tokens_a_step(real(tmp_path, EVERY, 3), 1), model=members)
     finally:
         world.end()
