@@ -29,12 +29,11 @@ def by_hand(rule: str, shares: list[list[float]]) -> list[float]:
     center = by_hand("median", shares)
     for _ in range(3):
         far = [sum((x - v) ** 2 for x, v in zip(share, center, strict=True)) ** 0.5 for share in shares]
-        most = sorted(far)[(count - 1) // 2]
+        along = [sum(x * v for x, v in zip(share, center, strict=True)) for share in shares]
+        most, usual = sorted(far)[(count - 1) // 2], sorted(along)[(count - 1) // 2]
+        used = [at for at in range(count) if usual <= 0 or usual / 2 <= along[at] <= 2 * usual]
         factors = [min(1.0, most / length) if length else 0.0 for length in far]
-        center = [
-            v + sum(factor * (share[at] - v) for factor, share in zip(factors, shares, strict=True)) / count
-            for at, v in enumerate(center)
-        ]
+        center = [v + sum(factors[i] * (shares[i][at] - v) for i in used) / len(used) for at, v in enumerate(center)]
     return center
 
 
@@ -44,6 +43,18 @@ def shares(count: int, elements: int, dtype: torch.dtype = torch.float64) -> lis
     made = [torch.randn(elements, generator=draw, dtype=torch.float64).to(dtype) for _ in range(count)]
     made[-1] *= -7
     return made
+
+
+@pytest.mark.parametrize("wrong", [-5.0, 0.0, 4.0])
+def test_who_does_not_go_along_counts_nothing(wrong: float) -> None:
+    """One of four goes back, nowhere, or too far along: the mean is that of the three others, entry by entry."""
+    along = torch.ones(1200, dtype=torch.float64)
+    given = [along.clone() for _ in range(3)]
+    for at, share in enumerate(given):  # each differs from the others where they agree, by the same length
+        share[at::3] += 1.0
+    out = torch.empty_like(along)
+    robust_mean("clip", [*given, wrong * along], out)
+    assert torch.allclose(out, torch.stack(given).mean(0), rtol=1e-12)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 7])
