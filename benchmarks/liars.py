@@ -14,7 +14,8 @@ strong as a liar that hears everything:
     free riding     zeros
 
 Printed: validation losses of the one model, mean and spread over the seeds, and the difference to the same seeds with
-the three honest workers alone, by the plain mean.
+the liar's share left out ("absent": the plain mean of the three others, which read the same text). "alone": a run of
+three workers, which deals the text to three and not to four, so its difference shows what another order of text does.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from isles.running.run import launch
 from isles.training.config.reading import read_config
 from isles.training.trainer import Trainer
 
-ATTACKS = ("none", "sign flip", "alike", "inner product", "label flip", "free riding")
+ATTACKS = ("alone", "none", "sign flip", "alike", "inner product", "label flip", "free riding")
 RULES = ("none", "clip", "trimmed", "median")
 LIAR = 3
 _FLIPS = threading.local()
@@ -69,7 +70,7 @@ def lies(attack: str) -> Iterator[None]:
         if attack == "label flip":
             stack.enter_context(mock.patch.object(Trainer, "_step", stepped))
             stack.enter_context(mock.patch.object(functional, "cross_entropy", flipped))
-        elif attack != "none":
+        elif attack not in ("none", "alone"):
             stack.enter_context(mock.patch.object(MeanPart, "reduce", reduced))
         yield
 
@@ -83,6 +84,8 @@ def falsify(attack: str, shares: dict[int, Tensor]) -> None:
         shares[LIAR].copy_(honest.mean(0) - 1.5 * honest.std(0, correction=0))
     elif attack == "inner product":
         shares[LIAR].copy_(-4.0 * honest.mean(0))
+    elif attack == "absent":
+        shares[LIAR].copy_(honest.mean(0))
     else:
         shares[LIAR].zero_()
 
@@ -107,15 +110,15 @@ def main() -> None:
     asked = parser.parse_args()
     seeds = [int(seed) for seed in asked.seeds.split(",")]
     without = [float(loss) for loss in asked.without.split(",")] if asked.without else []
-    cases = [(rule, attack, 4) for attack in asked.attacks.split(",") for rule in asked.rules.split(",")]
-    for rule, attack, workers in [*([] if without else [("none", "none", 3)]), *cases]:
+    cases = [(rule, attack) for attack in asked.attacks.split(",") for rule in asked.rules.split(",")]
+    for rule, attack in [*([] if without else [("none", "absent")]), *cases]:
+        workers = 3 if attack == "alone" else 4
         losses = [one_run(rule, attack, seed, asked.steps, workers) for seed in seeds]
         without = without or losses
         worse = mean(loss - base for loss, base in zip(losses, without, strict=True))
         spread = stdev(losses) if len(losses) > 1 else 0.0
-        name = "three honest workers" if workers == 3 else attack
         figures = " ".join(f"{loss:.4f}" for loss in losses)
-        print(f"{name:22}{rule:9}{mean(losses):9.4f}{spread:8.4f}{worse:+9.4f}   {figures}", flush=True)
+        print(f"{attack:22}{rule:9}{mean(losses):9.4f}{spread:8.4f}{worse:+9.4f}   {figures}", flush=True)
 
 
 if __name__ == "__main__":

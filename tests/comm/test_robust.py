@@ -26,7 +26,13 @@ def by_hand(rule: str, shares: list[list[float]]) -> list[float]:
     columns = [sorted(column) for column in zip(*shares, strict=True)]
     if rule != "clip" or count < 3:
         return [sum(column[cut : count - cut]) / (count - 2 * cut) for column in columns]
-    center = by_hand("median", shares)
+    agree = []
+    for i, own in enumerate(shares):
+        products = sorted(sum(x * y for x, y in zip(own, shares[j], strict=True)) for j in range(count) if j != i)
+        agree.append(products[len(products) // 2])
+    usual = sorted(agree)[(count - 1) // 2]
+    shares = [share for share, one in zip(shares, agree, strict=True) if usual <= 0 or one >= usual / 2]
+    center, count = by_hand("median", shares), len(shares)
     for _ in range(3):
         far = [sum((x - v) ** 2 for x, v in zip(share, center, strict=True)) ** 0.5 for share in shares]
         most = sorted(far)[(count - 1) // 2]
@@ -44,6 +50,17 @@ def shares(count: int, elements: int, dtype: torch.dtype = torch.float64) -> lis
     made = [torch.randn(elements, generator=draw, dtype=torch.float64).to(dtype) for _ in range(count)]
     made[-1] *= -7
     return made
+
+
+@pytest.mark.parametrize("wrong", [-5.0, 0.0])
+def test_who_does_not_agree_counts_nothing(wrong: float) -> None:
+    """One of four goes back, or nowhere, and the others have less in common than apart: the mean is theirs."""
+    draw = torch.Generator().manual_seed(4)
+    given = [1.0 + 3.0 * torch.randn(30_000, generator=draw, dtype=torch.float64) for _ in range(4)]
+    given[3] *= wrong
+    out, theirs = torch.empty_like(given[0]), torch.stack(given[:3]).mean(0)
+    robust_mean("clip", given, out)
+    assert float((out - theirs).norm() / theirs.norm()) < 0.02
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 7])
