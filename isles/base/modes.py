@@ -107,9 +107,8 @@ _CALLS = {
     "gradients",
     "consolidate",
     "replica_std",
-    "together",
 }
-_CALLS |= {"state_dict", "live_state", "shared_state", "load_state_dict", "weights", "load_weights"}
+_CALLS |= {"together", "state_dict", "live_state", "shared_state", "load_state_dict", "weights", "load_weights"}
 _MANAGERS = {"no_sync", "evaluation_weights"}  # what is called within `step` has a closure, which is the user's
 
 

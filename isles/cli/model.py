@@ -21,7 +21,6 @@ from isles.cli.terminal import Device, Trust, print_table
 from isles.report.panels import Table
 
 if TYPE_CHECKING:
-    from isles.report.panels import Table
     from isles.training.scoring import CurvePoint
 
 
