@@ -36,12 +36,12 @@ def generate(
 ) -> None:
     """Continue a prompt with the run's consolidated model."""
     from isles.models.factory import generate as sample
-    from isles.training.records.saved_run import load_run
+    from isles.training.records.saved_run import encoded, load_run
 
     saved = load_run(run, device=device, trust=trust)
     ids = sample(
         saved.logits,
-        saved.encode(prompt),
+        encoded(saved.tokenizer, prompt),
         new_tokens=tokens,
         context=saved.context,
         temperature=temperature,
