@@ -169,6 +169,10 @@ class Served:
     def __len__(self) -> int:
         return len(self.runs)
 
+    def only(self, indices: Sequence[int]) -> Served:
+        """Some of the experts, in that order; the models are shared."""
+        return Served([self.names[index] for index in indices], [self.runs[index] for index in indices])
+
     @torch.no_grad()
     def scores(self, tokens: Tensor) -> Tensor:
         """(E, N, T) float64 log-probabilities of each token of (N, T + 1) behind the first, given those before."""

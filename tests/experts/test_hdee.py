@@ -181,14 +181,13 @@ def test_the_forest_served_is_a_distribution_and_speaks_the_same_however_it_is_b
     def spoken(these: Served) -> list[int]:
         return list(generate(these.logits(uniform), tokens[0, :8], new_tokens=20, context=16, seed=3))
 
-    turned = Served([served.names[index] for index in (2, 0, 1)], [served.runs[index] for index in (2, 0, 1)])
-    assert spoken(served) == spoken(turned) == spoken(Served.load(forest.experts))
+    assert spoken(served) == spoken(served.only([2, 0, 1])) == spoken(Served.load(forest.experts))
     # An expert that the prior leaves out does not run: with a broken one at log 0 nothing changes.
     two = torch.tensor([0.5, 0.5, 0.0], dtype=torch.float64).log()
-    broken = Served(served.names, [*served.runs[:2], replace(served.runs[2], model=None)])
+    broken = served.only([0, 1, 2])
+    broken.runs[2] = replace(broken.runs[2], model=None)
     torch.testing.assert_close(
-        broken.next_token(tokens[:, 1:], two),
-        Served(served.names[:2], served.runs[:2]).next_token(tokens[:, 1:], two[:2]),
+        broken.next_token(tokens[:, 1:], two), served.only([0, 1]).next_token(tokens[:, 1:], two[:2])
     )
 
 
