@@ -3,6 +3,8 @@
 Modes (autocast, inference mode, gradients, default device) in which Isles' own arithmetic runs, whatever
 modes a caller is in. The default dtype is that of all threads and stays: every new tensor names its own.
 
+`generator_of`: a random generator of its own, which leaves torch's as it is.
+
 Copies between GPUs and the host go through pinned memory, on a stream of their own for each GPU.
 
     down    after all kernels that were called before; the host waits once, for all copies together
@@ -15,6 +17,7 @@ of tensors has one.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import wraps
@@ -107,9 +110,8 @@ _CALLS = {
     "gradients",
     "consolidate",
     "replica_std",
-    "together",
 }
-_CALLS |= {"state_dict", "live_state", "shared_state", "load_state_dict", "weights", "load_weights"}
+_CALLS |= {"together", "state_dict", "live_state", "shared_state", "load_state_dict", "weights", "load_weights"}
 _MANAGERS = {"no_sync", "evaluation_weights"}  # what is called within `step` has a closure, which is the user's
 
 
@@ -209,6 +211,12 @@ def _side(device: torch.device) -> torch.cuda.Stream:
     if device not in _STREAMS:
         _STREAMS[device] = torch.cuda.Stream(device)
     return _STREAMS[device]
+
+
+def generator_of(text: str) -> torch.Generator:
+    """A generator on the CPU whose draws follow from `text` alone, on every machine."""
+    digest = hashlib.sha256(text.encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:4], "little"))
 
 
 def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:

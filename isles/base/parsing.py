@@ -118,16 +118,16 @@ def read(kind: Any, value: Any, what: str = "") -> Any:
     """`value`, as JSON holds it, as a `kind`, each number and text of which is one of the types above. Unfit, in one
     line that begins with `what` or the kind's name, where it is none.
     """
-    return _read(_adapter(kind).validate_python, value, what or kind.__name__)
+    return _read(adapter(kind).validate_python, value, what or kind.__name__)
 
 
 def read_json(kind: Any, text: bytes) -> Any:
     """Likewise of JSON, where a `kind` may have plain types too: they are read strictly."""
-    return _read(partial(_adapter(kind).validate_json, strict=True), text)
+    return _read(partial(adapter(kind).validate_json, strict=True), text)
 
 
 @cache
-def _adapter(kind: Any) -> TypeAdapter[Any]:
+def adapter(kind: Any) -> TypeAdapter[Any]:
     """Made once: it takes longer than all that it reads."""
     return TypeAdapter(kind)
 

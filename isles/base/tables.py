@@ -13,15 +13,14 @@ import json
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
-from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ValidationError
 
 from isles.base.errors import as_typed, unknown_name
-from isles.base.parsing import parse_toml
+from isles.base.parsing import adapter, parse_toml
 
 T = TypeVar("T")
 
@@ -50,7 +49,7 @@ def typed(section: str, cls: type, values: Mapping[str, Any]) -> Any:
     try:
         # As JSON, for the strict check of Python values takes no list for a tuple; strict: "yes" is no boolean, true no
         # number. TOML's dates become strings: `--set data.path=2024-05-01` means a folder.
-        return _adapter(cls).validate_json(json.dumps(values, default=str), strict=True)
+        return adapter(cls).validate_json(json.dumps(values, default=str), strict=True)
     except ValidationError as error:
         raise ValueError(_worded(section, error)) from None
 
@@ -126,12 +125,6 @@ def refuse(config: Any, why: str, *names: str) -> None:
     for key, value in non_defaults(config):
         if any(key == name or key.startswith(f"{name}.") for name in names):
             raise ValueError(f"{key} = {as_typed(value)} {why}")
-
-
-@cache
-def _adapter(cls: type) -> TypeAdapter[Any]:
-    """Made once a class: it takes longer than all that it reads."""
-    return TypeAdapter(cls)
 
 
 def field_docs(cls: type) -> dict[str, str]:

@@ -304,19 +304,15 @@ def wait_for_call(listener: socket.socket) -> Iterator[Check]:
     from isles.comm.tcp import written
     from isles.launch import probe
 
-    report_waiting(f"isles doctor --peer {written(*listener.getsockname()[:2])}")
+    command = f"isles doctor --peer {written(*listener.getsockname()[:2])}"
+    waiting = f"waiting {LISTEN_FOR / 60:g} minutes; on the other machine: {command}"
+    print(waiting, file=sys.stderr, flush=True)
     try:
         findings = probe.wait_for_call(listener, LISTEN_FOR, lambda text: print(text, file=sys.stderr, flush=True))
     except LinkLost as error:
         yield Check("peer", False, str(error))
         return
     yield from format_findings(findings)
-
-
-def report_waiting(command: str) -> None:
-    """For whom this machine waits."""
-    minutes = f"waiting {LISTEN_FOR / 60:g} minutes"
-    print(f"{minutes}; on the other machine: {command}", file=sys.stderr, flush=True)
 
 
 def format_findings(found: Findings) -> Iterator[Check]:

@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from isles.base.errors import notify_warnings
-from isles.cli.terminal import AsJson, ConfigFile, Set, Trust, end_in_order
+from isles.cli.terminal import AsJson, ConfigFile, Set, Trust, end_in_order, print_named
 
 app = typer.Typer(
     help="Models that are trained apart and joined where they are used: HDEE and SMALLTALK LM.", no_args_is_help=True
@@ -103,8 +103,8 @@ def evaluate(
     trust: Trust = False,
 ) -> None:
     """Judge again: a whole directory on its own domains, or one forest on a text."""
-    from isles.cli.experts_printer import Shown, print_forest, print_results
-    from isles.experts.ensemble import Joining
+    from isles.cli.experts_printer import Shown, print_results
+    from isles.experts.ensemble import Joining, evaluated_on
     from isles.experts.planning import SYSTEMS, opened
     from isles.experts.reading import read_saved
 
@@ -125,7 +125,7 @@ def evaluate(
         return
     if data is None:
         raise ValueError(f"--data is missing: on which text is {path} to be evaluated?")
-    print_forest(path, data, joining)
+    print_named(evaluated_on(path, data, joining))
 
 
 @app.command("generate")

@@ -9,8 +9,7 @@ from typing import Any
 from typing_extensions import override
 
 from isles.cli.terminal import Progress as Bar
-from isles.cli.terminal import bars, print_named, print_table
-from isles.experts.ensemble import Joining, evaluated_on
+from isles.cli.terminal import bars, print_table
 from isles.experts.hdee import TRAINED
 from isles.experts.jobs import JobProgress
 from isles.experts.planning import planned
@@ -80,11 +79,6 @@ def print_results(results: dict[str, Any], out: Path) -> None:
         print_table(found)
         print()
     print(f"results {out / 'results.json'}", f"report  {write_report(out)}", sep="\n")
-
-
-def print_forest(path: Path, data: str, joining: Joining) -> None:
-    """Perplexity of one forest on a text."""
-    print_named(evaluated_on(path, data, joining))
 
 
 def print_paper(as_json: bool) -> None:

@@ -21,7 +21,6 @@ from isles.cli.terminal import Device, Trust, print_table
 from isles.report.panels import Table
 
 if TYPE_CHECKING:
-    from isles.report.panels import Table
     from isles.training.scoring import CurvePoint
 
 
@@ -37,12 +36,12 @@ def generate(
 ) -> None:
     """Continue a prompt with the run's consolidated model."""
     from isles.models.factory import generate as sample
-    from isles.training.records.saved_run import load_run
+    from isles.training.records.saved_run import encoded, load_run
 
     saved = load_run(run, device=device, trust=trust)
     ids = sample(
         saved.logits,
-        saved.encode(prompt),
+        encoded(saved.tokenizer, prompt),
         new_tokens=tokens,
         context=saved.context,
         temperature=temperature,

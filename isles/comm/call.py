@@ -16,7 +16,7 @@ from isles.comm.codecs.base import as_bytes
 from isles.comm.tags import Channel, Tag
 from isles.comm.traffic import Traffic
 from isles.comm.transport import Deadlines, Transport, Work
-from isles.comm.trust import PeerTrust
+from isles.comm.trust import CHECKED, PeerTrust
 
 
 @dataclass(slots=True, eq=False)
@@ -134,7 +134,7 @@ class Call:
         payloads to compare with each other, within a channel and fragment. Raises Refused with the peer.
         """
         group, trust = self.group, self.group.ledger.trust
-        if trust.looks_at(self.channel):
+        if self.channel in CHECKED:
             ranked = {group.ranks[position]: square for position, square in theirs.items()}
             trust.check((self.channel, self.fragment, kind), ranked, own, entries, self.leeway)
 

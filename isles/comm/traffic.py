@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from isles.comm.tags import CHANNELS, Channel
@@ -116,10 +116,7 @@ class Traffic:
 
     def state_dict(self) -> dict[str, dict[str, float]]:
         """JSON-able totals; `load_state_dict` restores them exactly."""
-        return {
-            name: {key: getattr(counts, key) for key in ChannelTraffic.__slots__}
-            for name, counts in self.channels.items()
-        }
+        return {name: asdict(counts) for name, counts in self.channels.items()}
 
     def load_state_dict(self, state: dict[str, dict[str, float]]) -> None:
         """Restore the totals of `state_dict` in place, so that every group over the transport sees them."""

@@ -24,7 +24,8 @@ BLOCK = 1 << 17  # entries that stay in cache between this check and their next 
 _REMEMBERED = 101
 _FEW = 256  # shorter shares need only be finite: all of a few entries may happen to be near zero
 _SOME = 16
-_CHECKED = ("outer", "inner", "pipeline")  # channels; the channel of users' own exchanges is not checked
+CHECKED = ("outer", "inner", "pipeline")
+"""Channels whose payloads are checked; those of users' own exchanges are not."""
 
 
 JUMPS = 100.0
@@ -41,9 +42,6 @@ class PeerTrust:
         self.refused = 0
         """Number of refused payloads."""
         self._accepted: defaultdict[Hashable, deque[float]] = defaultdict(lambda: deque(maxlen=_REMEMBERED))
-
-    def looks_at(self, channel: str) -> bool:
-        return channel in _CHECKED
 
     def own_every(self, kind: Hashable) -> int:
         """Check one block in this many of this worker's own share. Before any share of the kind was accepted, it checks
@@ -73,11 +71,6 @@ class PeerTrust:
         accepted.extend(size for size in (mine, *sizes.values()) if size)
 
 
-def squares(part: Tensor) -> Tensor:
-    """Sum of the squares of a contiguous block (b,), on its device. Not finite if an entry or the sum is not finite."""
-    return torch.dot(part, part)
-
-
 class Squares:
     """The mean square of a vector, block by block. every: use one block in this many (default: all); a sample is enough
     for the worker's own share.
@@ -90,7 +83,7 @@ class Squares:
     def take(self, block: Tensor) -> None:
         """Add the next block (b,), contiguous."""
         if self._seen % self._every == 0:
-            self._sums.append(squares(block))
+            self._sums.append(torch.dot(block, block))  # not finite if an entry or the sum is not
             self._entries += block.numel()
         self._seen += 1
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -72,20 +72,6 @@ class Forest:
     def gated(self) -> bool:
         """Whether a gate chooses among the experts; else all are mixed."""
         return bool(self.routers) or self.clusters is not None
-
-    def remove(self, name: str) -> Forest:
-        """Without the expert `name` (and its router). ValueError where there is none, or it has a cluster."""
-        if self.clusters is not None:
-            raise ValueError(f"expert {name!r} cannot leave: the clusters are those of all; make them again without it")
-        names = [member.name for member in self.experts]
-        if name not in names:
-            raise ValueError(f"no expert {name!r} in the forest; it holds {', '.join(names)}")
-        index = names.index(name)
-        return replace(
-            self,
-            experts=self.experts[:index] + self.experts[index + 1 :],
-            routers=self.routers[:index] + self.routers[index + 1 :],
-        )
 
     def check(self) -> None:
         """ValueError where an expert or router is not there as a finished run."""

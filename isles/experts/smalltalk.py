@@ -37,7 +37,6 @@ a worker is its rank; states are checkpointed after every round.
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -47,6 +46,7 @@ import torch
 from torch import Tensor
 
 from isles.base.errors import demand
+from isles.base.modes import generator_of
 from isles.comm.errors import Diverged
 from isles.comm.group import Group
 from isles.comm.mesh import Mesh
@@ -165,11 +165,6 @@ def router_config(own: SmalltalkConfig, base: Config, pool: Path) -> Config:
         inner={"lr": own.router_lr, "warmup_steps": own.router_warmup, "final_lr_fraction": 1.0, "accumulation": 1},
         world={"workers": 1},
     )
-
-
-def router_seed(seed: int, router: int) -> int:
-    """Of a router's weights: with equal ones the first rounds would be noise."""
-    return int.from_bytes(hashlib.sha256(f"{seed} router {router}".encode()).digest()[:4], "little")
 
 
 def expert_jobs(own: SmalltalkConfig, base: Config, segments: Path, pool: Path) -> list[ExpertJob]:
@@ -323,7 +318,9 @@ class TextRouter:
         self.tokenizer = corpus.tokenizer
         corpus.train.check()
         self.rows = windows(corpus.train.tokens, limits(config.model).context, corpus.row)
-        self.model = build(config.model, seed=router_seed(config.run.seed, group.rank), rank=group.rank)
+        # Each router has weights of its own: with equal ones the first rounds would be noise.
+        seed = generator_of(f"{config.run.seed} router {group.rank}").initial_seed()
+        self.model = build(config.model, seed=seed, rank=group.rank)
         self.optimizer, _ = wrapped(config, self.model, group.among([group.rank]))
         self.schedule = torch.optim.lr_scheduler.LambdaLR(
             self.optimizer, lambda done: lr_factor(done + 1, config.run.steps, config.inner)

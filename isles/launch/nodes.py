@@ -237,21 +237,13 @@ class NodeGroup:
     facts: dict[str, Any] = field(default_factory=dict)
 
     @property
-    def nodes(self) -> int:
-        return self.spec.nodes
-
-    @property
-    def node(self) -> int:
-        return self.spec.node
-
-    @property
     def interface(self) -> str | None:
         """The network interface that this machine's workers use."""
-        return loopback() if self.nodes == 1 else interface_of(self.here)
+        return loopback() if self.spec.nodes == 1 else interface_of(self.here)
 
     def shares(self, workers: int) -> list[range]:
         """The ranks of each node."""
-        return split(workers, self.nodes)
+        return split(workers, self.spec.nodes)
 
     def go(self, **facts: Any) -> None:
         """Node 0: start the run on all machines, with the facts that they need."""
@@ -266,7 +258,7 @@ class NodeGroup:
 
     def part(self, error: BaseException | None = None) -> None:
         """Close the links. Node 0 first reports how the run ended; another node reports why it leaves early."""
-        if self.node == 0:
+        if self.spec.node == 0:
             self.tell({"over": None if error is None else to_plain(_worded(error))})
         elif error is not None:
             self.tell([-1, "leaving", to_plain(_worded(error))])

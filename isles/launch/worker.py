@@ -124,11 +124,9 @@ class LauncherConnection(Protocol):
 
     def send(self, message: tuple[str, Any], /) -> None:
         """Send one message; OSError if the launcher is gone."""
-        ...
 
     def recv(self) -> Any:
         """The launcher's next command; EOFError or OSError if it is gone."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)

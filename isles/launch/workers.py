@@ -267,7 +267,7 @@ def worker_specs(
     node_group: NodeGroup, workers: int, port: int, *, threads: int, deadlines: Deadlines | None, logs: Path | None
 ) -> list[WorkerSpec]:
     """Those of this machine's share of `workers`; the store listens on `port` of node 0."""
-    own = node_group.shares(workers)[node_group.node]
+    own = node_group.shares(workers)[node_group.spec.node]
     return [
         WorkerSpec(
             rank=rank,

@@ -310,7 +310,7 @@ class StoredUnit:
             own = [parameter.detach() for parameter in self.parameters]
             self.weights, self.gradients = Section(file, own), Section(file, own, cached=True)
             buffer = staging.fetched.take(self.weights.room)
-            _copy(self.weights.views(buffer), own)
+            torch._foreach_copy_(self.weights.views(buffer), own)
             self.weights.write(buffer)
             for parameter, mapped in zip(self.parameters, self.weights.mapped, strict=True):
                 parameter.data = mapped
@@ -321,7 +321,7 @@ class StoredUnit:
     def fetch(self, into: Sequence[Tensor]) -> None:
         assert self.weights is not None
         with self.staging.fetching:
-            _copy(into, self.weights.read(self.staging.fetched.take(self.weights.room)))
+            torch._foreach_copy_(list(into), self.weights.read(self.staging.fetched.take(self.weights.room)))
         self.read += self.weights.nbytes
 
     def put_gradients(self, gradients: Sequence[Tensor | None]) -> None:
@@ -349,7 +349,7 @@ class StoredUnit:
         if states and not self._is_there(states):
             section = self.section(states)
             buffer = StagingSlot().take(section.room)
-            _copy(section.views(buffer), states)
+            torch._foreach_copy_(section.views(buffer), states)
             section.write(buffer)
             self._show(self.optimizer.state)
 
@@ -469,12 +469,6 @@ class StoredUpdate:
 
 def _same_memory(one: Tensor, other: Tensor) -> bool:
     return one.data_ptr() == other.data_ptr() and one.shape == other.shape
-
-
-@torch.no_grad()
-def _copy(into: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-    for own, value in zip(into, values, strict=True):
-        own.copy_(value)
 
 
 def stored_units(

@@ -252,17 +252,12 @@ class Managed(Wrapping):
 
     # State
 
-    @property
+    @Wrapping.state.getter
     def state(self) -> Any:  # type: ignore[override]
         """The inner optimizer's state (the same object), after all updates."""
         if hasattr(self, "_parts"):
             self.catch_up()
         return self.inner.state
-
-    @state.setter
-    def state(self, state: Any) -> None:
-        if state:
-            self.inner.state = state
 
     def state_dict(self) -> dict[str, Any]:
         """The inner optimizer's; independent of the plan, so a run can resume under another plan, or without one."""

@@ -27,7 +27,6 @@ multiplication. Hugging Face's Llama pairs (i, i + C/2), so the rows of query an
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import ClassVar, NamedTuple
@@ -37,6 +36,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import override
 
+from isles.base.modes import generator_of
 from isles.models.blocks import check_order
 from isles.models.sizes import Shape
 
@@ -254,10 +254,9 @@ def initialise(module: nn.Module, shape: Shape, seed: int) -> None:
             if parameter.ndim == 1:
                 parameter.fill_(1.0)
                 return
-            digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
-            generator = torch.Generator().manual_seed(int.from_bytes(digest[:4], "little"))
             drawn = torch.empty(parameter.shape, dtype=torch.float32)
-            parameter.copy_(drawn.normal_(std=_init_std(name, parameter.shape[1], shape.layers), generator=generator))
+            std = _init_std(name, parameter.shape[1], shape.layers)
+            parameter.copy_(drawn.normal_(std=std, generator=generator_of(f"{seed} {name}")))
 
     # named_parameters yields a tied matrix once, as embed.weight.
     named = [(name, parameter) for name, parameter in module.named_parameters() if not parameter.is_meta]

@@ -187,13 +187,9 @@ def _halves(weight_DD: Tensor, heads: int) -> Tensor:
     return weight_DD.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
 
 
-def in_pieces(model: HuggingFaceLM) -> HuggingFacePieces:
-    """`model` in pieces. This changes `model`: pass `sharing(model)` of a user's model. ValueError as in the class."""
-    return HuggingFacePieces(model.model)
-
-
 class HuggingFacePieces(HuggingFaceLM):
-    """`HuggingFaceLM` in pieces: its token embedding, the layers of its list, and the modules after them.
+    """`HuggingFaceLM` in pieces: its token embedding, the layers of its list, and the modules after them. This changes
+    `model`, its transformers model: pass that of `sharing(lm)`.
 
     To run a layer, the base model runs on `inputs_embeds` with only that layer in its list, so transformers computes
     masks and rotary angles. Modules after the list (the last norm) run in `leave`. Some models do more in their forward

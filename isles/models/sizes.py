@@ -129,14 +129,9 @@ def non_embedding_parameters(shape: Shape) -> int:
     return _matmul_weights(shape) + norms
 
 
-def embedding_parameters(shape: Shape) -> int:
-    """Trainable numbers in the embedding and the head, a tied matrix counted once."""
-    return shape.vocab * shape.d_model * (1 if shape.tie_embeddings else 2)
-
-
 def parameters(shape: Shape) -> int:
     """All trainable numbers of the decoder, tied ones counted once."""
-    return non_embedding_parameters(shape) + embedding_parameters(shape)
+    return non_embedding_parameters(shape) + shape.vocab * shape.d_model * (1 if shape.tie_embeddings else 2)
 
 
 def like_size(shape: Shape, count: int) -> Shape:

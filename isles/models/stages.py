@@ -25,7 +25,7 @@ from isles.models.blocks import check_order, sharing
 from isles.models.cuts import Piece, PieceCosts, pieces
 from isles.models.decoder import Decoder, next_token_loss
 from isles.models.factory import next_token_scores
-from isles.models.hf import HuggingFaceLM, in_pieces
+from isles.models.hf import HuggingFaceLM, HuggingFacePieces
 from isles.models.sizes import Shape
 from isles.network.clusters import ModelLoad
 
@@ -109,7 +109,7 @@ def loss_of(model: Any) -> Callable[[Tensor, Tensor], Tensor]:
 
 def cuttable(model: nn.Module) -> Cuttable:
     """`model` with its forward pass in pieces. ValueError, with advice, if it has no pieces."""
-    part: Any = in_pieces(model) if type(model) is HuggingFaceLM else model
+    part: Any = HuggingFacePieces(model.model) if type(model) is HuggingFaceLM else model
     if not isinstance(part, Cuttable):
         raise ValueError(
             f"a {type(model).__name__} cannot be cut into stages: give it `blocks` (an nn.ModuleList), "

@@ -34,6 +34,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import override
 
+from isles.base.modes import generator_of
 from isles.models.blocks import module_at
 
 SubspaceForm = Literal["coordinates", "row-wise", "projected"]
@@ -90,19 +91,14 @@ class Subspace:
 
 def drawn_basis(width: int, rank: int, seed: int) -> Tensor:
     """Draw the basis U (D, K) from `seed`, in float64, on the host."""
-    return orthonormal(torch.randn(width, rank, generator=_generator(seed, "basis"), dtype=torch.float64))
+    return orthonormal(torch.randn(width, rank, generator=generator_of(f"{seed} subspace basis"), dtype=torch.float64))
 
 
 def drawn_table(vocab: int, width: int, seed: int, like: Tensor) -> Tensor:
     """Draw the frozen table (V, D) from `seed` in float32 on the host; returned in format and on device of `like`."""
     if like.is_meta:
         return like.new_empty(vocab, width)
-    return torch.empty(vocab, width).normal_(std=width**-0.5, generator=_generator(seed, "table")).to(like)
-
-
-def _generator(seed: int, purpose: str) -> torch.Generator:
-    digest = hashlib.sha256(f"{seed} subspace {purpose}".encode()).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest[:4], "little"))
+    return torch.empty(vocab, width).normal_(std=width**-0.5, generator=generator_of(f"{seed} subspace table")).to(like)
 
 
 def orthonormal(columns: Tensor) -> Tensor:

@@ -241,7 +241,7 @@ class ClusterCutter:
         self._flops, self._weights, self._saved = (sums[:, None] - sums[None, :] for sums in (flops, weights, saved))
         self._empty = np.tri(load.blocks + 1, dtype=bool).T
         self._cost = cache(self._stage_cost)
-        self._filled = cache(self._stage_filled)
+        self._filled = cache(lambda node, versions, _: np.where(self._empty, math.inf, self.filled(node, versions)))
 
     def seconds(self, node: ClusterNode, versions: int, is_first: bool) -> FloatMatrix:
         """[stop, first]: seconds of one microbatch. versions: of the weights that a stage keeps, 1 at the last."""
@@ -254,9 +254,6 @@ class ClusterCutter:
         nbytes = self._weights * (versions + 1 + self.load.states) + versions * self.load.stream + self._saved
         return nbytes / node.memory
 
-    def _stage_filled(self, node: ClusterNode, versions: int, is_first: bool) -> FloatMatrix:
-        return np.where(self._empty, math.inf, self.filled(node, versions))
-
     def _stage_cost(self, node: ClusterNode, versions: int, is_first: bool) -> FloatMatrix:
         filled = self.filled(node, versions)
         cost = self.seconds(node, versions, is_first) if self._by == "time" else filled
@@ -264,12 +261,14 @@ class ClusterCutter:
 
     def worst(self, nodes: Sequence[ClusterNode]) -> float:
         """Cost of the best cut: seconds of the slowest stage, or share of the fullest node; infinity: no cut fits."""
-        rows = self._rows(nodes, self._cost)
-        return float(rows[-1][-1]) if rows else math.inf
+        return self._least(nodes, self._cost)
 
     def least_filled(self, nodes: Sequence[ClusterNode]) -> float:
         """The least share of the fullest node over all cuts, above 1 too; infinity: more nodes than blocks."""
-        rows = self._rows(nodes, self._filled)
+        return self._least(nodes, self._filled)
+
+    def _least(self, nodes: Sequence[ClusterNode], of: Callable[[ClusterNode, int, bool], FloatMatrix]) -> float:
+        rows = self._rows(nodes, of)
         return float(rows[-1][-1]) if rows else math.inf
 
     def split(self, nodes: Sequence[ClusterNode]) -> ModelSplit | None:

@@ -274,7 +274,6 @@ class PlannedExchange(NamedTuple):
     without a partner in this round is a group of one. flight: exchanges of one flight all start before any of them is
     waited for; an exchange that lands at a moment is waited for before another flight starts there. A list of exchanges
     is in the order of their starts.
-    them is in the order of their starts.
     """
 
     sent: float

@@ -18,7 +18,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from functools import lru_cache
+from typing import Literal
 
 import numpy as np
 
@@ -30,6 +31,7 @@ from isles.report.panels import Table
 from isles.report.sheet import Sheet
 
 COMPUTED, ARRIVED = range(2)
+_AT_HAND = 32  # rounds whose numbers are not drawn again
 
 FleetEvent = tuple[float, int, int, int]
 """(seconds, kind, worker, round)"""
@@ -144,36 +146,25 @@ def _later(away: Absences | None, time: float, seconds: float) -> tuple[float, f
 
 
 class _Rounds:
-    """What is drawn for each round, kept until every worker has asked for it."""
+    """What is drawn for each round; it is drawn again for a worker that is many rounds behind."""
 
     def __init__(self, fleet: Fleet, pairs: bool) -> None:
         self._fleet, self._pairs = fleet, pairs
-        self._seconds: dict[int, list[float]] = {}
-        self._messages: dict[int, tuple[list[float], list[int]]] = {}
-        self._requests: dict[tuple[str, int], int] = {}
+        self.seconds, self.messages = lru_cache(_AT_HAND)(self._seconds), lru_cache(_AT_HAND)(self._messages)
 
-    def seconds(self, number: int) -> list[float]:
-        """Of everybody's steps in a round; each worker asks once."""
-        found = self._seconds.get(number)
-        if found is None:
-            sampler = self._fleet.steps.sampler(self._random(number, 0))
-            found = self._seconds[number] = sampler.draw(self._fleet.workers).tolist()
-        self._count(self._seconds, "seconds", number)
-        return found
+    def _seconds(self, number: int) -> list[float]:
+        """Of everybody's steps in a round."""
+        return self._fleet.steps.sampler(self._random(number, 0)).draw(self._fleet.workers).tolist()
 
-    def messages(self, number: int) -> tuple[list[float], list[int]]:
-        """(seconds of everybody's message, everybody's partner) in a round; each worker asks once."""
-        found = self._messages.get(number)
-        if found is None:
-            random = self._random(number, 1)
-            partners = np.arange(self._fleet.workers)
-            if self._pairs:
-                order = random.permutation(self._fleet.workers)
-                one, other = order[0 : 2 * (self._fleet.workers // 2) : 2], order[1::2]
-                partners[one], partners[other] = other, one
-            found = self._messages[number] = (self._of_messages(random), partners.tolist())
-        self._count(self._messages, "messages", number)
-        return found
+    def _messages(self, number: int) -> tuple[list[float], list[int]]:
+        """(seconds of everybody's message, everybody's partner) in a round."""
+        random = self._random(number, 1)
+        partners = np.arange(self._fleet.workers)
+        if self._pairs:
+            order = random.permutation(self._fleet.workers)
+            one, other = order[0 : 2 * (self._fleet.workers // 2) : 2], order[1::2]
+            partners[one], partners[other] = other, one
+        return self._of_messages(random), partners.tolist()
 
     def arrivals(self, number: int) -> list[float]:
         """Seconds of the mean's way to everybody; asked for once."""
@@ -186,14 +177,6 @@ class _Rounds:
         s = math.sqrt(self._fleet.message_variance)
         z = random.standard_normal(self._fleet.workers)
         return (self._fleet.message * np.exp(s * z - s * s / 2)).tolist()
-
-    def _count(self, retained: dict[int, Any], what: str, number: int) -> None:
-        count_so_far = self._requests.get((what, number), 0) + 1
-        if count_so_far < self._fleet.workers:
-            self._requests[what, number] = count_so_far
-        else:
-            del retained[number]
-            self._requests.pop((what, number), None)
 
 
 _WORKERS, _ROUNDS, _STEPS = (16, 64, 256, 1024), 20, 50

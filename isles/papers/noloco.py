@@ -124,8 +124,8 @@ class Sampler:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Waiting:
-    """Seconds that `rounds` rounds take, from the same step times: waiting for all, and for a partner (until the last
-    worker is through; mean over the workers).
+    """Seconds that `rounds` rounds take, from the same step times: waiting for all, and for a partner, until the last
+    worker is through.
     """
 
     workers: int
@@ -133,7 +133,6 @@ class Waiting:
     rounds: int
     everybody_seconds: float
     partner_last_seconds: float
-    partner_mean_seconds: float
 
     @property
     def ratio(self) -> float:
@@ -162,7 +161,6 @@ def waiting(workers: int, steps: StepLaw, *, rounds: int = 100, seed: int = 0) -
         rounds=rounds,
         everybody_seconds=everybody,
         partner_last_seconds=float(clock.max()),
-        partner_mean_seconds=float(clock.mean()),
     )
 
 

@@ -12,7 +12,6 @@ from operator import itemgetter
 from torch import Tensor
 
 from isles.comm.codecs.lowrank import Form, LowRank
-from isles.comm.collectives.averaging import Averaging
 from isles.comm.collectives.mean import phases
 from isles.comm.tags import rounds_apart
 from isles.network.exchange_plan import (
@@ -106,7 +105,9 @@ def planned_rounds(parts: Composition, fragments: Sequence[Fragment], size: int,
     known: dict[tuple[int, str, int, tuple[int, ...]], BySize] = {}
 
     def add(index: int, what: str, round: int, sent: int, lands: int, order: int, flight: int | None = None) -> int:
-        groups, means = groups_of(parts.mixing, round, size), _means(fragments[index], what)
+        groups, fragment = groups_of(parts.mixing, round, size), fragments[index]
+        means = fragment.averaging if what == "payload" else fragment.anchor_averaging
+        assert means is not None
         sizes = tuple(sorted({len(group) for group in groups}))
         key = (index, what, min(round, means.starting + 1), sizes)
         if key not in known:
@@ -137,12 +138,6 @@ def planned_rounds(parts: Composition, fragments: Sequence[Fragment], size: int,
         order = _BEHIND if landed[index] < end else _SENT if index in rest else _DRAINED
         add(index, "anchor", rounds[index] + 1, landed[index], end + 1, order)  # for a round that never comes
     return [planned for _, planned in sorted(made, key=itemgetter(0))]
-
-
-def _means(fragment: Fragment, what: str) -> Averaging:
-    means = fragment.averaging if what == "payload" else fragment.anchor_averaging
-    assert means is not None
-    return means
 
 
 def landings(plan: Sequence[PlannedExchange], late: int) -> list[tuple[int, int]]:

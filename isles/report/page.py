@@ -36,18 +36,16 @@ from isles.report.units import (
 _REASONS = 8  # that are named
 
 
-def _sent_over(summary: Mapping[str, Any], channel: str) -> float | None:
-    channels = summary.get("channels")
-    counts = channels.get(channel) if isinstance(channels, Mapping) else None
-    return finite(counts.get("bytes_sent")) if isinstance(counts, Mapping) else None
+def _sent_over(channels: Any) -> dict[str, float | None]:
+    """Bytes by channel, whatever a file holds."""
+    entries = channels.items() if isinstance(channels, Mapping) else ()
+    return {name: finite(counts.get("bytes_sent")) for name, counts in entries if isinstance(counts, Mapping)}
 
 
 def _by_channel(channels: Any) -> str:
-    """In words, whatever a file holds."""
     if not isinstance(channels, Mapping):
         return _raw(channels)
-    sent = {name: finite(counts.get("bytes_sent")) for name, counts in channels.items() if isinstance(counts, Mapping)}
-    return ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in sent.items() if nbytes)
+    return ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in _sent_over(channels).items() if nbytes)
 
 
 def format_counts(counts: Any) -> str:
@@ -307,7 +305,7 @@ def _headline(run: Run) -> str:
             cards.append((amount, f"{word} data parallel would have sent"))
     if (across := finite(summary.get("bytes_across_per_worker"))) is not None:
         cards.append((format_bytes(across), "of that across islands"))
-    elif (between := _sent_over(summary, "outer")) is not None and "stages" in summary:
+    elif (between := _sent_over(summary.get("channels")).get("outer")) is not None and "stages" in summary:
         cards.append((format_bytes(between), "of that to other replicas"))
     if (share := finite(summary.get("compute_utilisation"))) is not None:
         cards.append((format_percent(share), "of the time computing"))

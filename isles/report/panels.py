@@ -12,6 +12,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
+from statistics import fmean
 
 from isles.report.draw.style import SERIES
 
@@ -27,7 +29,7 @@ def thin(points: Sequence[Point], limit: int) -> list[Point]:
         return list(points)
     thinned = [points[0]]
     for bucket in _buckets(points[1:-1], max(1, (limit - 2) // 2)):
-        low, high = min(bucket, key=_y), max(bucket, key=_y)
+        low, high = min(bucket, key=itemgetter(1)), max(bucket, key=itemgetter(1))
         thinned += [low] if low is high else sorted((low, high))
     thinned.append(points[-1])
     return thinned
@@ -37,7 +39,7 @@ def average(points: Sequence[Point], limit: int) -> list[Point]:
     """At most `limit` points: the mean x and the mean y of each bucket."""
     if len(points) <= limit:
         return list(points)
-    return [(_mean(x for x, _ in bucket), _mean(y for _, y in bucket)) for bucket in _buckets(points, limit)]
+    return [(fmean(x for x, _ in bucket), fmean(y for _, y in bucket)) for bucket in _buckets(points, limit)]
 
 
 def mean_over(series: Iterable[Sequence[Point]]) -> list[Point]:
@@ -81,15 +83,6 @@ def _buckets(points: Sequence[Point], count: int) -> Iterable[Sequence[Point]]:
         bucket = points[round(i * size) : round((i + 1) * size)]
         if bucket:
             yield bucket
-
-
-def _y(point: Point) -> float:
-    return point[1]
-
-
-def _mean(values: Iterable[float]) -> float:
-    listed = list(values)
-    return math.fsum(listed) / len(listed)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

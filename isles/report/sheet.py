@@ -50,20 +50,6 @@ def as_json(sheet: Sheet) -> str:
     return json.dumps(sheet.data, indent=1, allow_nan=False)
 
 
-def as_csv(sheet: Sheet) -> str:
-    """The table."""
-    out = io.StringIO()
-    csv.writer(out, lineterminator="\n").writerows([sheet.table.heads, *sheet.table.rows])
-    return out.getvalue()
-
-
-def as_page(sheet: Sheet) -> str:
-    """A self-contained HTML page."""
-    notes = "".join(f'<p class="note">{escape(note)}</p>' for note in sheet.notes)
-    table = wide_table("Table", sheet.what, sheet.table)
-    return document(sheet.title, sheet.subtitle, f"{notes}{''.join(map(section, sheet.panels))}{table}")
-
-
 def write_sheet(sheet: Sheet, folder: Path) -> list[Path]:
     """Write all four files into `folder`, which is made if it is absent; loads matplotlib. ValueError where the folder
     cannot be made.
@@ -74,12 +60,15 @@ def write_sheet(sheet: Sheet, folder: Path) -> list[Path]:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(f"{folder}: cannot be made ({error.strerror}); name another directory with --out") from error
-    drawn = picture(sheet.title, sheet.subtitle, sheet.panels, sheet.table)
+    table = io.StringIO()
+    csv.writer(table, lineterminator="\n").writerows([sheet.table.heads, *sheet.table.rows])
+    body = "".join(f'<p class="note">{escape(note)}</p>' for note in sheet.notes)
+    body += "".join(map(section, sheet.panels)) + wide_table("Table", sheet.what, sheet.table)
     files = {
-        "csv": as_csv(sheet).encode(),
+        "csv": table.getvalue().encode(),
         "json": (as_json(sheet) + "\n").encode(),
-        "png": drawn,
-        "html": as_page(sheet).encode(),
+        "png": picture(sheet.title, sheet.subtitle, sheet.panels, sheet.table),
+        "html": document(sheet.title, sheet.subtitle, body).encode(),
     }
     return [settled(folder / f"{sheet.name}.{ending}", data) for ending, data in files.items()]
 

@@ -81,13 +81,14 @@ def plan_sheet(job: PlanQuestion, table: MethodTable, network: str, *, target: f
     slowest = job.links.slowest_rate(job.workers)
     pace = f"{_short(slowest / 1e6)} Mbit/s" if math.isfinite(slowest) else "no limit on its rate"
     percent, prices = f"{100 * target:g}", (job.price_gb, job.price_hour) != (None, None)
+    workers = f"{job.workers} workers" if job.devices == 1 else f"{job.sites} sites of {job.devices} devices"
     reached = "computing" if job.devices == 1 else "of what a site alone computes"
     heads = ["", "method", "settings", *(["inside"] if job.devices > 1 else []), "H", "computing %", "waits s/round"]
     heads += ["sent MB/step", f"Mbit/s for {percent} %", "memory GB", *(["GPU GB"] if job.machine else [])]
     heads += ["hours", "sent GB", *(["money"] if prices else [])] if job.tokens else []
     return Sheet(
         name="plan",
-        title=f"{format_short(job.parameters)} parameters, {format_workers(job)}, {network}",
+        title=f"{format_short(job.parameters)} parameters, {workers}, {network}",
         subtitle=f"{job.step_seconds:.4g} s of computing a step; the slowest worker has {pace}",
         what=f"First what reaches {percent} % {reached}: nearest to data parallel first, then the smaller H.",
         table=Table(heads=heads, rows=[_row(job, one, slowest) for one in plans], names=3),
@@ -121,11 +122,6 @@ def _enough(plans: Sequence[MethodPlan], percent: str) -> list[str]:
     if not found:
         return []
     return [f"For {percent} % at these rates: {'; '.join(f'{name} wants H = {H:,}' for name, H in found.items())}."]
-
-
-def format_workers(job: PlanQuestion) -> str:
-    """How many, and where."""
-    return f"{job.workers} workers" if job.devices == 1 else f"{job.sites} sites of {job.devices} devices"
 
 
 def _row(job: PlanQuestion, one: MethodPlan, slowest: float) -> list[str]:
@@ -261,7 +257,8 @@ def _panel(plans: Sequence[MethodPlan], slowest: float) -> Panel:
     for css, one in zip(SERIES, best.values(), strict=False):
         points = [(factor * slowest / 1e6, one.timing.curve(factor)) for factor in factors]
         lines.append(Polyline(points=points, css=css, name=_named(one)))
-        keys.append((css, " ".join(part for part in (one.candidate.method, _codec(one), f"H = {one.every}") if part)))
+        codec = str(one.candidate.replicas.get("codec", ""))
+        keys.append((css, " ".join(part for part in (one.candidate.method, codec, f"H = {one.every}") if part)))
         dots.append((slowest / 1e6, one.utilisation))
     left_out = list(best)[len(SERIES) :]
     notes = ["Each at its H.", *([f"Without {', '.join(left_out)}, last in the table."] if left_out else [])]
@@ -275,10 +272,6 @@ def _panel(plans: Sequence[MethodPlan], slowest: float) -> Panel:
         log_x=True,
     )
     return Panel(heading=chart.title, picture=chart, keys=[*keys, ("dot", "as it is")], notes=notes)
-
-
-def _codec(one: MethodPlan) -> str:
-    return str(one.candidate.replicas.get("codec", ""))
 
 
 def _short(value: float) -> str:

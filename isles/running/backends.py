@@ -49,22 +49,17 @@ def start_server() -> None:
 def train(config: Config, out: Path, resume: int | None, node_group: NodeGroup) -> Workers:
     """Start this machine's workers of a run."""
     start_server()
-    return LocalWorkers(
-        train_process,
-        config.world.workers,
-        args=(config, out, resume),
-        threads=config.world.start_threads,
-        deadlines=deadlines(config),
-        logs=out / LOGS,
-        node_group=node_group,
-        check=Schema(config),
-    )
+    machines = {"node_group": node_group, "check": Schema(config)}
+    return call(train_process, config.world.workers, config, (config, out, resume), out, **machines)
 
 
-def call(worker: Callable[..., Any], workers: int, config: Config, args: Sequence[Any], out: Path) -> Workers:
-    """Start `worker(world, *args)` on `workers` workers."""
+def call(
+    worker: Callable[..., Any], workers: int, config: Config, args: Sequence[Any], out: Path, **machines: Any
+) -> Workers:
+    """Start `worker(world, *args)` on `workers` workers. machines: the further arguments of `LocalWorkers`."""
+    waits, logs = deadlines(config), out / LOGS
     return LocalWorkers(
-        worker, workers, args=args, threads=config.world.start_threads, deadlines=deadlines(config), logs=out / LOGS
+        worker, workers, args=args, threads=config.world.start_threads, deadlines=waits, logs=logs, **machines
     )
 
 

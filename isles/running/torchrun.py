@@ -160,9 +160,9 @@ def _attend(
 ) -> None:
     """Run the worker in this thread. Ctrl-C, SIGTERM and SIGHUP ask all workers to stop after a common step."""
     spec = WorkerSpec(
-        rank=node_group.node,
-        size=node_group.nodes,
-        local_rank=int(os.environ.get("LOCAL_RANK", node_group.node)),
+        rank=node_group.spec.node,
+        size=node_group.spec.nodes,
+        local_rank=int(os.environ.get("LOCAL_RANK", node_group.spec.node)),
         host=node_group.host,
         port=0,
         threads=config.world.start_threads,

@@ -11,7 +11,6 @@ device. Both are in a checkpoint, so that a resumed run draws the same numbers a
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from isles.base.modes import generator_of
 from isles.comm.tags import Channel
 from isles.network.routing.events import Span
 from isles.replicas.sync import ReplicaSync
@@ -209,7 +209,7 @@ class Whole:
 
 def draws_seed(seed: int, rank: int) -> int:
     """The seed of a worker's draws, different for each worker and equal on all backends."""
-    return int.from_bytes(hashlib.sha256(f"{seed} worker {rank}".encode()).digest()[:4], "little")
+    return generator_of(f"{seed} worker {rank}").initial_seed()
 
 
 def seed_draws(seed: int, rank: int) -> None:

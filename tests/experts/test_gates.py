@@ -11,7 +11,6 @@ import torch
 
 from isles.data import ByteTokenizer
 from isles.experts.ensemble import Joining, Speaker
-from isles.experts.forest import Forest
 from isles.experts.hdee import RidgeGate
 from isles.experts.jobs import JobProgress
 from isles.experts.routing import ByClusters, Clusters, assign, clustered, route
@@ -83,5 +82,3 @@ def test_experts_by_clusters_from_end_to_end(tmp_path: Path) -> None:
     assert "score_bytes_sent" not in told["bytes"] and not (tmp_path / "out" / "seed-0" / "routers").exists()
     path = tmp_path / "out" / "seed-0" / "forests" / "smalltalk.json"
     assert "routed with a probability of" in Speaker(path, Joining()).voice("some words").note
-    with pytest.raises(ValueError, match="cannot leave"):
-        Forest.load(path).remove("expert-0")

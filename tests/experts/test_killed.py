@@ -7,6 +7,7 @@ import multiprocessing
 import re
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -65,7 +66,8 @@ def _isles(words: list[str]) -> None:
 def _two_of_three_are_the_masked_best(whole: System[object], folder: Path) -> None:
     """Without an expert, the choice is the best of those that are left."""
     forest = whole.seeds["seed-0"].forest()  # type: ignore[attr-defined]
-    forest.remove("expert-1").save(folder / "rest.json")
+    experts, routers = ((members[0], *members[2:]) for members in (forest.experts, forest.routers))
+    replace(forest, experts=experts, routers=routers).save(folder / "rest.json")
     every, rest = (
         gate_of(one, whole.texts["easy"].corpus.tokenizer) for one in (forest, Forest.load(folder / "rest.json"))
     )

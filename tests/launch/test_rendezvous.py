@@ -322,7 +322,7 @@ def test_all_meet_in_any_order(gathering: Callable[..., Meeting]) -> None:
     group.hears("nobody answers at")
     node_groups = [group.come(0), early, group.come(2)]
     found = [node_group.result(15.0) for node_group in node_groups]
-    assert [node_group.node for node_group in found] == [0, 1, 2]
+    assert [node_group.spec.node for node_group in found] == [0, 1, 2]
     assert all((node_group.host, node_group.facts["store"]) == ("127.0.0.1", 7) for node_group in found)
     assert sorted(found[0].links) == [1, 2] and list(found[1].links) == list(found[2].links) == [0]
     found[0].links[2].send("for two")

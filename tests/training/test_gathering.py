@@ -103,4 +103,4 @@ def test_what_one_machine_cannot_be_split_into(config: Config, tmp_path: Path) -
         with pytest.raises(ValueError, match=words), meet_nodes(one, node_spec, tmp_path, None, print):
             pass
     with meet_nodes(config, NodeSpec(), tmp_path, None, print) as node_group:
-        assert isinstance(node_group, NodeGroup) and not node_group.links and node_group.nodes == 1
+        assert isinstance(node_group, NodeGroup) and not node_group.links and node_group.spec.nodes == 1

@@ -268,7 +268,10 @@ class TwoShot(MeanPart):
         except (Refused, Malformed) as error:
             refused = error
         self.release()
-        wire = back.encode(shard) if refused is None else refusal_wire(group.ranks, refused.peer, self._back_bytes())
+        if refused is None:
+            wire = back.encode(shard)
+        else:
+            wire = refusal_wire(group.ranks, refused.peer, back.wire_bytes(last - first, shard.dtype))
         works = []
         for position in group.others:
             start, stop = self.shards[position]
@@ -285,10 +288,6 @@ class TwoShot(MeanPart):
         yield works + sends
         for position in group.others:
             self._land(position)
-
-    def _back_bytes(self) -> int:
-        first, last = self.shards[self.call.group.rank]
-        return self.codec.back.wire_bytes(last - first, self.buffer.dtype)
 
     def _land(self, position: int) -> None:
         """Copy the mean shard of `position` into the buffer. It is checked against this member's own share there."""

@@ -334,8 +334,10 @@ class _VirtualRun:
                 torch.set_rng_state(self._random)  # the state with which a forked process would begin
             self._results[worker.rank] = self._fn(self.transports[worker.rank])
         except (Stopped, Killed):
-            if worker.killed:
-                self._bury(worker)
+            if worker.killed:  # end its thread
+                worker.killed = False
+                with contextlib.suppress(Stopped), worker:
+                    self.scheduler.end(worker)
             return
         except BaseException as failure:  # any exception is this worker's result
             error = failure
@@ -348,12 +350,6 @@ class _VirtualRun:
         except BaseException as failure:
             self._errors.insert(0, failure)
             self.scheduler.stop()
-
-    def _bury(self, worker: VirtualWorker) -> None:
-        """End the thread of a killed worker."""
-        worker.killed = False
-        with contextlib.suppress(Stopped), worker:
-            self.scheduler.end(worker)
 
     def _end(self, worker: VirtualWorker, error: BaseException | None) -> None:
         """In its turn: remove an ended worker."""

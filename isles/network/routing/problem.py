@@ -38,7 +38,7 @@ class PathRules:
 
     Args:
         swaps: in one path, at most.
-        swaps: the most in one path.
+        distance: of a swap, in stages.
         total: of all swaps of a path together, in stages.
         jump: to how far above the highest stage so far the next one may lie.
     """

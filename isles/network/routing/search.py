@@ -38,6 +38,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from heapq import heapify, heappop, heapreplace
 from itertools import pairwise
 from operator import add
@@ -63,7 +64,7 @@ class Scores:
 
     def __init__(self, delays: CostMatrix, forward: Sequence[float]) -> None:
         self._delays, self._forward = delays, forward
-        self._pairings: dict[tuple[tuple[int, ...], tuple[int, ...]], float] = {}
+        self._pairing = cache(self._worst_pair)
 
     def __call__(self, stages: Stages) -> float:
         """The score of stages. The first has the origins; the order of the others does not count."""
@@ -88,14 +89,10 @@ class Scores:
             last = min(range(count), key=lambda stage: table[seen][stage] + between[stage][order[1]])
         return length, tuple(order)
 
-    def _pairing(self, one: tuple[int, ...], other: tuple[int, ...]) -> float:
+    def _worst_pair(self, one: tuple[int, ...], other: tuple[int, ...]) -> float:
         if one == other:
             return 0.0
-        known = self._pairings.get((one, other))
-        if known is None:
-            costs = [[self._delays[u][v] + self._forward[u] for v in other] for u in one]
-            known = self._pairings[one, other] = bottleneck(costs)[0]
-        return known
+        return bottleneck([[self._delays[u][v] + self._forward[u] for v in other] for u in one])[0]
 
 
 def _tours(between: CostMatrix) -> list[list[float]]:
@@ -251,11 +248,11 @@ class Stopwatch:
     def __init__(self, problem: RoutingProblem) -> None:
         self._problem = problem
         self._seconds = problem.seconds
-        self._chains: dict[Path, list[tuple[int, float, float, float]]] = {}
+        self._chain = cache(self._tasks)
 
     def __call__(self, paths: Sequence[Path]) -> tuple[float, float]:
         """(seconds of a step, mean seconds until a slot is done) with one path for each slot."""
-        chains = [self._chains.get(path) or self._chain(path) for path in paths]
+        chains = [self._chain(path) for path in paths]
         slots = len(chains)
         last = slots * (self._problem.waves - 1)
         free = [0.0] * self._problem.nodes
@@ -278,7 +275,7 @@ class Stopwatch:
                 longest = max(longest, end)
         return longest, total / slots
 
-    def _chain(self, path: Path) -> list[tuple[int, float, float, float]]:
+    def _tasks(self, path: Path) -> list[tuple[int, float, float, float]]:
         """(node, seconds, rest, way to the next) of each task."""
         problem, route = self._problem, Route(0, path, True)
         seconds = {"F": self._seconds.forward, "L": self._seconds.loss, "B": self._seconds.backward}
@@ -287,7 +284,6 @@ class Stopwatch:
             node, following = route.worker(task), route.following(task)
             way = 0.0 if following is None else problem.hop(node, route.worker(following))
             made.append((node, seconds[task.kind][node], problem.rest(task), way))
-        self._chains[path] = made
         return made
 
 
@@ -330,12 +326,7 @@ def without_collisions(problem: RoutingProblem, effort: SearchEffort, seed: int 
     rng = random.Random(seed)
     # A slot starts after the forwards of those before it at its origin.
     starts = [number * problem.forward[origin] for origin, number in problem.slots]
-    trips: dict[Path, float] = {}
-
-    def trip(path: Path) -> float:
-        if path not in trips:
-            trips[path] = problem.round_trip(path)
-        return trips[path]
+    trip = cache(problem.round_trip)
 
     def score(paths: Sequence[Path]) -> float:
         ends = [start + trip(path) for start, path in zip(starts, paths, strict=True)]
@@ -424,7 +415,7 @@ class _Moves:
         for order in legal_orders(len(problem.stages), problem.path_length, problem.rules):
             self._orders.setdefault(frozenset(order[1:]), []).append(order[1:])
         self._loads: Counter[int] = Counter()
-        self._trips: dict[Path, float] = {}
+        self._trip = cache(problem.round_trip)
         self._later = [node for stage in problem.stages[1:] for node in stage]
 
     def start(self) -> list[Path]:
@@ -512,11 +503,6 @@ class _Moves:
         if len(by_stage) == len(nodes):
             for order in self._orders.get(frozenset(by_stage), ()):
                 yield (origin, *(by_stage[stage] for stage in order))
-
-    def _trip(self, path: Path) -> float:
-        if path not in self._trips:
-            self._trips[path] = self._problem.round_trip(path)
-        return self._trips[path]
 
 
 @dataclass(frozen=True, kw_only=True)

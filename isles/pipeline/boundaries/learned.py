@@ -11,13 +11,13 @@ of the block after it. Nothing else of the stream crosses.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
 
+from isles.base.modes import generator_of
 from isles.pipeline.boundaries.base import Boundary
 
 LearnedKind = Literal["bottleneck", "maxout"]
@@ -83,11 +83,8 @@ def attach(model: Any, cuts: Sequence[int], kind: LearnedKind, width: int, rank:
 def _drawn(module: nn.Module, seed: str, std: float) -> nn.Module:
     for name, parameter in module.named_parameters():
         if parameter.ndim == 2 and not parameter.is_meta:
-            digest = hashlib.sha256(f"{seed}.{name}".encode()).digest()
-            generator = torch.Generator().manual_seed(int.from_bytes(digest[:4], "little"))
-            parameter.copy_(
-                torch.empty(parameter.shape, dtype=torch.float32, device="cpu").normal_(std=std, generator=generator)
-            )
+            drawn = torch.empty(parameter.shape, dtype=torch.float32, device="cpu")
+            parameter.copy_(drawn.normal_(std=std, generator=generator_of(f"{seed}.{name}")))
     return module
 
 

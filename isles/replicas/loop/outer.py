@@ -249,7 +249,10 @@ class OuterSync(ReplicaSync):
         landing = [flight for flight in self.flights if flight.lands <= self.steps]
         if not (sending or landing):
             return
-        refuse_unweighed(self._weighed)
+        if not self._weighed:
+            raise ValueError(
+                'weights = "samples": call optimizer.weigh(SAMPLES) on every worker, before the first round'
+            )
         self.catch_up()
         # Snapshots before anything lands: what is sent is the progress of the inner steps alone.
         leaving = self._snapshots(sending)
@@ -608,12 +611,6 @@ def counts_alike(config: MethodConfig, parts: Composition, roster: Roster) -> bo
     else:
         return False
     raise ValueError(f'weights = "samples": {why}; choose "equal"')
-
-
-def refuse_unweighed(weighed: bool) -> None:
-    """ValueError before a round of workers that have not given their samples."""
-    if not weighed:
-        raise ValueError('weights = "samples": call optimizer.weigh(SAMPLES) on every worker, before the first round')
 
 
 def agreed_factor(group: Group, samples: float) -> tuple[float, float]:

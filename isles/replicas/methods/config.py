@@ -125,11 +125,10 @@ class SparseLoCoConfig(FedAvgConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DiLoCoConfig(CompressedConfig):
+class DiLoCoConfig(FedAvgConfig):
     """Settings of `diloco`; defaults of the paper, section 3."""
 
     sync_every: int = 500
-    """Inner steps a round (H)."""
     outer_lr: float = 0.7
     """Outer learning rate (lr)."""
     outer_momentum: float = 0.9
@@ -137,8 +136,6 @@ class DiLoCoConfig(CompressedConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        at_least("sync_every", self.sync_every, 1)
-        positive_rate(self.outer_lr)
         momentum_in_range(self.outer_momentum)
 
 

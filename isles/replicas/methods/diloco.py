@@ -14,17 +14,15 @@ lr / (1 - mu) g: a run needs well over 1 / (1 - mu) rounds.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from isles.comm.codecs import form
-from isles.replicas.loop.outer import OuterSync
 from isles.replicas.methods.config import DiLoCoConfig
-from isles.replicas.parts.choices import EveryH, Everyone, Replace
-from isles.replicas.parts.interfaces import Answer, Composition, OuterRule, RuleState, feedback
+from isles.replicas.methods.fedavg import FedAvg
+from isles.replicas.parts.interfaces import Answer, Composition, OuterRule, RuleState
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,20 +60,13 @@ class Nesterov(OuterRule):
         anchor.sub_(g.add_(v, alpha=self.momentum), alpha=self.lr)
 
 
-class DiLoCo(OuterSync):
+class DiLoCo(FedAvg):
     """All workers leave each exchange with equal anchors and weights."""
 
     Config = DiLoCoConfig
-    is_linear = True
     config: DiLoCoConfig
 
     @override
     def compose(self) -> Composition:
-        return Composition(
-            cadence=EveryH(self.config.sync_every),
-            mixing=Everyone(),
-            rule=Nesterov(lr=self.config.outer_lr, momentum=self.config.outer_momentum),
-            landing=Replace(),
-            codec=form(self.config.codec, self.config.options_of("codec")),
-            feedback=feedback(self.config.error_feedback, self.config.feedback_decay),
-        )
+        rule = Nesterov(lr=self.config.outer_lr, momentum=self.config.outer_momentum)
+        return replace(super().compose(), rule=rule)

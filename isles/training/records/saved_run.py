@@ -37,10 +37,6 @@ class SavedRun:
         """
         return next_token_scores(self.model, tokens_BT.to(next(self.model.parameters()).device))
 
-    def encode(self, text: str) -> torch.Tensor:
-        """Token ids of `text`, (T,), int64."""
-        return encoded(self.tokenizer, text)
-
 
 def encoded(tokenizer: Tokenizer, text: str) -> torch.Tensor:
     """Token ids of `text`, (T,), int64."""
@@ -64,11 +60,6 @@ def load_weights(model: nn.Module, weights: Path, of: str) -> None:
     except RuntimeError as error:  # of every tensor that does not fit, on lines of its own
         first = " ".join(str(error).split())[:200]
         raise ValueError(f"{weights}: does not fit the model of {of}; was it changed since? ({first})") from error
-    refuse_broken(model, weights)
-
-
-def refuse_broken(model: nn.Module, weights: Path) -> None:
-    """ValueError where the model's weights are no numbers."""
     parameters = {name for name, _ in model.named_parameters()}
     if (broken := not_finite(model.state_dict(), parameters)) is not None:
         raise ValueError(f"{weights}: {broken} is no number any more: train again, with a lower inner.lr")

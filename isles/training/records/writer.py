@@ -142,10 +142,10 @@ def write_config(config: Config, out: Path) -> None:
 def commit(config: Config, out: Path, step: int, ranks: Sequence[int], node_group: NodeGroup) -> None:
     """Make the checkpoint of `step`, which the workers `ranks` have all written, exist on this machine."""
     write_config(config, out)
-    keep = config.run.keep_checkpoints
-    if keep and node_group.nodes > 1:
+    keep, spec = config.run.keep_checkpoints, node_group.spec
+    if keep and spec.nodes > 1:
         keep = max(keep, 2)  # machines commit a moment apart: the one before stays until all have come to the next
-    own = None if node_group.spec.shared_directory else node_group.shares(config.world.workers)[node_group.node]
+    own = None if spec.shared_directory else node_group.shares(config.world.workers)[spec.node]
     Checkpoints(out).commit(step, ranks, run_facts(config), keep=keep, own=own)
 
 

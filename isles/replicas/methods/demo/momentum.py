@@ -38,7 +38,6 @@ So a tensor is one strided view of its blocks, or up to four where its last bloc
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -47,7 +46,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from isles.base.modes import to_device
+from isles.base.modes import generator_of, to_device
 from isles.comm.codecs import codec
 from isles.comm.codecs.base import Codec
 from isles.comm.codecs.scaled import Sign
@@ -94,9 +93,8 @@ def drawn(edges: Iterable[tuple[int, int]], seed: int, step: int, device: torch.
     """Random orthogonal bases of inner step `step`: the factor Q of a normal matrix, uniform up to signs."""
     bases = {}
     for size in sizes(edges):
-        salt = hashlib.sha256(f"{seed} {step} {size}".encode()).digest()[:4]
-        generator = torch.Generator().manual_seed(int.from_bytes(salt, "little"))
-        normal = torch.randn(size, size, generator=generator, dtype=torch.float64, device="cpu")
+        draw = generator_of(f"{seed} {step} {size}")
+        normal = torch.randn(size, size, generator=draw, dtype=torch.float64, device="cpu")
         bases[size] = torch.linalg.qr(normal).Q.to(device, torch.float32)
     return Transform(bases)
 

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from isles.base.modes import generator_of
 from isles.comm.call import Call
 from isles.comm.codecs.base import as_bytes
 from isles.comm.collectives.basic import all_to_all
@@ -61,7 +62,7 @@ def _partition(layer: str, units: int, workers: int, sampler: str, seed: int, ro
     if sampler in ("rolling", "fixed"):
         order = (_run(units) + (round if sampler == "rolling" else 0)) % units
         return tuple(part.sort().values for part in order.split(counts))
-    draw = torch.Generator().manual_seed(_seed(f"isles ist {seed} {round} {layer}"))
+    draw = generator_of(f"isles ist {seed} {round} {layer}")
     if sampler == "random":
         return tuple(part.sort().values for part in _shuffled(units, draw).split(counts))
     # Deal the shuffled runs one after the other, in an order of workers whose first ones have a unit more.
@@ -202,10 +203,6 @@ def _run(*ends: int) -> Tensor:
 
 def _shuffled(units: int, draw: torch.Generator) -> Tensor:
     return torch.randperm(units, generator=draw, dtype=torch.int64, device="cpu")
-
-
-def _seed(text: str) -> int:
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "little")
 
 
 WEIGHT = ""
