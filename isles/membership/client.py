@@ -35,7 +35,6 @@ from isles.membership.messages import (
     Ack,
     Beat,
     BeatReply,
-    Done,
     Entry,
     Examine,
     Failed,
@@ -52,7 +51,7 @@ from isles.membership.messages import (
     encode,
 )
 from isles.membership.requests import BEAT, LONGEST, PATIENCE, DecisionLog, LighthouseClient, PendingTransfers
-from isles.membership.round_commit import NOTHING, RoundDecision
+from isles.membership.round_commit import NOTHING, Done, RoundDecision
 from isles.membership.session import ControlSession, Query
 
 _LOG = logging.getLogger(__name__)

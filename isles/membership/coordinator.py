@@ -27,8 +27,6 @@ from isles.membership.messages import (
     Admitted,
     Beat,
     BeatReply,
-    Delivered,
-    Done,
     Leave,
     Load,
     MemberStatus,
@@ -43,7 +41,7 @@ from isles.membership.messages import (
     View,
     plain,
 )
-from isles.membership.round_commit import NOTHING
+from isles.membership.round_commit import NOTHING, Delivered, Done
 
 _TIMES, _LEAST = 10, 60.0  # a stall is so many times a member's usual round, and so many seconds at least
 _MOST = 10  # a member's own pace counts up to so many times the usual one

@@ -20,8 +20,8 @@ from typing import Any
 
 from isles.membership.data_ledger import DataLedger
 from isles.membership.effects import Coordinator, Worker, WorkerTable, of_another_version
-from isles.membership.messages import Beat, Delivered, Done, PeerReport, View, from_plain, identity_of
-from isles.membership.round_commit import Ballot, Graces, RoundDecision
+from isles.membership.messages import Beat, PeerReport, View, from_plain, identity_of
+from isles.membership.round_commit import Ballot, Delivered, Done, Graces, RoundDecision
 
 _ROUNDS, _OTHERS = 3, 2
 _PAIRS = 1 << 16  # the most pairs to remember

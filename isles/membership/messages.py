@@ -24,7 +24,7 @@ from pydantic import Field
 from pydantic_core import from_json, to_json
 
 from isles.base.parsing import MANY, Bool, Exact, Float, Int, Ints, Str, read
-from isles.membership.round_commit import RoundDecision
+from isles.membership.round_commit import Delivered, Done, RoundDecision
 
 MESSAGES = (0, 2)
 """(major, minor) version of the messages. The minor one is raised with what the former one may ignore."""
@@ -285,26 +285,6 @@ class Load(Exact):
     call: Int
     donor: Int
     seconds: Float = 0.0
-
-
-@dataclass(frozen=True)
-class Done(Exact):
-    """A worker has the complete answer of an attempt of an all-reduce round; `digest` is its hash."""
-
-    round: Int
-    attempt: Int
-    digest: Int
-
-
-@dataclass(frozen=True)
-class Delivered(Exact):
-    """A worker has its share of a round with a quorum: the work of `steps` inner steps. seconds: until its next
-    exchange; 0 if unknown.
-    """
-
-    round: Int
-    steps: Int
-    seconds: Float
 
 
 @dataclass(frozen=True)

@@ -33,12 +33,32 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from isles.base.parsing import Exact, Int, Ints
+from isles.base.parsing import Exact, Float, Int, Ints
 
 NOTHING = -1
 """The digest of a member whose exchange failed: the round is to be tried again."""
 _TRIES = 3  # attempts among the same members with differing answers: after them somebody computes or reports wrongly
 _WORDS = 2  # most reports of a member on one attempt: an answer, and a failure
+
+
+@dataclass(frozen=True)
+class Done(Exact):
+    """A worker has the complete answer of an attempt of an all-reduce round; `digest` is its hash."""
+
+    round: Int
+    attempt: Int
+    digest: Int
+
+
+@dataclass(frozen=True)
+class Delivered(Exact):
+    """A worker has its share of a round with a quorum: the work of `steps` inner steps. seconds: until its next
+    exchange; 0 if unknown.
+    """
+
+    round: Int
+    steps: Int
+    seconds: Float
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,8 @@ from isles.membership.state_transfer import state_of
 from isles.models import choose_device
 from isles.network.clusters import NO_FIGURES, ClusterNode, encode_node
 from isles.training.clusters.node import ClusterWorker, enter, found_clusters, growth_of
-from isles.training.clusters.stage_server import cluster_cuts, forward_speed, inbox_of, memory, run_number
+from isles.training.clusters.stage_server import cluster_cuts, forward_speed, inbox_of, run_number
+from isles.training.elastic.needs import free_on
 from isles.training.records.shard import State, StateCopy, read_state
 from isles.training.step import Left, seed_draws
 from isles.training.swarm.connect import SwarmParticipant
@@ -279,5 +280,5 @@ class ClusterParticipant(SwarmParticipant):
             rate, latency = 8 * min(client.out, client.back), client.round_trip / 2
         device = choose_device(self.config.model, int(os.environ.get("LOCAL_RANK", 0)))
         return ClusterNode(
-            name="here", memory=memory(device), speed=forward_speed(device), bandwidth=rate, latency=latency
+            name="here", memory=free_on(device), speed=forward_speed(device), bandwidth=rate, latency=latency
         )
