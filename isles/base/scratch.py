@@ -1,4 +1,4 @@
-"""Temporary folders, which are locked while their process lives, so that a later one can remove those of killed ones."""
+"""Temporary folders, locked while their process lives, so that a later one can remove those of killed ones."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ it, and it loads another state.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from statistics import median
 from typing import Any
 
@@ -24,7 +24,6 @@ from isles.membership.effects import Effect, Notify, Reply, Rules, Worker
 from isles.membership.messages import (
     MARGIN,
     Ack,
-    Admitted,
     Beat,
     BeatReply,
     Leave,
@@ -103,12 +102,12 @@ class RoundsCoordinator(CoordinatorState):
     """
 
     def __init__(self, rules: Rules, entries: Iterable[dict[str, Any]] = (), *, until: float = 0.0) -> None:
-        self.rules, self.can_be_apart = rules, not rules.agrees or rules.quorum > 0
+        self.rules, self.is_in_step = rules, rules.agrees and not rules.quorum
         self.proposal: Proposal | None = None
         self._acks, self._refusals = set[int](), set[int]()
         self._tries, self._proposed_at = 0, 0.0
         self._stalls = Stalls()
-        super().__init__(entries, until)
+        super().__init__(rules, entries, until)
 
     @property
     def last(self) -> int | None:
@@ -129,15 +128,6 @@ class RoundsCoordinator(CoordinatorState):
 
     # Calls
 
-    def join(self, now: float, description: str, certificates: Sequence[str] = (), address: str = "") -> list[Effect]:
-        """Admit a worker as a new member. certificates: as in `Hello`. address: see `Worker`."""
-        if len(self.workers.here) >= self.rules.most:
-            return [Reply(Refusal(f"the run has its most workers, {self.rules.most} (isles lighthouse --max-members)"))]
-        member = len(self.workers)
-        self._record("join", member=member, description=description, certificates=[*certificates], address=address)
-        self._reply(Admitted(member))
-        return self._effects(now)
-
     def beat(self, now: float, member: int, beat: Beat) -> list[Effect]:
         """Handle a heartbeat."""
         refusal = self._hear(now, member, beat)
@@ -152,21 +142,6 @@ class RoundsCoordinator(CoordinatorState):
         if refusal is None and self.proposal is not None and ack.number == self.proposal.number:
             (self._acks if ack.promised else self._refusals).add(member)
         return refusal or self._effects(now)
-
-    def disconnected(self, now: float, member: int) -> list[Effect]:
-        """The connection of a worker broke: it is dead, frozen or cut off."""
-        if member in self.workers and self.workers[member].here:
-            self._record("lost", member=member)
-        return self._effects(now)
-
-    def reconnected(self, now: float, member: int) -> list[Effect]:
-        """The connection of a worker is open (again)."""
-        self._awaited.discard(member)
-        if member in self.workers and not self.workers[member].connected:
-            self._record("back", member=member)
-            if self.proposal is not None and member not in self.proposal.members and self.workers[member].state == "in":
-                self._record("call", member=member)  # those who promised that view accept no work of it
-        return self._effects(now)
 
     def leave(self, now: float, member: int) -> list[Effect]:
         """A worker leaves at the next view, and trains until then. If all leave, they may end at once; so may a worker
@@ -234,9 +209,7 @@ class RoundsCoordinator(CoordinatorState):
         return self._effects(now)
 
     def tick(self, now: float) -> list[Effect]:
-        """Time passes. After a restart, members that have not reconnected by `until` are lost. Stalled members are left
-        out; once they go on they load another state.
-        """
+        """See `Coordinator`. Stalled members are left out; once they go on they load another state."""
         self._count_absent(now)
         members, first = [self.workers[member] for member in self.members()], self.view.members[0] if self.view else -1
         newest = self.newest_round
@@ -247,31 +220,21 @@ class RoundsCoordinator(CoordinatorState):
         return self._effects(now)
 
     def hear(self, now: float, member: int, message: Any) -> list[Effect] | None:
-        """Handle a worker's message; None for a kind that no worker sends. ValueError for impossible values."""
         unfit(self, message)
         match message:
-            case Beat():
-                return self.beat(now, member, message)
-            case Ack():
-                return self.ack(now, member, message)
-            case Done():
-                return self.done(now, member, message)
-            case Delivered():
-                return self.deliver(now, member, message)
-            case PeerReport():
-                return self.report_peer(now, member, message)
             case Leave():
                 return self.leave(now, member)
             case Reload():
                 return self.reload(now, member)
-        return None
+        calls: dict[type, Callable[..., list[Effect]]] = {
+            Beat: self.beat, Ack: self.ack, Done: self.done, Delivered: self.deliver, PeerReport: self.report_peer
+        }  # fmt: skip
+        return calls[type(message)](now, member, message) if type(message) in calls else None
 
     def about(self) -> tuple[int, int, int]:
-        """(number of members, the newest begun round, the last round or 0)."""
         return len(self.members()), self.newest_round, self.rules.last or 0
 
-    def now(self, refused: Sequence[tuple[int, int, str, int]]) -> RunStatus:
-        """The run's status, for the user. refused: see `RunStatus`."""
+    def now(self, now: float, refused: Sequence[tuple[int, int, str, int]]) -> RunStatus:
         here = self.workers.here
         rows = tuple(MemberStatus(one.member, one.identity, one.state, one.round, one.seconds) for one in here)
         round = f"round {self.newest_round}" + (f" of {self.last}" if self.last else "")
@@ -297,12 +260,8 @@ class RoundsCoordinator(CoordinatorState):
         if event is not None:
             self._record(event, member=member, **why)
 
-    def _effects(self, now: float) -> list[Effect]:
-        self._step(now)
-        return self._taken()
-
     def _step(self, now: float) -> None:
-        """Do everything that is due now, unless it is not known yet who survived a restart."""
+        # Not before it is known who survived a restart.
         if self._awaited:
             return
         self._propose()
@@ -322,6 +281,8 @@ class RoundsCoordinator(CoordinatorState):
         self._assign()
 
     def _propose(self) -> None:
+        for member in {*self.proposal.lost} & {*self.workers.members("in")} if self.proposal is not None else ():
+            self._stray(member)  # it is back, but those who promised that view accept no work of it
         wanted = self.workers.members("in", "ready")
         view = self.view
         if view is None:
@@ -350,12 +311,12 @@ class RoundsCoordinator(CoordinatorState):
         missing = [member for member in voters if member not in self._acks]
         refused = [member for member in missing if member in self._refusals]
         has_begun = any(proposal.since <= self.workers[one].round + 1 <= self.newest_round + 1 for one in refused)
-        if self.workers.prevails(refused, voters) or (has_begun and self._tries < _TRIES):
+        if self.workers.outvote(refused, voters) or (has_begun and self._tries < _TRIES):
             self.proposal, self._tries = None, self._tries + 1
         elif not missing:
             self._tries = 0
             self._commit(proposal)
-        elif self.workers.prevails(missing, voters) or (
+        elif self.workers.outvote(missing, voters) or (
             refused != missing and self._stalls.now - self._proposed_at <= _UNANSWERED
         ):
             return

@@ -19,8 +19,8 @@ from functools import partial
 from typing import Any
 
 from isles.membership.data_ledger import DataLedger
-from isles.membership.effects import Coordinator, Worker, WorkerTable, of_another_version
-from isles.membership.messages import Beat, PeerReport, View, from_plain, identity_of
+from isles.membership.effects import Coordinator, MemberLimits, Worker, WorkerTable
+from isles.membership.messages import Beat, PeerReport, View, from_plain
 from isles.membership.round_commit import Ballot, Delivered, Done, Graces, RoundDecision
 
 _ROUNDS, _OTHERS = 3, 2
@@ -198,19 +198,20 @@ _APART = 4  # a worker that is more rounds behind half of the members loads anot
 class CoordinatorState(Coordinator):
     """workers: by member. ledger: of the data that was read. ballots: on rounds that all members land together.
     newest_round: the newest begun one, as far as it is believed: a single member may report a false round. issued: the
-    number of the newest view or proposal. can_be_apart: whether a member may be several rounds ahead of the others.
-    entries, until: as in `Coordinator`.
+    number of the newest view or proposal. is_in_step: whether no member can be more than a round ahead of the others.
+    limits, entries, until: as in `Coordinator`.
     """
 
-    can_be_apart = True
+    kind = Worker
+    is_in_step = False
 
-    def __init__(self, entries: Iterable[dict[str, Any]], until: float) -> None:
+    def __init__(self, limits: MemberLimits, entries: Iterable[dict[str, Any]], until: float) -> None:
         self.workers = WorkerTable()
         self.ledger = DataLedger()
         self.ballots = Ballots(self.workers.votes)
         self.newest_round = self._furthest = 0
         self.issued = -1
-        super().__init__(entries, until)
+        super().__init__(self.workers, limits, entries, until)
 
     @property
     def view(self) -> View | None:
@@ -229,16 +230,13 @@ class CoordinatorState(Coordinator):
         left_out = self.ballots.left_out(view)
         return tuple(member for member in view.members if member not in left_out)
 
-    def _connected(self) -> Iterable[int]:
-        return (worker.member for worker in self.workers.here)
+    def alive(self) -> Sequence[int]:
+        return self.members()
 
-    def _apply(self, entry: dict[str, Any]) -> None:
+    def _change(self, entry: dict[str, Any]) -> bool:
         match entry:
-            case {"event": "join", "member": member, "certificates": certificates}:
-                self.workers[member] = Worker(member, identity_of(certificates), entry.get("address", ""))
             case {"event": "beat", "member": member, "beat": beat}:
                 self._apply_beat(self.workers[member], from_plain(beat))
-                return
             case {"event": "lost", "member": member}:
                 self._apply_gone(self.workers[member])
             case {"event": "back", "member": member}:
@@ -258,8 +256,8 @@ class CoordinatorState(Coordinator):
             case {"event": "decision", "decision": decision}:
                 self._apply_decision(from_plain(decision))
             case _:
-                of_another_version(entry)
-        self.workers.changed()
+                return False
+        return True
 
     def _apply_beat(self, worker: Worker, beat: Beat) -> None:
         if beat.ready == worker.call:  # else it is of a state that the worker is to replace
@@ -273,7 +271,7 @@ class CoordinatorState(Coordinator):
         if worker.state in ("in", "leaving") and worker.round > self.newest_round:
             self._furthest = max(self._furthest, worker.round)
             # all land a round of one mean together, so nobody is further than the next one
-            self.newest_round = max(self.newest_round, self._reached(_APART if self.can_be_apart else 1))
+            self.newest_round = max(self.newest_round, self._reached(1 if self.is_in_step else _APART))
         at = max(worker.round, worker.entered - 1)  # a joiner is not behind before its first round
         if worker.state == "in" and self._furthest - at > _APART:
             self._apply_apart(worker, at)
@@ -284,7 +282,7 @@ class CoordinatorState(Coordinator):
         """
         members = self.members()
         ahead = [member for member in members if self.workers[member].round - at > _APART]
-        if self.workers.prevails(ahead, members):
+        if self.workers.outvote(ahead, members):
             self._call_again(worker)
         elif 2 * self.workers.votes(ahead) == self.workers.votes(members):
             for member in ahead:

@@ -116,8 +116,8 @@ def test_of_two_halves_the_one_that_is_heard_first_goes_on() -> None:
 def test_a_swarm_that_has_nobody_left_begins_again_from_what_is_kept() -> None:
     world = begun(1, 1)
     world.beat(0, 30, {0: 0, 1: 1})
-    world.answer(world.coordinator.keep(20))
-    world.answer(world.coordinator.keep(10))  # which came late
+    world.answer(world.coordinator.keep(world.now, 20))
+    world.answer(world.coordinator.keep(world.now, 10))  # which came late
     assert world.beat(0, 30, {0: 0, 1: 1}) == StatesSaved(20)
     world.gone(0, 1)
     for _ in (2, 3):
@@ -164,7 +164,7 @@ def test_a_muster_from_its_journal_is_the_same() -> None:
         world.beat(member, 4, {0: 0, 1: 1, 3: 1})
     assert world.coordinator.members == {0: 0, 1: 1, 3: 1}
     world.answer(world.coordinator.hear(0.0, 2, Leave()))
-    world.answer(world.coordinator.keep(3))
+    world.answer(world.coordinator.keep(world.now, 3))
     world.gone(1)
     before = world.coordinator
     world.again()

@@ -19,11 +19,10 @@ from typing import Any
 
 from typing_extensions import override
 
-from isles.base.durable import settle, write_text
+from isles.base.durable import settle
 from isles.base.parsing import integer, table
-from isles.membership.effects import Append, Coordinator
+from isles.membership.effects import Coordinator
 from isles.membership.lighthouse import Journal
-from isles.membership.messages import RunStatus
 from isles.membership.run_log import read_history
 from isles.membership.state_transfer import MODEL, StateUnavailable, state_of
 from isles.membership.swarm_coordinator import SwarmCoordinator, SwarmRules
@@ -33,7 +32,7 @@ from isles.training.lighthouse.schedule import RETAINED, StateSchedule
 from isles.training.lighthouse.server import LOOK, MODEL_FILE, LighthouseServer
 from isles.training.records.checkpoint import Checkpoints
 from isles.training.records.checksums import is_whole
-from isles.training.records.rundir import METRICS, SUMMARY, as_json, read_lines
+from isles.training.records.rundir import METRICS, read_lines
 from isles.training.records.summary import SummaryTable, of_everybody, parallel_bytes, summarise
 
 _MOST_PARTS = 1 << 16  # most parts of a state: nodes of its source cluster
@@ -45,6 +44,7 @@ _PATIENCE = 10.0  # seconds for the last reports of peers
 class SwarmLighthouseServer(LighthouseServer):
     """Peers of stages: `SwarmCoordinator`."""
 
+    coordinator: SwarmCoordinator
     joins_with, vectors = "isles swarm peer --join", 0
 
     @override
@@ -70,10 +70,6 @@ class SwarmLighthouseServer(LighthouseServer):
         return self._parts.get(step, there)
 
     @override
-    def members(self) -> list[int]:
-        return self.lighthouse.look(lambda now: sorted(self.coordinator.alive()))
-
-    @override
     def serve(self) -> SummaryTable | None:
         holder, schedule = None, StateSchedule(self.config.run, self.coordinator.step, time.perf_counter())
         while holder is None:
@@ -87,9 +83,7 @@ class SwarmLighthouseServer(LighthouseServer):
                 self._ask(schedule)
                 self._save()
         self.lighthouse.wait(lambda: all(member in self.results for member in self.coordinator.alive()), _PATIENCE)
-        self.lighthouse.act(lambda now: [Append({"event": "end"})])
-        summary = self._summary(holder, time.time() - self.began)
-        write_text(self.out / SUMMARY, as_json(summary, indent=2) + "\n")
+        summary = self.conclude(self._summary(holder, time.time() - self.began))
         self.lighthouse.act(self.coordinator.end)
         self.lighthouse.wait(lambda: not self.coordinator.alive(), _PATIENCE)  # until they have heard it and left
         return summary
@@ -100,9 +94,8 @@ class SwarmLighthouseServer(LighthouseServer):
         return is_offered or self.stopping.is_set() or self._holder() is not None
 
     @override
-    def now(self) -> RunStatus:
-        refused = self.refused.rows()
-        return self.lighthouse.look(lambda now: self.coordinator.now(now, refused))
+    def saved(self) -> int:
+        return self.coordinator.saved
 
     # The model
 
@@ -133,7 +126,9 @@ class SwarmLighthouseServer(LighthouseServer):
             partial.unlink(missing_ok=True)
             self.on_notice(f"worker {member}'s model is not written ({why}): the others gather it again")
             if self._failures[member] >= _TRIES:
-                self.lighthouse.act(lambda now: self.coordinator.dissolve(member))
+                self.lighthouse.act(
+                    lambda now: self.coordinator.dissolve(now, member, "it delivered a false model, or none")
+                )
             return None
         if judged.why:
             self.on_notice(f"the model is a worker's word: this machine cannot judge it ({judged.why})")
@@ -160,8 +155,6 @@ class SwarmLighthouseServer(LighthouseServer):
             "begun": self.coordinator.epoch,
             "steps_lost": sum(reached - step for reached, step in there.again),
             "outages": len(there.outages),
-            "links": self.links(),
-            "refused": self.refused.table(),
         }
         return summary
 
@@ -195,7 +188,7 @@ class SwarmLighthouseServer(LighthouseServer):
         """With run.checkpoint_every = "auto", ask all peers for their states when they are due."""
         step, now = self.coordinator.step, time.perf_counter()
         if self.config.run.checkpoint_every == "auto" and schedule.is_due(step, now):
-            self.lighthouse.act(lambda now: self.coordinator.ask_states(schedule.ahead(step)))
+            self.lighthouse.act(lambda now: self.coordinator.ask_states(now, schedule.ahead(step)))
             schedule.saved(step, now)
 
     def _save(self) -> None:
@@ -214,7 +207,7 @@ class SwarmLighthouseServer(LighthouseServer):
             return
         # Served before the journal names the step: from then on a new swarm starts from it.
         self._offer_states(step)
-        self.lighthouse.act(lambda now: self.coordinator.keep(step))
+        self.lighthouse.act(lambda now: self.coordinator.keep(now, step))
         for old in self._states.steps()[:-RETAINED]:
             for stage in self._states.ranks(old):
                 self.state_server.unpublish(state_of(stage, old))

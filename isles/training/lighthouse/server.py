@@ -29,7 +29,7 @@ from isles.base.durable import no_room, write_text
 from isles.base.parsing import Int, Port, Str, Unfit, integer, parse_json, read, table
 from isles.base.version import __version__
 from isles.comm.tcp import room_for
-from isles.membership.effects import Coordinator
+from isles.membership.effects import Append, Coordinator
 from isles.membership.keys import LIGHTHOUSE, STATUS, MemberKeys
 from isles.membership.lighthouse import GRACE, Journal, Lighthouse
 from isles.membership.messages import MemberPaths, PathRow, RunStatus, encode, read_paths
@@ -160,16 +160,16 @@ class LighthouseServer(ABC):
             self._lines = stack.enter_context((self.out / METRICS).open("a", encoding="utf-8"))
             self.keys = MemberKeys(self.out / CREDENTIALS)
             self.state_server = StateServer(self.session, LIGHTHOUSE, self.on_notice, comes=lambda what: False)
-            coordinator = self._assembled(journal, stack)
+            self.coordinator = self._assembled(journal, stack)
             self.lighthouse = Lighthouse(
                 self.session,
-                coordinator,
+                self.coordinator,
                 journal,
                 self.keys,
                 config=self.text,
                 version=__version__,
                 on_report=self._on_report,
-                on_entry=lambda entry: self._show(entry, coordinator.about()[0]),
+                on_entry=lambda entry: self._show(entry, len(self.coordinator.alive())),
                 island_size=self.config.world.inner,
             )
             stack.callback(self.lighthouse.close)
@@ -199,20 +199,27 @@ class LighthouseServer(ABC):
         """
 
     @abstractmethod
-    def members(self) -> list[int]:
-        """The current members."""
-
-    @abstractmethod
     def serve(self) -> SummaryTable | None:
         """Serve this kind of run until its end, or until `stopping`."""
 
     @abstractmethod
-    def now(self) -> RunStatus:
-        """The status of the run, as a message."""
+    def saved(self) -> int:
+        """The newest step of which all states are saved; 0: none."""
 
     @abstractmethod
     def on_event(self, member: int, kind: str, value: Any) -> bool:
         """Handle an event that only this kind of run has; False if it is none. ValueError refuses it."""
+
+    def members(self) -> list[int]:
+        """The current members."""
+        return self.lighthouse.look(lambda now: [*self.coordinator.alive()])
+
+    def conclude(self, summary: SummaryTable) -> SummaryTable:
+        """Write the run's summary, with what every lighthouse counts."""
+        self.lighthouse.act(lambda now: [Append({"event": "end"})])
+        summary |= {"links": self.links(), "refused": self.refused.table()}
+        write_text(self.out / SUMMARY, as_json(summary, indent=2) + "\n")
+        return summary
 
     def fetch(
         self, state_server: str, what: str, path: Path, seconds: float, copies: int = COPIES, newest: int = 1 << 53
@@ -238,11 +245,12 @@ class LighthouseServer(ABC):
         return {**ways, "relayed_here": self.lighthouse.relayed, "pairs": pairs}
 
     def _status(self) -> RunStatus:
-        now, at, members = self.now(), time.time(), []
+        refused, at, members = self.refused.rows(), time.time(), []
+        now = self.lighthouse.look(lambda now: self.coordinator.now(now, refused))
         for one in now.members:
             machine, address, since = self.lighthouse.machines[one.member]
             members.append(replace(one, machine=machine, address=address, since=round(at - since, 1)))
-        return replace(now, paths=self.paths()[:_SHOWN], members=tuple(members))
+        return replace(now, paths=self.paths()[:_SHOWN], members=tuple(members), saved=self.saved())
 
     def paths(self) -> MemberPaths:
         """The paths that workers have reported, by bytes, descending."""
