@@ -93,6 +93,7 @@ class Stalls:
 
 
 _TRIES, _UNANSWERED = 3, 15.0  # proposals that a minority may refuse one after the other; seconds for an answer
+_UNASSIGNED = 1024  # a member's rounds on unassigned data until another view gives them to others
 _ALIKE = 0.8  # above this share of the usual pace a worker takes all inner steps
 
 
@@ -162,7 +163,7 @@ class RoundsCoordinator(CoordinatorState):
             worker.tried.add(worker.load.donor)
             worker.load = None
         elif worker is not None:
-            self._stray(member)
+            self._stray(member, "its state did not arrive, or differs from the others'")
         return self._effects(now)
 
     def done(self, now: float, member: int, done: Done) -> list[Effect]:
@@ -170,7 +171,7 @@ class RoundsCoordinator(CoordinatorState):
         if self.rules.agrees and self._here(member):
             self.ballots.done(member, done, self.voters(done.round))
             if done.digest == NOTHING and self.ballots.has_landed(done.round):
-                self._stray(member)  # the others took it for lost, and landed an answer that it lacks
+                self._stray(member, f"round {done.round} landed with an answer that it lacks")
         # First the effects, which may decide this round; the reply comes after their journal entries.
         effects = self._effects(now)
         decision = self.ballots.decision(done.round, member)
@@ -202,10 +203,10 @@ class RoundsCoordinator(CoordinatorState):
         everybody = [worker.member for worker in self.workers.here if worker.round]
         for one in (peer_report.member, member):
             if self.ballots.ban_scores.are_enough(one, everybody):
-                self._record("ban", member=one)
                 rule = "in three rounds or more it and at least half of the other addresses refused each other's shares"
-                said = f"worker {member} says: {peer_report.reason[:200]}"
-                self._tell(one, Refusal(f"shut out: {rule} ({said})"))
+                why = f"shut out: {rule} (worker {member} says: {peer_report.reason[:200]})"
+                self._record("ban", member=one, why=why)
+                self._tell(one, Refusal(why))
         return self._effects(now)
 
     def tick(self, now: float) -> list[Effect]:
@@ -216,7 +217,7 @@ class RoundsCoordinator(CoordinatorState):
         for member, seconds in self._stalls.look(
             now, self.rules, members, first, self.last, self.finished, newest
         ).items():
-            self._stray(member, still=round(seconds))
+            self._stray(member, f"no new round for {seconds:.0f} s", still=round(seconds))
         return self._effects(now)
 
     def hear(self, now: float, member: int, message: Any) -> list[Effect] | None:
@@ -247,18 +248,21 @@ class RoundsCoordinator(CoordinatorState):
         """Record what a beat reports; a refusal if the worker does not belong to the run."""
         worker = self.workers.get(member)
         if worker is None or worker.state in ("left", "banned"):
-            return [Reply(Refusal(f"member {member} is no longer in this run: join again"))]
+            why = f" ({worker.why})" if worker is not None and worker.why else ""
+            return [Reply(Refusal(f"member {member} is no longer in this run{why}: join again"))]
         worker.seconds = beat.seconds or worker.seconds
         becomes_ready = worker.state == "outside" and beat.ready == worker.call
         if becomes_ready or beat.round > worker.round or beat.skipped or beat.seen:
             self._record("beat", member=member, beat=plain(beat))
+        if self.ledger.unassigned(member) > _UNASSIGNED:
+            self._stray(member, f"more than {_UNASSIGNED} rounds on unassigned data")
         return None  # a beat is no sign of a connection: it may have been on its way when the connection broke
 
-    def _stray(self, member: int, **why: int) -> None:
+    def _stray(self, member: int, why: str, **more: int) -> None:
         """A member's state differs from the others': it loads another one, or is lost if it was leaving."""
         event = {"in": "call", "leaving": "lost"}.get(self.workers[member].state)
         if event is not None:
-            self._record(event, member=member, **why)
+            self._record(event, member=member, why=why, **more)
 
     def _step(self, now: float) -> None:
         # Not before it is known who survived a restart.
@@ -277,12 +281,12 @@ class RoundsCoordinator(CoordinatorState):
             left_out = self.ballots.left_out(self.view)
             for member in self.workers.members("leaving"):
                 if member in left_out:
-                    self._stray(member)
+                    self._stray(member, "a round landed without its share")
         self._assign()
 
     def _propose(self) -> None:
         for member in {*self.proposal.lost} & {*self.workers.members("in")} if self.proposal is not None else ():
-            self._stray(member)  # it is back, but those who promised that view accept no work of it
+            self._stray(member, "the next view was proposed without it")  # those who promised accept no work of it
         wanted = self.workers.members("in", "ready")
         view = self.view
         if view is None:
@@ -321,7 +325,7 @@ class RoundsCoordinator(CoordinatorState):
         ):
             return
         for member in missing if self.proposal is proposal else ():
-            self._stray(member)
+            self._stray(member, "it did not promise the next view")
         self._propose()  # without those, or for whoever became ready meanwhile
 
     def _since(self) -> int | None:
@@ -358,7 +362,7 @@ class RoundsCoordinator(CoordinatorState):
             loads = [w.load.donor for w in waiting if w.load is not None]
             donor = min(donors, key=lambda member: (member in worker.tried, loads.count(member), member), default=-1)
             pace = self.workers[donor].seconds if donor >= 0 else 0.0
-            worker.load = Load(worker.call, donor, round(pace * self.rules.sync_every, 3))
+            worker.load = Load(worker.call, donor, round(pace * self.rules.sync_every, 3), worker.why)
             self._tell(worker.member, worker.load)
 
     def _answer(self, member: int, beat: Beat) -> BeatReply:
@@ -411,6 +415,8 @@ def unfit(membership: RoundsCoordinator, message: Any) -> None:
         case Beat(round=round, skipped=skipped, seen=seen):
             if not all(0 <= one <= last for one in (round, *skipped, *(newest for _, newest in seen))):
                 raise ValueError("a round that this run does not have")
+            if max(skipped, default=0) > round:
+                raise ValueError("a skipped round that it has not begun")
             if not all(member in membership.workers for member, _ in seen):
                 raise ValueError("the work of an unknown member")
         case Done() | PeerReport() | Delivered():

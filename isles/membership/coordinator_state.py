@@ -244,11 +244,10 @@ class CoordinatorState(Coordinator):
             case {"event": "leave", "member": member}:
                 worker = self.workers[member]
                 worker.state = "leaving" if worker.state == "in" and worker.connected else "left"
-            case {"event": "call", "member": member}:
-                self._call_again(self.workers[member])
-            case {"event": "ban", "member": member}:
-                self._call_again(self.workers[member])
-                self.workers[member].state = "banned"
+            case {"event": "call" | "ban", "member": member}:
+                self._call_again(self.workers[member], entry.get("why", ""))
+                if entry["event"] == "ban":
+                    self.workers[member].state = "banned"
             case {"event": "issue", "number": number}:
                 self.issued = number
             case {"event": "view", "view": view}:
@@ -282,11 +281,12 @@ class CoordinatorState(Coordinator):
         """
         members = self.members()
         ahead = [member for member in members if self.workers[member].round - at > _APART]
+        behind = f"half of the members are more than {_APART} rounds apart from it"
         if self.workers.outvote(ahead, members):
-            self._call_again(worker)
+            self._call_again(worker, behind)
         elif 2 * self.workers.votes(ahead) == self.workers.votes(members):
             for member in ahead:
-                self._call_again(self.workers[member])
+                self._call_again(self.workers[member], behind)
 
     def _reached(self, ahead: int = 0) -> int:
         """The newest round of a member that is not more than `ahead` rounds beyond the newest one that at least half of
@@ -329,7 +329,7 @@ class CoordinatorState(Coordinator):
         self.ledger.open(view, self.members())
         for member in before:
             if member not in view.members and self.workers[member].state == "in":
-                self._call_again(self.workers[member])
+                self._call_again(self.workers[member], f"view {view.number} began without it")
         for member in view.members:
             self.workers[member].enter(view.since)
         self.ballots.opened(view, self.voters(view.since))
@@ -339,17 +339,18 @@ class CoordinatorState(Coordinator):
     def _apply_decision(self, decision: RoundDecision) -> None:
         for member in self.ballots.apply(decision, self.voters(decision.round)):
             if self.workers[member].state == "in":
-                self._call_again(self.workers[member])
+                self._call_again(self.workers[member], f"round {decision.round} landed without its share")
         if decision.outcome == "land":
             self.ledger.landed(decision.round, decision.members)
 
     def _call_all_but(self, members: Collection[int]) -> None:
         """`members` are the first to have the run's state again: others must load theirs, not what was named before."""
         for worker in self.workers.waiting(members):
-            self._call_again(worker)
+            self._call_again(worker, "")
 
-    def _call_again(self, worker: Worker) -> None:
+    def _call_again(self, worker: Worker, why: str) -> None:
         """The worker must load another state: its own differs from the others', or no view waits for it."""
+        worker.why = why
         self.ledger.forgo(worker.member)
         worker.state, worker.call = "outside", worker.call + 1
         worker.round = min(worker.round, self.newest_round)  # before its next view, also if it said a later one

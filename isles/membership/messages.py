@@ -279,12 +279,14 @@ class Admitted(Exact):
 class Load(Exact):
     """Load the state of `donor` (-1: from the lighthouse's disk, or the initial weights), then be ready for `call`.
 
-    seconds: of a round of the donor, 0 if unknown; it copies its state at the end of a round.
+    seconds: of a round of the donor, 0 if unknown; it copies its state at the end of a round. why: this worker was left
+    out, a line for the user; "" at its first state.
     """
 
     call: Int
     donor: Int
     seconds: Float = 0.0
+    why: Str = ""
 
 
 @dataclass(frozen=True)
@@ -436,6 +438,13 @@ class Examine(Exact):
 
 
 @dataclass(frozen=True)
+class News(Exact):
+    """What became of another member, or of all: `line` is for the user."""
+
+    line: Str
+
+
+@dataclass(frozen=True)
 class Over(Exact):
     """The run has ended; `reason` is one line for the user, "" for a regular end."""
 
@@ -449,9 +458,10 @@ class MemberStatus(Exact):
 
     Of peers only: queue, counted: see `SwarmBeat`. heard: seconds since its last beat. stage: `ANY` while it waits.
     coordinates: in a run in clusters (cluster, stage, stages of the cluster, 1 if all of them are served); () if it
-    serves none.
+    serves none. rate: steps per second.
 
-    machine, address: its name for people, and the address that it joined from, `since` seconds ago.
+    exchanged, ago: the newest round or step in which it exchanged with others, and seconds since then. machine,
+    address: its name for people, and the address that it joined from, `since` seconds ago.
     """
 
     member: Int
@@ -464,6 +474,9 @@ class MemberStatus(Exact):
     heard: Float | None = None
     stage: Int = ANY
     coordinates: Ints = ()
+    rate: Float | None = None
+    exchanged: Int | None = None
+    ago: Float | None = None
     machine: Str = ""
     address: Str = ""
     since: Float | None = None
@@ -496,7 +509,7 @@ Message = (
     View | Proposal | Beat | Ack | BeatReply | Admitted | Load | Done | Delivered | PeerReport | Silent | Refusal |
     RoundDecision | Failed | Hello | Later | About | Entry | AnnounceAddress | Reachability | Lookup | PeerAddress |
     Leave | Reload | Finished | Examine | Over | RunStatus | RequestWork | StartSwarm | JoinSwarm | Wait | Rejoin |
-    SwarmBeat | StatesSaved
+    SwarmBeat | StatesSaved | News
 )  # fmt: skip
 KINDS: dict[str, type] = {kind.__name__.lower(): kind for kind in get_args(Message)}
 

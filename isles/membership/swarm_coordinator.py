@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from isles.membership.effects import Coordinator, Effect, Known, MemberLimits, MemberTable, Reply
@@ -60,14 +60,16 @@ class SwarmRules(MemberLimits):
 @dataclass
 class _Peer(Known):
     """wish: None if it has not asked for work. run: see `RequestWork`. heard_at, serving: its last beat; beside: the
-    members in it. is_out: the others go on without it.
+    members in it. pace: seconds of a step. is_out: the others go on without it. why: it was shut out.
     """
 
     left: bool = False
+    why: str = ""
     wish: int | None = None
     run: int | None = None
     heard_at: float = 0.0
     serving: SwarmBeat | None = None
+    pace: float = 0.0
     beside: Collection[int] = ()
     is_out: bool = False
 
@@ -103,7 +105,8 @@ class SwarmCoordinator(Coordinator):
     def hear(self, now: float, member: int, message: Any) -> list[Effect] | None:
         peer = self.peers.get(member)
         if peer is None or peer.left:
-            return [Reply(Rejoin(f"member {member} is no longer in this run"))]
+            why = f" ({peer.why})" if peer is not None and peer.why else ""
+            return [Reply(Rejoin(f"member {member} is no longer in this run{why}"))]
         match message:
             case RequestWork():
                 self._wait(now, member, message)
@@ -150,15 +153,16 @@ class SwarmCoordinator(Coordinator):
         rows = []
         for member, peer in sorted(self.peers.items(), key=lambda one: (self.members.get(one[0], 1 << 40), one[0])):
             if peer.here:
-                beat, stage = peer.serving, self.members.get(member, ANY)
-                step, seconds, work, at = 0, 0.0, (0, 0.0), ()
-                if beat is not None:
-                    step, seconds, work, at = beat.step, beat.seconds, (beat.counted, beat.queue), beat.coordinates
+                stage, heard = self.members.get(member, ANY), now - peer.heard_at
                 role = "waiting" if stage == ANY else "standby" if self.rules.clustered else f"stage {stage}"
-                if at:
-                    role = f"cluster {at[0]}{'' if at[3] else ', broken'}: stage {at[1]} of {at[2]}"
-                heard = round(now - peer.heard_at, 1)
-                rows.append(MemberStatus(member, peer.identity, role, step, seconds, *work, heard, stage, at))
+                row = MemberStatus(member, peer.identity, role, 0, 0.0, 0, 0.0, round(heard, 1), stage)
+                if (beat := peer.serving) is not None:
+                    if at := beat.coordinates:
+                        role = f"cluster {at[0]}{'' if at[3] else ', broken'}: stage {at[1]} of {at[2]}"
+                    row = replace(row, role=role, step=beat.step, seconds=beat.seconds, counted=beat.counted)
+                    row = replace(row, queue=beat.queue, coordinates=at, exchanged=beat.step or None)
+                    row = replace(row, ago=round(heard + beat.since, 1), rate=1 / peer.pace if peer.pace else None)
+                rows.append(row)
         text = f"step {self.step} of {self.rules.last}"
         text += f", {now - self._ended_at:.1f} s ago" if self._ended_at >= 0 else ""
         text += f"; {'clusters' if self.rules.clustered else 'swarms'} begun: {self.epoch}"
@@ -227,6 +231,9 @@ class SwarmCoordinator(Coordinator):
         if serving.epoch != self.epoch or peer.is_out or (is_new and not others & stages.keys()):
             self._reply(Rejoin("the run goes on without this part of its swarm"))
             return
+        if (last := peer.serving) is not None and last.step < serving.step:  # both ended a step when the beat says
+            seconds = now - serving.since - (peer.heard_at - last.since)
+            peer.pace = max(seconds, 0.0) / (serving.step - last.step)
         peer.heard_at, peer.serving, peer.beside, peer.wish = now, serving, stages.keys(), None
         steps = dict[str | int, int]()  # by vote
         for one in self.alive():
@@ -310,7 +317,7 @@ class SwarmCoordinator(Coordinator):
                 self.peers[member].connected = True
                 self._note_bare()
             case {"event": "leave" | "ban", "member": member}:
-                self.peers[member].left = True
+                self.peers[member].left, self.peers[member].why = True, entry.get("why", "")
                 self._note_bare()
             case {"event": "begin", "epoch": epoch, "step": step, "members": members, "stages": stages}:
                 self.epoch, self.step, self.members = epoch, step, dict(zip(members, stages, strict=True))

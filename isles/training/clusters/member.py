@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from typing_extensions import override
 
 from isles.base.parsing import integer
@@ -101,7 +101,7 @@ class ElasticClusterNode(PeerWork):
         try:
             worker = self._worker = self._started()
             worker.saves, worker.leaving, worker.decide_exit = self._offer, self._leaving, self._decide_exit
-            worker.states_wanted = self._member.states_wanted
+            worker.states_wanted, worker.watched = self._member.states_wanted, self._member.watched
             if self._saved_state is not None:
                 _restore(worker, self._saved_state)
             return worker.run(out)
@@ -140,6 +140,11 @@ class ElasticClusterNode(PeerWork):
         self._worker.agreement.miss(self.first)
         self._worker.agreement.settle()
         return self._worker.conclude(out)
+
+    @override
+    def trained(self) -> nn.Module | None:
+        server = None if self._worker is None or not self._worker.trains else self._worker.server
+        return None if server is None else server.model
 
     @property
     @override

@@ -15,19 +15,20 @@ import time
 from collections import Counter
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import Field
 from typing_extensions import override
 
 from isles.base.durable import settle
-from isles.base.parsing import integer, table
+from isles.base.parsing import integer, read, table
 from isles.membership.effects import Coordinator
 from isles.membership.lighthouse import Journal
 from isles.membership.run_log import read_history
 from isles.membership.state_transfer import MODEL, StateUnavailable, state_of
 from isles.membership.swarm_coordinator import SwarmCoordinator, SwarmRules
 from isles.training.elastic.metrics import recorded
-from isles.training.lighthouse.mean import form_of
+from isles.training.lighthouse.mean import digests, drift, form_of
 from isles.training.lighthouse.schedule import RETAINED, StateSchedule
 from isles.training.lighthouse.server import LOOK, MODEL_FILE, LighthouseServer
 from isles.training.records.checkpoint import Checkpoints
@@ -41,6 +42,9 @@ _TRIES = 3  # transfers of the model from one peer
 _PATIENCE = 10.0  # seconds for the last reports of peers
 
 
+_Digests = dict[Annotated[str, Field(max_length=200)], Annotated[str, Field(pattern="^[0-9a-f]{16}$")]]
+
+
 class SwarmLighthouseServer(LighthouseServer):
     """Peers of stages: `SwarmCoordinator`."""
 
@@ -51,6 +55,7 @@ class SwarmLighthouseServer(LighthouseServer):
     def assembly(self, journal: Journal, until: float, stack: ExitStack) -> Coordinator:
         self.coordinator = SwarmCoordinator(self.swarm_rules(), journal.entries, until)
         self._failures = Counter[int]()  # by peer, of its model
+        self._held: dict[int, dict[str, str]] = {}  # by peer, digests of the tensors that it came to
         self._parts: dict[int, int] = {}  # by step, the reported number of parts of its state
         self._offers: dict[int, dict[int, list[int]]] = {}  # by step and part: the members that serve it
         self._offering = threading.Lock()  # reports add offers in the session's thread while `_save` takes them
@@ -118,8 +123,10 @@ class SwarmLighthouseServer(LighthouseServer):
             return None
         try:
             self.fetch(str(member), MODEL, partial, _SLOW, copies=1)
+            self.lighthouse.wait(lambda: all(one in self._held for one in self.coordinator.alive()), _PATIENCE)
             if form_of(partial) is None or (judged := self.judge([partial])).losses == [None]:
                 raise ValueError("its tensors are not those of this run's model, or not finite")
+            self._refuse_others(partial)
         except (StateUnavailable, ValueError) as why:
             self.lighthouse.finished.discard(member)
             self._failures[member] += _TRIES if isinstance(why, ValueError) else 1
@@ -136,6 +143,18 @@ class SwarmLighthouseServer(LighthouseServer):
             (self.judged,) = judged.losses
         settle(partial, self.out / MODEL_FILE)
         return member
+
+    def _refuse_others(self, model: Path) -> None:
+        """ValueError for a model with another tensor than most of its peers hold, or too far from the last states."""
+        votes, alive = self.coordinator.peers.votes, self.coordinator.alive()
+        for name, mark in digests(model).items():
+            holders = {one: self._held[one][name] for one in alive if name in self._held.get(one, {})}
+            others = [one for one, held in holders.items() if held != mark]
+            if 2 * votes(others) > votes(holders) and len({holders[one] for one in others}) == 1 < votes(holders):
+                raise ValueError(f"{name} is not what most peers of its stage came to")
+        step, most = self.coordinator.saved, self.config.world.trust_ratio
+        if step and (far := drift(model, self._states.shards(step))) > most:
+            raise ValueError(f"it is {far:.3g} times its norm from the states after step {step} (world.trust_ratio)")
 
     def _summary(self, holder: int, seconds: float) -> SummaryTable:
         every = {holder: self.results[holder], **self.results}
@@ -162,6 +181,9 @@ class SwarmLighthouseServer(LighthouseServer):
 
     @override
     def on_event(self, member: int, kind: str, value: Any) -> bool:
+        if kind == "held":
+            self._held[member] = read(_Digests, value, "invalid digests")
+            return True
         if kind != "offered":
             return False
         reported, stages = table(value, "offered"), self.config.pipeline.stages

@@ -25,7 +25,7 @@ from isles.membership.coordinator import RoundsCoordinator
 from isles.membership.effects import Coordinator
 from isles.membership.lighthouse import Journal
 from isles.membership.messages import MARGIN, Examine, Over
-from isles.membership.run_log import EXCHANGES, RoundRecord, begun_again, read_record
+from isles.membership.run_log import EXCHANGES, LATE, WHOLE, RoundRecord, begun_again, read_record
 from isles.membership.state_transfer import MODEL, STATE, StateUnavailable, saved_name, server_name
 from isles.replicas.config import workers
 from isles.training.elastic.metrics import elastic_summary, recorded
@@ -224,10 +224,12 @@ class RoundsLighthouseServer(LighthouseServer):
             raise ValueError("a record of another member, or of rounds beyond the end of this run")
         if isinstance(record, RoundRecord):
             self._newest = max(self._newest, record.round)
+            if record.outcome in (WHOLE, LATE):
+                self.exchanged[member] = record.round, time.time()
         for first, begun in begun_again([record], self._newest).items():
             if self._begun.setdefault(first, begun) is begun:
                 reached, has = (round * self.rules.sync_every for round in begun)
-                self.on_notice(
+                self._tell(
                     f"all workers were lost at step {reached}: begins again from step {has}, {reached - has} steps lost"
                 )
         self._exchanges.write(as_json(asdict(replace(record, at=round(time.time(), 3)))) + "\n")
