@@ -181,7 +181,7 @@ def ledger(records: Sequence[RoundRecord | StartRecord]) -> RoundCounts:
     )
 
 
-def in_model(records: Sequence[RoundRecord | StartRecord], members: Iterable[int]) -> int:
+def steps_in_model(records: Sequence[RoundRecord | StartRecord], members: Iterable[int]) -> int:
     """Inner steps whose work is in the last weights of any of `members`: their own, and those of others that they have
     taken in by exchanges, or with the state of a donor.
 
