@@ -64,10 +64,9 @@ TENSOR_MAKERS = {
 HEAVY = ("torch", "matplotlib", "scipy", "transformers")
 # Lines of what a file imports, and of what those import, at 1b670daa: readers, and commands, should come to no more.
 CLOSURES = {
-    # The second numbers: robust means, and comments that say why a lock, an order or a bound is as it is.
-    "isles.replicas.methods.diloco": 11_364 + 100,
-    "isles.training.config.sections": 6_661 * 65 // 100 + 50,
-    "isles.training.trainer": 30_726 * 60 // 100 + 50,  # at 6bac3fba
+    "isles.replicas.methods.diloco": 11_364,
+    "isles.training.config.sections": 6_661 * 65 // 100,
+    "isles.training.trainer": 30_726 * 60 // 100,  # at 6bac3fba
 }
 NO_TORCH_ROOMS = ("report", "network")  # `isles report` and `isles plan` answer without loading torch
 

@@ -1,6 +1,4 @@
-"""What a process takes of its machine: temporary folders, which are locked while it lives, so that a later process can
-remove those of killed ones; and memory.
-"""
+"""Temporary folders, locked while their process lives, so that a later one can remove those of killed ones."""
 
 from __future__ import annotations
 
@@ -39,12 +37,3 @@ def _remove_abandoned(there: Path) -> None:
                 shutil.rmtree(folder, ignore_errors=True)
             finally:
                 os.close(handle)
-
-
-def free_memory() -> float:
-    """Bytes of memory that are available, as the kernel estimates; all memory if it does not say."""
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        return 1024.0 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, ValueError, StopIteration, IndexError):
-        return float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))

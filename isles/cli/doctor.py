@@ -123,7 +123,8 @@ def _describe(target: tuple[str, int] | None) -> None:
     from isles.launch import probe
     from isles.models import ModelConfig, choose_device
     from isles.network.clusters import ClusterNode
-    from isles.training.clusters.stage_server import forward_speed, memory
+    from isles.training.clusters.stage_server import forward_speed
+    from isles.training.elastic.needs import free_on
 
     device = choose_device(ModelConfig())
     try:
@@ -132,7 +133,7 @@ def _describe(target: tuple[str, int] | None) -> None:
         raise ValueError(f"--peer: {error}") from error
     node = ClusterNode(
         name=platform.node() or "here",
-        memory=memory(device),
+        memory=free_on(device),
         speed=forward_speed(device),
         bandwidth=1e6 if found is None else min(found.rate_out, found.rate_back),
         latency=0.0 if found is None else found.round_trip / 4,  # half of one way: the other half is the other's
@@ -258,7 +259,7 @@ class MeasuredPair:
 
 
 def _pair(path: str, nodes: str, peer: str | None) -> MeasuredPair:
-    from isles.network.links import refuse_file
+    from isles.network.measured_links import refuse_file
 
     if peer is None:
         raise ValueError("--write-links: goes with --peer HOST:PORT, whose link is measured")
@@ -271,7 +272,7 @@ def _pair(path: str, nodes: str, peer: str | None) -> MeasuredPair:
 
 
 def _write(pair: MeasuredPair, found: Findings) -> Check:
-    from isles.network.links import write_pair
+    from isles.network.measured_links import write_pair
 
     rates = {"out": found.rate_out, "back": found.rate_back}
     try:

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from isles.base.memory import free_memory
 from isles.base.schema import backend_of
-from isles.base.scratch import free_memory
 from isles.cli import torchrun
 from isles.cli.terminal import As, ConfigFile, InnerSteps, Progress, Set, Trust, end_in_order
 from isles.report import write_report

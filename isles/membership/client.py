@@ -18,8 +18,6 @@ same notifications and decides nothing.
 
 from __future__ import annotations
 
-import hmac
-import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -29,13 +27,12 @@ from typing_extensions import override
 
 from isles.comm.errors import CommError, DeadlinePassed, Diverged, Malformed, PeerSilent, Refused
 from isles.comm.tags import Tag
-from isles.membership.keys import add_sequence, notify_key, signature, split_sequence
+from isles.membership.keys import add_sequence, notify_key
 from isles.membership.member import MemberState, RoundMembers
 from isles.membership.messages import (
     Ack,
     Beat,
     BeatReply,
-    Done,
     Entry,
     Examine,
     Failed,
@@ -48,14 +45,12 @@ from isles.membership.messages import (
     Reload,
     Silent,
     View,
-    decode,
     encode,
 )
-from isles.membership.requests import BEAT, LONGEST, PATIENCE, DecisionLog, LighthouseClient, PendingTransfers
-from isles.membership.round_commit import NOTHING, RoundDecision
-from isles.membership.session import ControlSession, Query
+from isles.membership.requests import BEAT, PATIENCE, DecisionLog, LighthouseClient, PendingTransfers
+from isles.membership.round_commit import NOTHING, Done, RoundDecision
+from isles.membership.session import ControlSession
 
-_LOG = logging.getLogger(__name__)
 EXCLUDED = "the next view excludes it"
 """Why waits for a member are cancelled that did not ask to leave."""
 
@@ -90,39 +85,6 @@ def failure_notifier(client: LighthouseClient, island_rank: int, island_size: in
     return notify
 
 
-class Notifications:
-    """Checks and decodes notifications to one worker of the member of `entry`. Used in session callbacks only."""
-
-    def __init__(self, session: ControlSession, entry: Entry, island_rank: int) -> None:
-        self._session, self._entry, self._where = session, entry, notify_key(entry.member, island_rank)
-        self._newest = -1
-
-    def take(self, query: Query) -> Any:
-        """The message of a notification from the lighthouse, or from another worker of this island. None for a forged
-        or replayed one, which is counted, and for an invalid one.
-        """
-        payload, entry = query.payload, self._entry
-        if not hmac.compare_digest(query.attachment, signature(entry.member, entry.key, self._where, payload)):
-            return self._refuse(query, "a notification that is not the lighthouse's")
-        try:
-            number, text = split_sequence(payload)
-            message = decode(text, limit=LONGEST)
-        except ValueError as error:
-            query.reply()
-            _LOG.warning("the lighthouse: %s", error)
-            return None
-        if not isinstance(message, Failed):  # replaying it does no harm
-            if number <= self._newest:
-                return self._refuse(query, "a replayed notification")
-            self._newest = number
-        query.reply()
-        return message
-
-    def _refuse(self, query: Query, why: str) -> None:
-        self._session.refused.note(-1, why)
-        query.refuse(b"never")
-
-
 class FollowerClient(LighthouseClient):
     """The client of an island's worker that follows: it gets the notifications of the member of `entry`, and cancels
     waits by them. island_rank: of this worker.
@@ -130,11 +92,9 @@ class FollowerClient(LighthouseClient):
 
     def __init__(self, session: ControlSession, entry: Entry, island_rank: int) -> None:
         super().__init__(session, entry)
-        self._notifications = Notifications(session, entry, island_rank)
-        session.serve(notify_key(entry.member, island_rank), self._on_notification)
+        self.listen(self._on_notification, island_rank)
 
-    def _on_notification(self, query: Query) -> None:
-        message = self._notifications.take(query)
+    def _on_notification(self, message: Any) -> None:
         if isinstance(message, View) and self.meets is not None:
             self.meets(message)
         cancel_waits(self.transfers, message)
@@ -153,7 +113,7 @@ class MembershipClient(LighthouseClient):
     """A member's client of the lighthouse, in its first worker. entry: the member's id and key.
 
     ended: set once this worker takes no further part in the run: `Over`, or `Examine` if it is to evaluate the model.
-    decisions: the newest one on each round. stalls: whether the training thread hangs; no beats are sent meanwhile.
+    decisions: the newest one on each round. stalls: see `hangs`.
     """
 
     def __init__(self, session: ControlSession, entry: Entry) -> None:
@@ -169,8 +129,7 @@ class MembershipClient(LighthouseClient):
         self._abandoned: frozenset[int] = frozenset()
         self._newest_recorded = -1  # the newest view whose fingerprints are known here
         self._silent: dict[int, float] = {}  # by suspected member, until when
-        self._notifications = Notifications(session, entry, 0)
-        session.serve(notify_key(entry.member, 0), self._on_notification)
+        self.listen(self._on_notification)
         with self.changed:
             self.beat_now()
 
@@ -313,6 +272,10 @@ class MembershipClient(LighthouseClient):
         with self.changed:
             return None if self.state.call != self.state.ready else self.state.first(ahead)
 
+    def hangs(self, stalls: bool) -> None:
+        """The training thread hangs, or goes on: no beats are sent meanwhile."""
+        self.stalls = stalls
+
     def until(self) -> int | None:
         """The first round of a view without this worker; None: there is no such view."""
         with self.changed:
@@ -432,14 +395,13 @@ class MembershipClient(LighthouseClient):
             if round is not None:
                 self.transfers.again(Tag("outer", round, attempt=_NEVER))
 
-    def _on_notification(self, query: Query) -> None:
+    def _on_notification(self, message: Any) -> None:
         """Handle a notification of the lighthouse."""
-        message = self._notifications.take(query)
         if isinstance(message, Silent):
             now = self.session.now()
             self._silent = {member: end for member, end in self._silent.items() if end > now}
             self._silent[message.member] = now + _QUIET
-        elif message is not None and not isinstance(message, Failed):
+        elif not isinstance(message, Failed):
             with self.changed:
                 if message == self._load:  # a repetition: a beat would cause another one
                     return

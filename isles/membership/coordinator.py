@@ -14,7 +14,7 @@ it, and it loads another state.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from statistics import median
 from typing import Any
 
@@ -24,11 +24,8 @@ from isles.membership.effects import Effect, Notify, Reply, Rules, Worker
 from isles.membership.messages import (
     MARGIN,
     Ack,
-    Admitted,
     Beat,
     BeatReply,
-    Delivered,
-    Done,
     Leave,
     Load,
     MemberStatus,
@@ -43,7 +40,7 @@ from isles.membership.messages import (
     View,
     plain,
 )
-from isles.membership.round_commit import NOTHING
+from isles.membership.round_commit import NOTHING, Delivered, Done
 
 _TIMES, _LEAST = 10, 60.0  # a stall is so many times a member's usual round, and so many seconds at least
 _MOST = 10  # a member's own pace counts up to so many times the usual one
@@ -96,6 +93,7 @@ class Stalls:
 
 
 _TRIES, _UNANSWERED = 3, 15.0  # proposals that a minority may refuse one after the other; seconds for an answer
+_UNASSIGNED = 1024  # a member's rounds on unassigned data until another view gives them to others
 _ALIKE = 0.8  # above this share of the usual pace a worker takes all inner steps
 
 
@@ -106,12 +104,12 @@ class RoundsCoordinator(CoordinatorState):
 
     def __init__(self, rules: Rules, entries: Iterable[dict[str, Any]] = (), *, until: float = 0.0) -> None:
         self.rules, self.quorum = rules, rules.quorum
-        self.can_be_apart = not rules.agrees or rules.quorum > 0
+        self.is_in_step = rules.agrees and not rules.quorum
         self.proposal: Proposal | None = None
         self._acks, self._refusals = set[int](), set[int]()
         self._tries, self._proposed_at = 0, 0.0
         self._stalls = Stalls()
-        super().__init__(entries, until)
+        super().__init__(rules, entries, until)
 
     @property
     def last(self) -> int | None:
@@ -132,15 +130,6 @@ class RoundsCoordinator(CoordinatorState):
 
     # Calls
 
-    def join(self, now: float, description: str, certificates: Sequence[str] = (), address: str = "") -> list[Effect]:
-        """Admit a worker as a new member. certificates: as in `Hello`. address: see `Worker`."""
-        if len(self.workers.here) >= self.rules.most:
-            return [Reply(Refusal(f"the run has its most workers, {self.rules.most} (isles lighthouse --max-members)"))]
-        member = len(self.workers)
-        self._record("join", member=member, description=description, certificates=[*certificates], address=address)
-        self._reply(Admitted(member))
-        return self._effects(now)
-
     def beat(self, now: float, member: int, beat: Beat) -> list[Effect]:
         """Handle a heartbeat."""
         refusal = self._hear(now, member, beat)
@@ -155,21 +144,6 @@ class RoundsCoordinator(CoordinatorState):
         if refusal is None and self.proposal is not None and ack.number == self.proposal.number:
             (self._acks if ack.promised else self._refusals).add(member)
         return refusal or self._effects(now)
-
-    def disconnected(self, now: float, member: int) -> list[Effect]:
-        """The connection of a worker broke: it is dead, frozen or cut off."""
-        if member in self.workers and self.workers[member].here:
-            self._record("lost", member=member)
-        return self._effects(now)
-
-    def reconnected(self, now: float, member: int) -> list[Effect]:
-        """The connection of a worker is open (again)."""
-        self._awaited.discard(member)
-        if member in self.workers and not self.workers[member].connected:
-            self._record("back", member=member)
-            if self.proposal is not None and member not in self.proposal.members and self.workers[member].state == "in":
-                self._record("call", member=member)  # those who promised that view accept no work of it
-        return self._effects(now)
 
     def leave(self, now: float, member: int) -> list[Effect]:
         """A worker leaves at the next view, and trains until then. If all leave, they may end at once; so may a worker
@@ -190,7 +164,7 @@ class RoundsCoordinator(CoordinatorState):
             worker.tried.add(worker.load.donor)
             worker.load = None
         elif worker is not None:
-            self._stray(member)
+            self._stray(member, "its state did not arrive, or differs from the others'")
         return self._effects(now)
 
     def done(self, now: float, member: int, done: Done) -> list[Effect]:
@@ -198,7 +172,7 @@ class RoundsCoordinator(CoordinatorState):
         if self.rules.agrees and self._here(member):
             self.ballots.done(member, done, self.voters(done.round))
             if done.digest == NOTHING and self.ballots.has_landed(done.round):
-                self._stray(member)  # the others took it for lost, and landed an answer that it lacks
+                self._stray(member, f"round {done.round} landed with an answer that it lacks")
         # First the effects, which may decide this round; the reply comes after their journal entries.
         effects = self._effects(now)
         decision = self.ballots.decision(done.round, member)
@@ -230,51 +204,39 @@ class RoundsCoordinator(CoordinatorState):
         everybody = [worker.member for worker in self.workers.here if worker.round]
         for one in (peer_report.member, member):
             if self.ballots.ban_scores.are_enough(one, everybody):
-                self._record("ban", member=one)
                 rule = "in three rounds or more it and at least half of the other addresses refused each other's shares"
-                said = f"worker {member} says: {peer_report.reason[:200]}"
-                self._tell(one, Refusal(f"shut out: {rule} ({said})"))
+                why = f"shut out: {rule} (worker {member} says: {peer_report.reason[:200]})"
+                self._record("ban", member=one, why=why)
+                self._tell(one, Refusal(why))
         return self._effects(now)
 
     def tick(self, now: float) -> list[Effect]:
-        """Time passes. After a restart, members that have not reconnected by `until` are lost. Stalled members are left
-        out; once they go on they load another state.
-        """
+        """See `Coordinator`. Stalled members are left out; once they go on they load another state."""
         self._count_absent(now)
         members, first = [self.workers[member] for member in self.members()], self.view.members[0] if self.view else -1
         newest = self.newest_round
         for member, seconds in self._stalls.look(
             now, self.rules, members, first, self.last, self.finished, newest
         ).items():
-            self._stray(member, still=round(seconds))
+            self._stray(member, f"no new round for {seconds:.0f} s", still=round(seconds))
         return self._effects(now)
 
     def hear(self, now: float, member: int, message: Any) -> list[Effect] | None:
-        """Handle a worker's message; None for a kind that no worker sends. ValueError for impossible values."""
         unfit(self, message)
         match message:
-            case Beat():
-                return self.beat(now, member, message)
-            case Ack():
-                return self.ack(now, member, message)
-            case Done():
-                return self.done(now, member, message)
-            case Delivered():
-                return self.deliver(now, member, message)
-            case PeerReport():
-                return self.report_peer(now, member, message)
             case Leave():
                 return self.leave(now, member)
             case Reload():
                 return self.reload(now, member)
-        return None
+        calls: dict[type, Callable[..., list[Effect]]] = {
+            Beat: self.beat, Ack: self.ack, Done: self.done, Delivered: self.deliver, PeerReport: self.report_peer
+        }  # fmt: skip
+        return calls[type(message)](now, member, message) if type(message) in calls else None
 
     def about(self) -> tuple[int, int, int]:
-        """(number of members, the newest begun round, the last round or 0)."""
         return len(self.members()), self.newest_round, self.rules.last or 0
 
-    def now(self, refused: Sequence[tuple[int, int, str, int]]) -> RunStatus:
-        """The run's status, for the user. refused: see `RunStatus`."""
+    def now(self, now: float, refused: Sequence[tuple[int, int, str, int]]) -> RunStatus:
         here = self.workers.here
         rows = tuple(MemberStatus(one.member, one.identity, one.state, one.round, one.seconds) for one in here)
         round = f"round {self.newest_round}" + (f" of {self.last}" if self.last else "")
@@ -287,25 +249,24 @@ class RoundsCoordinator(CoordinatorState):
         """Record what a beat reports; a refusal if the worker does not belong to the run."""
         worker = self.workers.get(member)
         if worker is None or worker.state in ("left", "banned"):
-            return [Reply(Refusal(f"member {member} is no longer in this run: join again"))]
+            why = f" ({worker.why})" if worker is not None and worker.why else ""
+            return [Reply(Refusal(f"member {member} is no longer in this run{why}: join again"))]
         worker.seconds = beat.seconds or worker.seconds
         becomes_ready = worker.state == "outside" and beat.ready == worker.call
         if becomes_ready or beat.round > worker.round or beat.skipped or beat.seen:
             self._record("beat", member=member, beat=plain(beat))
+        if self.ledger.unassigned(member) > _UNASSIGNED:
+            self._stray(member, f"more than {_UNASSIGNED} rounds on unassigned data")
         return None  # a beat is no sign of a connection: it may have been on its way when the connection broke
 
-    def _stray(self, member: int, **why: int) -> None:
+    def _stray(self, member: int, why: str, **more: int) -> None:
         """A member's state differs from the others': it loads another one, or is lost if it was leaving."""
         event = {"in": "call", "leaving": "lost"}.get(self.workers[member].state)
         if event is not None:
-            self._record(event, member=member, **why)
-
-    def _effects(self, now: float) -> list[Effect]:
-        self._step(now)
-        return self._taken()
+            self._record(event, member=member, why=why, **more)
 
     def _step(self, now: float) -> None:
-        """Do everything that is due now, unless it is not known yet who survived a restart."""
+        # Not before it is known who survived a restart.
         if self._awaited:
             return
         self._propose()
@@ -321,10 +282,12 @@ class RoundsCoordinator(CoordinatorState):
             left_out = self.ballots.left_out(self.view)
             for member in self.workers.members("leaving"):
                 if member in left_out:
-                    self._stray(member)
+                    self._stray(member, "a round landed without its share")
         self._assign()
 
     def _propose(self) -> None:
+        for member in {*self.proposal.lost} & {*self.workers.members("in")} if self.proposal is not None else ():
+            self._stray(member, "the next view was proposed without it")  # those who promised accept no work of it
         wanted = self.workers.members("in", "ready")
         view = self.view
         if view is None:
@@ -353,17 +316,17 @@ class RoundsCoordinator(CoordinatorState):
         missing = [member for member in voters if member not in self._acks]
         refused = [member for member in missing if member in self._refusals]
         has_begun = any(proposal.since <= self.workers[one].round + 1 <= self.newest_round + 1 for one in refused)
-        if self.workers.prevails(refused, voters) or (has_begun and self._tries < _TRIES):
+        if self.workers.outvote(refused, voters) or (has_begun and self._tries < _TRIES):
             self.proposal, self._tries = None, self._tries + 1
         elif not missing:
             self._tries = 0
             self._commit(proposal)
-        elif self.workers.prevails(missing, voters) or (
+        elif self.workers.outvote(missing, voters) or (
             refused != missing and self._stalls.now - self._proposed_at <= _UNANSWERED
         ):
             return
         for member in missing if self.proposal is proposal else ():
-            self._stray(member)
+            self._stray(member, "it did not promise the next view")
         self._propose()  # without those, or for whoever became ready meanwhile
 
     def _since(self) -> int | None:
@@ -400,7 +363,7 @@ class RoundsCoordinator(CoordinatorState):
             loads = [w.load.donor for w in waiting if w.load is not None]
             donor = min(donors, key=lambda member: (member in worker.tried, loads.count(member), member), default=-1)
             pace = self.workers[donor].seconds if donor >= 0 else 0.0
-            worker.load = Load(worker.call, donor, round(pace * self.rules.sync_every, 3))
+            worker.load = Load(worker.call, donor, round(pace * self.rules.sync_every, 3), worker.why)
             self._tell(worker.member, worker.load)
 
     def _answer(self, member: int, beat: Beat) -> BeatReply:
@@ -453,6 +416,8 @@ def unfit(membership: RoundsCoordinator, message: Any) -> None:
         case Beat(round=round, skipped=skipped, seen=seen):
             if not all(0 <= one <= last for one in (round, *skipped, *(newest for _, newest in seen))):
                 raise ValueError("a round that this run does not have")
+            if max(skipped, default=0) > round:
+                raise ValueError("a skipped round that it has not begun")
             if not all(member in membership.workers for member, _ in seen):
                 raise ValueError("the work of an unknown member")
         case Done() | PeerReport() | Delivered():

@@ -19,9 +19,9 @@ from functools import partial
 from typing import Any
 
 from isles.membership.data_ledger import DataLedger
-from isles.membership.effects import Coordinator, Worker, WorkerTable, of_another_version
-from isles.membership.messages import Beat, Delivered, Done, PeerReport, View, from_plain, identity_of
-from isles.membership.round_commit import Ballot, Graces, RoundDecision
+from isles.membership.effects import Coordinator, MemberLimits, Worker, WorkerTable
+from isles.membership.messages import Beat, PeerReport, View, from_plain
+from isles.membership.round_commit import Ballot, Delivered, Done, Graces, RoundDecision
 
 _ROUNDS, _OTHERS = 3, 2
 _PAIRS = 1 << 16  # the most pairs to remember
@@ -198,19 +198,20 @@ _APART = 4  # a worker that is more rounds behind half of the members loads anot
 class CoordinatorState(Coordinator):
     """workers: by member. ledger: of the data that was read. ballots: on rounds that all members land together.
     newest_round: the newest begun one, as far as it is believed: a single member may report a false round. issued: the
-    number of the newest view or proposal. can_be_apart: whether a member may be several rounds ahead of the others.
-    quorum: see `Rules`. entries, until: as in `Coordinator`.
+    number of the newest view or proposal. is_in_step: whether no member can be more than a round ahead of the others.
+    quorum: see `Rules`. limits, entries, until: as in `Coordinator`.
     """
 
-    can_be_apart, quorum = True, 0.0
+    kind = Worker
+    is_in_step, quorum = False, 0.0
 
-    def __init__(self, entries: Iterable[dict[str, Any]], until: float) -> None:
+    def __init__(self, limits: MemberLimits, entries: Iterable[dict[str, Any]], until: float) -> None:
         self.workers = WorkerTable()
         self.ledger = DataLedger()
         self.ballots = Ballots(self.workers.votes, self.quorum)
         self.newest_round = self._furthest = 0
         self.issued = -1
-        super().__init__(entries, until)
+        super().__init__(self.workers, limits, entries, until)
 
     @property
     def view(self) -> View | None:
@@ -229,16 +230,13 @@ class CoordinatorState(Coordinator):
         left_out = self.ballots.left_out(view)
         return tuple(member for member in view.members if member not in left_out)
 
-    def _connected(self) -> Iterable[int]:
-        return (worker.member for worker in self.workers.here)
+    def alive(self) -> Sequence[int]:
+        return self.members()
 
-    def _apply(self, entry: dict[str, Any]) -> None:
+    def _change(self, entry: dict[str, Any]) -> bool:
         match entry:
-            case {"event": "join", "member": member, "certificates": certificates}:
-                self.workers[member] = Worker(member, identity_of(certificates), entry.get("address", ""))
             case {"event": "beat", "member": member, "beat": beat}:
                 self._apply_beat(self.workers[member], from_plain(beat))
-                return
             case {"event": "lost", "member": member}:
                 self._apply_gone(self.workers[member])
             case {"event": "back", "member": member}:
@@ -246,11 +244,10 @@ class CoordinatorState(Coordinator):
             case {"event": "leave", "member": member}:
                 worker = self.workers[member]
                 worker.state = "leaving" if worker.state == "in" and worker.connected else "left"
-            case {"event": "call", "member": member}:
-                self._call_again(self.workers[member])
-            case {"event": "ban", "member": member}:
-                self._call_again(self.workers[member])
-                self.workers[member].state = "banned"
+            case {"event": "call" | "ban", "member": member}:
+                self._call_again(self.workers[member], entry.get("why", ""))
+                if entry["event"] == "ban":
+                    self.workers[member].state = "banned"
             case {"event": "issue", "number": number}:
                 self.issued = number
             case {"event": "view", "view": view}:
@@ -258,8 +255,8 @@ class CoordinatorState(Coordinator):
             case {"event": "decision", "decision": decision}:
                 self._apply_decision(from_plain(decision))
             case _:
-                of_another_version(entry)
-        self.workers.changed()
+                return False
+        return True
 
     def _apply_beat(self, worker: Worker, beat: Beat) -> None:
         if beat.ready == worker.call:  # else it is of a state that the worker is to replace
@@ -273,7 +270,7 @@ class CoordinatorState(Coordinator):
         if worker.state in ("in", "leaving") and worker.round > self.newest_round:
             self._furthest = max(self._furthest, worker.round)
             # all land a round of one mean together, so nobody is further than the next one
-            self.newest_round = max(self.newest_round, self._reached(_APART if self.can_be_apart else 1))
+            self.newest_round = max(self.newest_round, self._reached(1 if self.is_in_step else _APART))
         at = max(worker.round, worker.entered - 1)  # a joiner is not behind before its first round
         if worker.state == "in" and self._furthest - at > _APART:
             self._apply_apart(worker, at)
@@ -284,11 +281,12 @@ class CoordinatorState(Coordinator):
         """
         members = self.members()
         ahead = [member for member in members if self.workers[member].round - at > _APART]
-        if self.workers.prevails(ahead, members):
-            self._call_again(worker)
+        behind = f"half of the members are more than {_APART} rounds apart from it"
+        if self.workers.outvote(ahead, members):
+            self._call_again(worker, behind)
         elif 2 * self.workers.votes(ahead) == self.workers.votes(members):
             for member in ahead:
-                self._call_again(self.workers[member])
+                self._call_again(self.workers[member], behind)
 
     def _reached(self, ahead: int = 0) -> int:
         """The newest round of a member that is not more than `ahead` rounds beyond the newest one that at least half of
@@ -331,7 +329,7 @@ class CoordinatorState(Coordinator):
         self.ledger.open(view, self.members())
         for member in before:
             if member not in view.members and self.workers[member].state == "in":
-                self._call_again(self.workers[member])
+                self._call_again(self.workers[member], f"view {view.number} began without it")
         for member in view.members:
             self.workers[member].enter(view.since)
         self.ballots.opened(view, self.voters(view.since))
@@ -341,19 +339,20 @@ class CoordinatorState(Coordinator):
     def _apply_decision(self, decision: RoundDecision) -> None:
         for member in self.ballots.apply(decision, self.voters(decision.round)):
             if self.workers[member].state == "in":
-                self._call_again(self.workers[member])
+                self._call_again(self.workers[member], f"round {decision.round} landed without its share")
         if decision.outcome == "land":
             self.ledger.landed(decision.round, decision.members)
 
     def _call_all_but(self, members: Collection[int]) -> None:
         """`members` are the first to have the run's state again: others must load theirs, not what was named before."""
         for worker in self.workers.waiting(members):
-            self._call_again(worker)
+            self._call_again(worker, "")
 
-    def _call_again(self, worker: Worker) -> None:
+    def _call_again(self, worker: Worker, why: str) -> None:
         """The worker must load another state: its own differs from the others', or no view waits for it. One that is
         leaving leaves at once.
         """
+        worker.why = why
         self.ledger.forgo(worker.member)
         worker.state, worker.call = "left" if worker.state == "leaving" else "outside", worker.call + 1
         worker.round = min(worker.round, self.newest_round)  # before its next view, also if it said a later one

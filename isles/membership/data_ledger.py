@@ -158,6 +158,7 @@ def _taken(view: View, round: int, index: int) -> int:
     return min(max(count_steps(view.backlog) - _before(view, round, index), 0), view.steps[index])
 
 
+_SKIPPED = 2048  # rounds on unassigned data to remember of a member, which loads another state before there are so many
 _WITNESSES = 8  # work that so many living members have counts as safe
 
 
@@ -239,7 +240,9 @@ class DataLedger:
         """
         incarnation = self._incarnations.get(member, _Incarnation(member))
         newest = max(incarnation.begun, round)
-        self._incarnations[member] = replace(incarnation, begun=newest, skipped=incarnation.skipped | set(skipped))
+        every = incarnation.skipped.union(skipped)
+        every = frozenset(sorted(every)[-_SKIPPED:]) if len(every) > _SKIPPED else every
+        self._incarnations[member] = replace(incarnation, begun=newest, skipped=every)
         if seen:
             for other, incarnation in self._incarnations.items():
                 if other in seen or not incarnation.witnesses.keys().isdisjoint(seen):  # only few of a large world
@@ -258,6 +261,11 @@ class DataLedger:
             if at < seen.get(by, 0):
                 incarnation = incarnation.seen(member, round, seen[by])
         return incarnation
+
+    def unassigned(self, member: int) -> int:
+        """The number of rounds that `member` did on unassigned data in the newest view."""
+        incarnation = self._incarnations.get(member)
+        return 0 if incarnation is None else len(incarnation.skipped)
 
     def landed(self, round: int, members: Collection[int]) -> None:
         """The answer of `round` holds the work of `members`, and is at all members whose weights go on."""

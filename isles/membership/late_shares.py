@@ -18,8 +18,7 @@ from torch import Tensor
 
 from isles.comm.errors import CommError
 from isles.comm.group import Group
-from isles.membership.messages import Delivered, Done
-from isles.membership.round_commit import NOTHING, RoundDecision, RoundState
+from isles.membership.round_commit import NOTHING, Delivered, Done, RoundDecision, RoundState
 
 if TYPE_CHECKING:
     from isles.membership.client import MembershipClient

@@ -27,6 +27,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
 
+from isles.base.durable import sync_folder
 from isles.base.parsing import parse_json
 from isles.comm.sockets import loop
 from isles.comm.sockets.listener import echo_failure
@@ -175,7 +176,7 @@ class Journal:
         if self._file.tell() != whole:
             self._file.truncate(whole)
         self._committed = True
-        _sync_folder(folder)
+        sync_folder(folder)  # a new file survives a crash only if its folder's entry is on disk
 
     def append(self, entry: dict[str, Any]) -> None:
         """Add an entry; it is on disk after `commit`."""
@@ -213,15 +214,6 @@ def _read(path: Path) -> tuple[list[dict[str, Any]], int]:
             raise ValueError(f"{path}: line {number} is damaged; restore the file, or start a new run")
         entries.append(entry)
     return entries, whole
-
-
-def _sync_folder(folder: Path) -> None:
-    """Sync the folder: a new file survives a crash only if its folder's entry is on disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 _LOG = logging.getLogger(__name__)

@@ -24,7 +24,7 @@ from pydantic import Field
 from pydantic_core import from_json, to_json
 
 from isles.base.parsing import MANY, Bool, Exact, Float, Int, Ints, Str, read
-from isles.membership.round_commit import RoundDecision
+from isles.membership.round_commit import Delivered, Done, RoundDecision
 
 MESSAGES = (0, 2)
 """(major, minor) version of the messages. The minor one is raised with what the former one may ignore."""
@@ -279,32 +279,14 @@ class Admitted(Exact):
 class Load(Exact):
     """Load the state of `donor` (-1: from the lighthouse's disk, or the initial weights), then be ready for `call`.
 
-    seconds: of a round of the donor, 0 if unknown; it copies its state at the end of a round.
+    seconds: of a round of the donor, 0 if unknown; it copies its state at the end of a round. why: this worker was left
+    out, a line for the user; "" at its first state.
     """
 
     call: Int
     donor: Int
     seconds: Float = 0.0
-
-
-@dataclass(frozen=True)
-class Done(Exact):
-    """A worker has the complete answer of an attempt of an all-reduce round; `digest` is its hash."""
-
-    round: Int
-    attempt: Int
-    digest: Int
-
-
-@dataclass(frozen=True)
-class Delivered(Exact):
-    """A worker has its share of a round with a quorum: the work of `steps` inner steps. seconds: until its next
-    exchange; 0 if unknown.
-    """
-
-    round: Int
-    steps: Int
-    seconds: Float
+    why: Str = ""
 
 
 @dataclass(frozen=True)
@@ -456,6 +438,13 @@ class Examine(Exact):
 
 
 @dataclass(frozen=True)
+class News(Exact):
+    """What became of another member, or of all: `line` is for the user."""
+
+    line: Str
+
+
+@dataclass(frozen=True)
 class Over(Exact):
     """The run has ended; `reason` is one line for the user, "" for a regular end."""
 
@@ -469,9 +458,10 @@ class MemberStatus(Exact):
 
     Of peers only: queue, counted: see `SwarmBeat`. heard: seconds since its last beat. stage: `ANY` while it waits.
     coordinates: in a run in clusters (cluster, stage, stages of the cluster, 1 if all of them are served); () if it
-    serves none.
+    serves none. rate: steps per second.
 
-    machine, address: its name for people, and the address that it joined from, `since` seconds ago.
+    exchanged, ago: the newest round or step in which it exchanged with others, and seconds since then. machine,
+    address: its name for people, and the address that it joined from, `since` seconds ago.
     """
 
     member: Int
@@ -484,6 +474,9 @@ class MemberStatus(Exact):
     heard: Float | None = None
     stage: Int = ANY
     coordinates: Ints = ()
+    rate: Float | None = None
+    exchanged: Int | None = None
+    ago: Float | None = None
     machine: Str = ""
     address: Str = ""
     since: Float | None = None
@@ -516,7 +509,7 @@ Message = (
     View | Proposal | Beat | Ack | BeatReply | Admitted | Load | Done | Delivered | PeerReport | Silent | Refusal |
     RoundDecision | Failed | Hello | Later | About | Entry | AnnounceAddress | Reachability | Lookup | PeerAddress |
     Leave | Reload | Finished | Examine | Over | RunStatus | RequestWork | StartSwarm | JoinSwarm | Wait | Rejoin |
-    SwarmBeat | StatesSaved
+    SwarmBeat | StatesSaved | News
 )  # fmt: skip
 KINDS: dict[str, type] = {kind.__name__.lower(): kind for kind in get_args(Message)}
 

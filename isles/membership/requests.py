@@ -4,6 +4,7 @@ a swarm; also the rates of the link to the lighthouse, and a run's status, which
 
 from __future__ import annotations
 
+import hmac
 import json
 import logging
 import time
@@ -14,16 +15,19 @@ from typing import Any, Protocol
 
 from typing_extensions import override
 
+from isles.base.errors import printable
 from isles.comm.credentials import Token
 from isles.comm.errors import PeerLost
 from isles.comm.sockets.connection import LinkLost
 from isles.comm.sockets.listener import LinkRates, measure_link
 from isles.comm.tags import Tag
-from isles.membership.keys import ECHO, PIECE, REPORTS, REQUESTS, STATUS, signature
+from isles.membership.keys import ECHO, PIECE, REPORTS, REQUESTS, STATUS, notify_key, signature, split_sequence
 from isles.membership.messages import (
     Entry,
+    Failed,
     JoinSwarm,
     Lookup,
+    News,
     Over,
     Refusal,
     Rejoin,
@@ -39,7 +43,7 @@ from isles.membership.messages import (
     encode,
 )
 from isles.membership.round_commit import RoundDecision
-from isles.membership.session import ControlSession
+from isles.membership.session import ControlSession, Query
 from isles.membership.tls_session import Session, open_session
 
 _RETAINED = 4096  # the most buffered lines; then the oldest are dropped, for a lighthouse that is away for long
@@ -96,6 +100,7 @@ PATIENCE = 3.0
 """Seconds to wait for a reply of the lighthouse."""
 LONGEST = 4 << 20
 """The most bytes of a message from the lighthouse."""
+_LONGEST_LINE = 300  # characters of news
 _LATE = 1.0  # seconds that a reply's time-out may be late: it is a callback behind others
 
 
@@ -135,22 +140,68 @@ class PendingTransfers(Protocol):
         """The attempt of `tag` has begun: cancel transfers of earlier attempts of its round."""
 
 
+class _Notifications:
+    """Checks and decodes notifications to one worker of the member of `entry`. Used in session callbacks only."""
+
+    def __init__(self, session: ControlSession, entry: Entry, island_rank: int) -> None:
+        self._session, self._entry, self._where = session, entry, notify_key(entry.member, island_rank)
+        self._newest = -1
+
+    def take(self, query: Query) -> Any:
+        """The message of a notification from the lighthouse, or from another worker of this island. None for a forged
+        or replayed one, which is counted, and for an invalid one.
+        """
+        payload, entry = query.payload, self._entry
+        if not hmac.compare_digest(query.attachment, signature(entry.member, entry.key, self._where, payload)):
+            return self._refuse(query, "a notification that is not the lighthouse's")
+        try:
+            number, text = split_sequence(payload)
+            message = decode(text, limit=LONGEST)
+        except ValueError as error:
+            query.reply()
+            _LOG.warning("the lighthouse: %s", error)
+            return None
+        if not isinstance(message, Failed):  # replaying it does no harm
+            if number <= self._newest:
+                return self._refuse(query, "a replayed notification")
+            self._newest = number
+        query.reply()
+        return message
+
+    def _refuse(self, query: Query, why: str) -> None:
+        self._session.refused.note(-1, why)
+        query.refuse(b"never")
+
+
 class LighthouseClient:
     """Sends a worker's messages in the name of the member of `entry`.
 
     changed: guards what callbacks and the worker's thread share. waited: seconds that this thread has waited here.
-    waits_for: grows while this thread waits for other members.
-    transfers: the transport, once there is one. meets: called with each known view, once it is set.
+    transfers: the transport, once there is one. meets: called with each known view, once it is set. news: called with a
+    line for the user about what became of others.
     """
 
     transfers: PendingTransfers | None = None
 
     def __init__(self, session: ControlSession, entry: Entry) -> None:
         self.meets: Callable[[View], None] | None = None
+        self.news: Callable[[str], None] = lambda line: None
         self.session, self.entry, self.changed, self.waited = session, entry, session.condition(), 0.0
-        self.waits_for = 0
         self._reports = ReportQueue(session, self._hand_in)
         self._closed = False
+
+    def listen(self, heard: Callable[[Any], None], island_rank: int = 0) -> None:
+        """Call `heard` with each notification to the worker at `island_rank`, in a session's callback, but for news."""
+        notifications = _Notifications(self.session, self.entry, island_rank)
+
+        def take(query: Query) -> None:
+            message = notifications.take(query)
+            if isinstance(message, News):
+                self.news(printable(message.line, _LONGEST_LINE))
+            elif message is not None:
+                heard(message)
+
+        self.session.serve(notify_key(self.entry.member, island_rank), take)
 
     def report(self, event: Mapping[str, Any]) -> None:
         """Queue a line of metrics or another event for the lighthouse. Returns at once."""
@@ -208,7 +259,6 @@ class LighthouseClient:
 
     def suspect(self, member: int) -> None:
         """Ask the lighthouse whether `member`, for which this worker waits too long, still sends beats."""
-        self.waits_for += 1
         self.send(Silent(member))
 
     def close(self) -> None:
@@ -251,6 +301,7 @@ class SwarmClient(LighthouseClient):
         self.saved = self.wanted = 0
         self.is_away = False
         self._beat: Callable[[], SwarmBeat | None] = lambda: None
+        self.listen(lambda message: None)
         session.later(self._beat_on, BEAT)
 
     def part(self, stage: int, run: int) -> SwarmPart | None:

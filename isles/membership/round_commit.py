@@ -6,9 +6,9 @@
                     one of them is lost, and not all others are done  -> journal, then send "retry" among the living
                     the exchange failed at one of them (`NOTHING`)    -> journal, then send "retry" among the same
 
-No member lands by its own judgement: it cannot know which members got the last message of one that then died. A member
-that has landed can repeat the decision while the lighthouse is away. A restarted lighthouse has its journal, but not
-the answers; members repeat them. `tests/membership/test_ballot.py` walks every interleaving.
+No member lands by its own judgement: it cannot know which members got the last message of one that then died. A
+restarted lighthouse has its journal, but not the answers; members repeat them. `tests/membership/test_ballot.py` walks
+every interleaving.
 
 With a quorum there is no exchange as attempt 0, because its members are not known yet:
 
@@ -33,7 +33,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from isles.base.parsing import Exact, Int, Ints
+from isles.base.parsing import Exact, Float, Int, Ints
 
 NOTHING = -1
 """The digest of a member whose exchange failed: the round is to be tried again."""
@@ -42,8 +42,28 @@ _WORDS = 2  # most reports of a member on one attempt: an answer, and a failure
 
 
 @dataclass(frozen=True)
+class Done(Exact):
+    """A worker has the complete answer of an attempt of an all-reduce round; `digest` is its hash."""
+
+    round: Int
+    attempt: Int
+    digest: Int
+
+
+@dataclass(frozen=True)
+class Delivered(Exact):
+    """A worker has its share of a round with a quorum: the work of `steps` inner steps. seconds: until its next
+    exchange; 0 if unknown.
+    """
+
+    round: Int
+    steps: Int
+    seconds: Float
+
+
+@dataclass(frozen=True)
 class RoundDecision(Exact):
-    """The lighthouse's decision on a round, or its repetition by a member that has landed.
+    """The lighthouse's decision on a round.
 
     outcome: "land": apply the answer of `attempt`, the work of `members`; "retry": exchange as `attempt` among them.
     view: the newest one at the decision; a member that is left out takes part again from a newer view on. steps: with a
@@ -212,10 +232,6 @@ class RoundState:
         if decision.attempt == self.attempt and self.phase == "done":
             return replace(self, phase="landed")
         return self  # land once this member has that answer
-
-    def vouched(self) -> RoundDecision | None:
-        """The decision that a landed member repeats to one that asks."""
-        return RoundDecision(self.round, "land", self.attempt, self.members) if self.phase == "landed" else None
 
 
 _SHARE, _SPARE = 0.25, 1.25  # of a round after a quorum is reached; of the duration of an exchange

@@ -27,6 +27,7 @@ from isles.comm.errors import CommError, DeadlinePassed, Diverged, Malformed, Pe
 from isles.comm.group import Group
 from isles.comm.mesh import Mesh
 from isles.comm.roster import RoundOutcome
+from isles.comm.transport import Transport
 from isles.membership.client import MembershipClient
 from isles.membership.data_ledger import Batch
 from isles.membership.late_shares import Deliveries
@@ -121,6 +122,10 @@ class IslandGroup:
             group = mesh.world
             patient = replace(group.deadlines, control=group.deadlines.control + 2 * waits)
             self._group = replace(group, channel="control", deadlines=patient)
+
+    def transports(self, outer: Transport) -> list[Transport]:
+        """Those on which a worker waits for others; `outer` is between members."""
+        return [outer] if self.mesh is None else [outer, self.mesh.transport]
 
     @property
     def size(self) -> int:

@@ -136,7 +136,7 @@ def read_history(
             there.views.append((at, view["number"], view["since"], tuple(view["members"])))
         elif event in ("begin", "serve"):
             there.views.append((at, entry.get("epoch", 0), entry["step"], tuple(entry["members"])))
-            there.again += [(entry["reached"], entry["step"])] * is_again
+            there.again += [(entry["reached"], entry["step"])] if is_again else []
         elif event == "decision":
             decision = entry["decision"]
             is_retry = decision["outcome"] == "retry" and (decision["attempt"] > 1 or not decision["steps"])
@@ -181,7 +181,7 @@ def ledger(records: Sequence[RoundRecord | StartRecord]) -> RoundCounts:
     )
 
 
-def in_model(records: Sequence[RoundRecord | StartRecord], members: Iterable[int]) -> int:
+def steps_in_model(records: Sequence[RoundRecord | StartRecord], members: Iterable[int]) -> int:
     """Inner steps whose work is in the last weights of any of `members`: their own, and those of others that they have
     taken in by exchanges, or with the state of a donor.
 

@@ -17,13 +17,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from isles.membership.effects import Coordinator, Effect, MemberTable, Reply, of_another_version
+from isles.membership.effects import Coordinator, Effect, Known, MemberLimits, MemberTable, Reply
 from isles.membership.messages import (
     ANY,
-    Admitted,
     JoinSwarm,
     Leave,
     MemberStatus,
@@ -37,7 +36,6 @@ from isles.membership.messages import (
     StatesSaved,
     SwarmBeat,
     Wait,
-    identity_of,
 )
 
 MAX_MEMBERS = 1 << 14
@@ -47,40 +45,36 @@ AGAIN = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class SwarmRules:
-    """peers: by stage, that the first swarm waits for; least: per stage, that later swarms need. most: at once. last:
-    the run's last step. clustered: the peers are nodes of clusters, which are all alike for the lighthouse.
+class SwarmRules(MemberLimits):
+    """peers: by stage, that the first swarm waits for; least: per stage, that later swarms need. last: the run's last
+    step. clustered: the peers are nodes of clusters, which are all alike for the lighthouse.
     """
 
     peers: tuple[int, ...]
     least: int = 1
-    most: int = 1024
     last: int = 0
     members: int = MAX_MEMBERS
     clustered: bool = False
 
 
 @dataclass
-class _Peer:
-    """What is known of one member. identity: fingerprint of its certificate. address: see `Worker`. wish: None if it
-    has not asked for work. run: see `RequestWork`. heard_at, serving: its last beat; beside: the members in it. is_out:
-    the others go on without it.
+class _Peer(Known):
+    """wish: None if it has not asked for work. run: see `RequestWork`. heard_at, serving: its last beat; beside: the
+    members in it. pace: seconds of a step. is_out: the others go on without it. why: it was shut out.
     """
 
-    identity: str
-    address: str = ""
-    connected: bool = True
     left: bool = False
+    why: str = ""
     wish: int | None = None
     run: int | None = None
     heard_at: float = 0.0
     serving: SwarmBeat | None = None
+    pace: float = 0.0
     beside: Collection[int] = ()
     is_out: bool = False
 
     @property
     def here(self) -> bool:
-        """Whether it takes part in the run now."""
         return self.connected and not self.left
 
 
@@ -88,6 +82,8 @@ class SwarmCoordinator(Coordinator):
     """rules: of the run. entries: of its journal so far. until: after a restart, when `tick` takes members that have
     not reconnected for lost.
     """
+
+    kind = _Peer
 
     def __init__(self, rules: SwarmRules, entries: Iterable[dict[str, Any]] = (), until: float = 0.0) -> None:
         self.rules = rules
@@ -102,45 +98,15 @@ class SwarmCoordinator(Coordinator):
         """Set once the run is over: its reason, "" for a regular end."""
         self._run: int | None = None
         self._last_joined = self._ended_at = -1.0
-        super().__init__(entries, until)
+        super().__init__(self.peers, rules, entries, until)
 
     # Calls
 
-    def join(self, now: float, description: str, certificates: Sequence[str] = (), address: str = "") -> list[Effect]:
-        """Admit a worker as a new member. certificates: as in `Hello`. address: see `Worker`."""
-        if len(self._connected()) >= self.rules.most:
-            return [Reply(Refusal(f"the run has its most workers, {self.rules.most} (isles lighthouse --max-members)"))]
-        if len(self.peers) >= self.rules.members:
-            return [Reply(Refusal(f"the run has issued its {self.rules.members} member ids, and none is used twice"))]
-        member = len(self.peers)
-        self._record("join", member=member, description=description, certificates=[*certificates], address=address)
-        self._reply(Admitted(member))
-        return self._taken()
-
-    def disconnected(self, now: float, member: int) -> list[Effect]:
-        """The connection of a worker broke."""
-        if member in self.peers and self.peers[member].connected:
-            self._record("lost", member=member)
-        return self._taken()
-
-    def reconnected(self, now: float, member: int) -> list[Effect]:
-        """The connection of a worker is open (again)."""
-        self._awaited.discard(member)
-        if member in self.peers and not self.peers[member].connected:
-            self._record("back", member=member)
-        return self._taken()
-
-    def tick(self, now: float) -> list[Effect]:
-        """Time passes."""
-        self._count_absent(now)
-        self._form(now)
-        return self._taken()
-
     def hear(self, now: float, member: int, message: Any) -> list[Effect] | None:
-        """Handle a peer's message; None for a kind that no peer sends. ValueError for impossible values."""
         peer = self.peers.get(member)
         if peer is None or peer.left:
-            return [Reply(Rejoin(f"member {member} is no longer in this run"))]
+            why = f" ({peer.why})" if peer is not None and peer.why else ""
+            return [Reply(Rejoin(f"member {member} is no longer in this run{why}"))]
         match message:
             case RequestWork():
                 self._wait(now, member, message)
@@ -150,29 +116,29 @@ class SwarmCoordinator(Coordinator):
                 self._record("leave", member=member)
             case _:
                 return None
-        return self._taken()
+        return self._effects(now)
 
-    def keep(self, step: int) -> list[Effect]:
+    def keep(self, now: float, step: int) -> list[Effect]:
         """The states of all stages after `step` are on disk."""
         if step > self.saved:
             self._record("saved", step=step)
-        return self._taken()
+        return self._effects(now)
 
-    def ask_states(self, step: int) -> list[Effect]:
+    def ask_states(self, now: float, step: int) -> list[Effect]:
         """Ask all peers for their states, after `step` or soon after."""
         self.wanted = step
-        return self._taken()
+        return self._effects(now)
 
-    def dissolve(self, member: int) -> list[Effect]:
-        """End the swarm because of `member`, which does not come back; the others begin again as new members."""
-        self._record("leave", member=member)
+    def dissolve(self, now: float, member: int, why: str) -> list[Effect]:
+        """End the swarm because of `member`, which is shut out; the others begin again as new members."""
+        self._record("ban", member=member, why=why)
         self._record("serve", step=self.saved, members=[], stages=[])
-        return self._taken()
+        return self._effects(now)
 
     def end(self, now: float, reason: str = "") -> list[Effect]:
         """The run is over; peers learn it by the reply to their next message."""
         self.ended = reason
-        return self._taken()
+        return self._effects(now)
 
     # Queries
 
@@ -181,28 +147,27 @@ class SwarmCoordinator(Coordinator):
         return [member for member in self.members if self.peers[member].here]
 
     def about(self) -> tuple[int, int, int]:
-        """(running peers, newest step, last step)."""
         return len(self.alive()), self.step, self.rules.last
 
     def now(self, now: float, refused: Sequence[tuple[int, int, str, int]]) -> RunStatus:
-        """The swarm's status, for the user. refused: see `RunStatus`."""
         rows = []
         for member, peer in sorted(self.peers.items(), key=lambda one: (self.members.get(one[0], 1 << 40), one[0])):
             if peer.here:
-                beat, stage = peer.serving, self.members.get(member, ANY)
-                step, seconds, work, at = 0, 0.0, (0, 0.0), ()
-                if beat is not None:
-                    step, seconds, work, at = beat.step, beat.seconds, (beat.counted, beat.queue), beat.coordinates
+                stage, heard = self.members.get(member, ANY), now - peer.heard_at
                 role = "waiting" if stage == ANY else "standby" if self.rules.clustered else f"stage {stage}"
-                if at:
-                    role = f"cluster {at[0]}{'' if at[3] else ', broken'}: stage {at[1]} of {at[2]}"
-                heard = round(now - peer.heard_at, 1)
-                rows.append(MemberStatus(member, peer.identity, role, step, seconds, *work, heard, stage, at))
+                row = MemberStatus(member, peer.identity, role, 0, 0.0, 0, 0.0, round(heard, 1), stage)
+                if (beat := peer.serving) is not None:
+                    if at := beat.coordinates:
+                        role = f"cluster {at[0]}{'' if at[3] else ', broken'}: stage {at[1]} of {at[2]}"
+                    row = replace(row, role=role, step=beat.step, seconds=beat.seconds, counted=beat.counted)
+                    row = replace(row, queue=beat.queue, coordinates=at, exchanged=beat.step or None)
+                    row = replace(row, ago=round(heard + beat.since, 1), rate=1 / peer.pace if peer.pace else None)
+                rows.append(row)
         text = f"step {self.step} of {self.rules.last}"
         text += f", {now - self._ended_at:.1f} s ago" if self._ended_at >= 0 else ""
         text += f"; {'clusters' if self.rules.clustered else 'swarms'} begun: {self.epoch}"
         text += "" if self.alive() else f"; {self._wanted()}"
-        return RunStatus(text, "step", self.step, tuple(rows), tuple(refused), saved=self.saved)
+        return RunStatus(text, "step", self.step, tuple(rows), tuple(refused))
 
     # Consequences
 
@@ -225,7 +190,7 @@ class SwarmCoordinator(Coordinator):
                 Wait("waiting: the peers' configurations or cut points differ; further peers decide which counts")
             )
         else:
-            self._form(now)
+            self._step(now)
             self._reply(self._part(member))
 
     def _most_common_run(self) -> tuple[int | None, bool]:
@@ -266,6 +231,9 @@ class SwarmCoordinator(Coordinator):
         if serving.epoch != self.epoch or peer.is_out or (is_new and not others & stages.keys()):
             self._reply(Rejoin("the run goes on without this part of its swarm"))
             return
+        if (last := peer.serving) is not None and last.step < serving.step:  # both ended a step when the beat says
+            seconds = now - serving.since - (peer.heard_at - last.since)
+            peer.pace = max(seconds, 0.0) / (serving.step - last.step)
         peer.heard_at, peer.serving, peer.beside, peer.wish = now, serving, stages.keys(), None
         steps = dict[str | int, int]()  # by vote
         for one in self.alive():
@@ -293,7 +261,7 @@ class SwarmCoordinator(Coordinator):
         is_pair = count({*others, member}) == 2 and min(self.alive()) not in without  # of two votes the first counts
         return 2 * count(without) <= count(others) or is_pair
 
-    def _form(self, now: float) -> None:
+    def _step(self, now: float) -> None:
         """Begin a new swarm if there is none and enough peers wait."""
         if self.alive() or self._awaited or self.ended is not None:
             return
@@ -335,27 +303,21 @@ class SwarmCoordinator(Coordinator):
 
     # Journalled state
 
-    def _connected(self) -> list[int]:
-        return [member for member, peer in self.peers.items() if peer.here]
-
     def _note_bare(self) -> None:
         """Note the first stage that has lost its last peer."""
         bare = {*self.members.values()} - {self.members[member] for member in self.alive()}
         self._bare = self._bare if self._bare in bare else min(bare, default=None)
 
-    def _apply(self, entry: dict[str, Any]) -> None:
-        self.peers.changed()
+    def _change(self, entry: dict[str, Any]) -> bool:
         match entry:
-            case {"event": "join", "member": member, "certificates": certificates}:
-                self.peers[member] = _Peer(identity_of(certificates), entry.get("address", ""))
             case {"event": "lost", "member": member}:
                 self.peers[member].connected, self.peers[member].wish = False, None
                 self._note_bare()
             case {"event": "back", "member": member}:
                 self.peers[member].connected = True
                 self._note_bare()
-            case {"event": "leave", "member": member}:
-                self.peers[member].left = True
+            case {"event": "leave" | "ban", "member": member}:
+                self.peers[member].left, self.peers[member].why = True, entry.get("why", "")
                 self._note_bare()
             case {"event": "begin", "epoch": epoch, "step": step, "members": members, "stages": stages}:
                 self.epoch, self.step, self.members = epoch, step, dict(zip(members, stages, strict=True))
@@ -370,4 +332,5 @@ class SwarmCoordinator(Coordinator):
             case {"event": "saved", "step": step}:
                 self.saved = step
             case _:
-                of_another_version(entry)
+                return False
+        return True

@@ -5,7 +5,6 @@ batch of a replica -> microbatches at its origin -> executor -> losses at every 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
@@ -13,6 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from isles.base.memory import free_memory
 from isles.base.parts import names_code
 from isles.comm.group import Group
 from isles.comm.mesh import Mesh
@@ -111,7 +111,7 @@ def hold_against_whole(config: Config, cut: Cut) -> str | None:
     """
     context, vocab = limits(config.model)
     whole = sketch(config.model)
-    too_large = sum(parameter.nbytes for parameter in whole.parameters()) > _free_bytes() / 2
+    too_large = sum(parameter.nbytes for parameter in whole.parameters()) > free_memory() / 2
     if not too_large:
         whole = on_host(config.model, config.run.seed)
         if config.model.factory is not None:
@@ -196,7 +196,3 @@ def broadcast_from_first(stages: Group, answer: bool) -> bool:
 def on_host(config: ModelConfig, seed: int) -> nn.Module:
     """The whole model, drawn, on the CPU."""
     return build(replace(config, device="cpu", compile=False, autocast="none"), seed=seed)
-
-
-def _free_bytes() -> int:
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from random import Random
 
-from isles.membership.round_commit import NOTHING, Ballot, RoundState
+from isles.membership.round_commit import NOTHING, Ballot, RoundDecision, RoundState
 
 Message = tuple[str, int, int, int]  # ("scatter" or "gather", attempt, from, to)
 
@@ -167,13 +167,18 @@ def _member(state: State, member: int, answered: Callable[[RoundState, int], Rou
             if told != state.ballot:
                 yield replace(state, ballot=told)
     else:
-        decisions = [state.parts[other].vouched() for other in state.living if other != member]
+        decisions = [_landed(state.parts[other]) for other in state.living if other != member]
     for decision in decisions:
         after = part if decision is None else part.apply(decision)
         if after != part:
             moved = _with_part(state, after)
             again = after.phase == "exchanging"
             yield replace(moved, flying=moved.flying | set(_sends("scatter", after))) if again else moved
+
+
+def _landed(part: RoundState) -> RoundDecision | None:
+    """The decision that a landed member could repeat to one that asks."""
+    return RoundDecision(part.round, "land", part.attempt, part.members) if part.phase == "landed" else None
 
 
 def _lighthouse(state: State) -> Iterator[State]:

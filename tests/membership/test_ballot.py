@@ -111,5 +111,5 @@ def test_words_may_come_late_twice_and_from_another_round() -> None:
     ):
         assert part.apply(old) == part
     landed = part.apply(RoundDecision(4, "land", 1, (1, 2)))
-    assert landed.phase == "landed" and landed.vouched() == RoundDecision(4, "land", 1, (1, 2))
+    assert landed.phase == "landed" and (landed.attempt, landed.members) == (1, (1, 2))
     assert landed.apply(RoundDecision(4, "retry", 2, (1,))) == landed

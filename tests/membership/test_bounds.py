@@ -169,7 +169,9 @@ def test_of_two_that_are_far_apart_the_one_that_joined_later_loads_a_state(ahead
     world = Run(2, hostile=0)
     world.begin(50, ahead)
     effects = world.begin(11, 1 - ahead)
-    assert {*told(effects, Load)} == {(1, Load(1, 0))} and world.run.workers[0].call == 0
+    assert {*told(effects, Load)} == {
+        (1, Load(1, 0, 0.0, "half of the members are more than 4 rounds apart from it"))
+    } and world.run.workers[0].call == 0
     assert world.run.newest_round == (50 if ahead == 0 else 11)
 
 

@@ -140,7 +140,7 @@ def test_back_before_anybody_went_on_without() -> None:
     assert entries(orders) == [{"event": "back", "member": 1}] and run.workers[1].call == 0
     run.disconnected(0.0, 1)
     run.reconnected(0.0, 1)  # somebody may have promised that view by now: begin again
-    assert run.workers[1].call == 1 and run.workers[1].load == Load(1, 0)
+    assert run.workers[1].call == 1 and run.workers[1].load == Load(1, 0, 0.0, "the next view was proposed without it")
 
 
 def test_what_a_worker_got_before_it_took_anothers_state_it_does_not_have() -> None:
@@ -418,3 +418,15 @@ def test_a_newcomer_begins_where_the_others_are(newest: int, first: int | None) 
     if first is not None:
         member.start_round(first)
         assert member.beat().skipped == tuple(range(6, first))
+
+
+def test_rounds_on_unassigned_data_are_bounded() -> None:
+    """A member that says that it did more than 1,024 of them loads another state; more are not remembered."""
+    run, _ = founded(3)
+    orders = run.hear(0.0, 1, Beat(2000, 0, 0, tuple(range(2, 1100)))) or []
+    assert {one.why for _, one in told(orders, Load)} == {"more than 1024 rounds on unassigned data"}
+    for first in range(2, 19_000, 1000):
+        run.hear(0.0, 1, Beat(20_000, 0, 0, tuple(range(first, first + 1000))))
+    assert run.ledger.unassigned(1) == 2048
+    with pytest.raises(ValueError, match="a skipped round that it has not begun"):
+        run.hear(0.0, 2, Beat(5, 0, 0, (6,)))

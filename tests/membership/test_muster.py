@@ -116,8 +116,8 @@ def test_of_two_halves_the_one_that_is_heard_first_goes_on() -> None:
 def test_a_swarm_that_has_nobody_left_begins_again_from_what_is_kept() -> None:
     world = begun(1, 1)
     world.beat(0, 30, {0: 0, 1: 1})
-    world.answer(world.coordinator.keep(20))
-    world.answer(world.coordinator.keep(10))  # which came late
+    world.answer(world.coordinator.keep(world.now, 20))
+    world.answer(world.coordinator.keep(world.now, 10))  # which came late
     assert world.beat(0, 30, {0: 0, 1: 1}) == StatesSaved(20)
     world.gone(0, 1)
     for _ in (2, 3):
@@ -164,7 +164,7 @@ def test_a_muster_from_its_journal_is_the_same() -> None:
         world.beat(member, 4, {0: 0, 1: 1, 3: 1})
     assert world.coordinator.members == {0: 0, 1: 1, 3: 1}
     world.answer(world.coordinator.hear(0.0, 2, Leave()))
-    world.answer(world.coordinator.keep(3))
+    world.answer(world.coordinator.keep(world.now, 3))
     world.gone(1)
     before = world.coordinator
     world.again()
@@ -268,3 +268,32 @@ def test_numbers_that_no_peer_has_are_refused(more: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="an impossible swarm"):
         world.coordinator.hear(0.0, 0, SwarmBeat(**good | more))
     assert world.coordinator.peers[0].serving == SwarmBeat(**good)
+
+
+def test_an_address_that_was_shut_out_three_times_may_send_no_more() -> None:
+    """Its members come again as new ones; also after a restart. Others, and the lighthouse's own machine, may join."""
+    world = World(1)
+
+    def join(coordinator: SwarmCoordinator, address: str) -> Any:
+        return world.answer(coordinator.join(world.now, "text", (), address))
+
+    for number in range(3):
+        assert isinstance(join(world.coordinator, "10.0.0.3"), Admitted)
+        assert isinstance(world.ask(number), StartSwarm)
+        world.answer(world.coordinator.dissolve(world.now, number, "a false model"))
+        assert isinstance(said := world.ask(number), Rejoin) and "a false model" in said.reason
+    for coordinator in (world.coordinator, SwarmCoordinator(world.rules, [*world.journal])):
+        refusal = join(coordinator, "10.0.0.3")
+        assert refusal == Refusal("3 members from this address were shut out of the run")
+        assert isinstance(join(coordinator, "10.0.0.4"), Admitted) and isinstance(join(coordinator, ""), Admitted)
+
+
+def test_steps_a_second_are_those_between_two_beats() -> None:
+    """Four steps that ended four seconds apart by the beats' own word: one a second."""
+    world = World(1)
+    world.join()
+    world.ask(0)
+    for world.now, step in ((10.0, 3), (14.0, 7)):
+        world.beat(0, step, {0: 0})
+    (row,) = world.coordinator.now(15.0, []).members
+    assert row.rate == pytest.approx(1.0) and row.exchanged == 7 and row.ago == pytest.approx(1.2)

@@ -12,7 +12,8 @@ import torch
 
 from isles.comm import credentials
 from isles.comm.tags import Tag
-from isles.membership.effects import of_another_version
+from isles.membership.coordinator import RoundsCoordinator
+from isles.membership.effects import Rules
 from isles.membership.messages import Lookup
 from isles.membership.p2p.relay import RelayCount, TicketExchange, new_ticket
 from isles.membership.p2p.stream import TICKET, TICKET_SIZE
@@ -28,7 +29,7 @@ def test_a_lighthouse_that_is_lit_again_goes_on_from_what_it_noted() -> None:
     for more in (5_000_000, 30_000, 1_970_000, 38_000_000):  # the second is too little to be noted
         carried[0] += more
         if (note := counter.note(counter.relayed())) is not None:
-            of_another_version(note)  # nobody who reads the journal trips over it
+            RoundsCoordinator(Rules(founders=1, sync_every=1), [note])  # nobody who reads the journal trips over it
             journal.append(note)
     assert [note["bytes"] for note in journal] == [5_000_000, 7_000_000, 45_000_000]
     again = RelayCount(lambda: 100, journal)

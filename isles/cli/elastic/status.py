@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 _EACH = 2.0  # seconds between two looks of --watch
 _NAMES = ("machine", "address", "way", "role", "fingerprint")  # columns of words
-_SECONDS = ("a step", "a microbatch", "heard", "here for")
+_SECONDS = ("a step", "a microbatch", "ago", "heard", "here for")
+_RATES = ("queue", "steps/s")
 
 
 def status(
@@ -104,6 +105,7 @@ def _rows(now: RunStatus) -> list[dict[str, Any]]:
         row |= {"role": one.role, "fingerprint": one.identity and spoken(one.identity), "member": one.member}
         row |= {now.unit: one.step, "behind": max(now.step - one.step, 0)}
         row |= {"a step" if one.queue is None else "a microbatch": one.seconds or None}
+        row |= {"steps/s": one.rate, "last exchange": one.exchanged, "ago": one.ago}
         row |= {"counted": one.counted, "queue": one.queue, "heard": one.heard, "here for": one.since}
         rows.append(row)
     return rows
@@ -132,7 +134,7 @@ def _print(now: RunStatus) -> None:
 def _cell(column: str, value: Any) -> str:
     if value is None or value == "":
         return "-"
-    return format_seconds(value) if column in _SECONDS else f"{value:.1f}" if column == "queue" else str(value)
+    return format_seconds(value) if column in _SECONDS else f"{value:.1f}" if column in _RATES else str(value)
 
 
 def prometheus(rows: Iterable[dict[str, Any]]) -> str:
@@ -141,7 +143,8 @@ def prometheus(rows: Iterable[dict[str, Any]]) -> str:
     for row in rows:
         labels = f'member="{row["member"]}",machine={json_module.dumps(row["machine"])}'
         numbers = {key: value for key, value in row.items() if isinstance(value, int | float) and key != "member"}
-        lines += [f"isles_member_{key.replace(' ', '_')}{{{labels}}} {value}" for key, value in numbers.items()]
+        names = {key: key.replace(" ", "_").replace("/", "_per_") for key in numbers}
+        lines += [f"isles_member_{names[key]}{{{labels}}} {value}" for key, value in numbers.items()]
     return "\n".join(lines) + "\n"
 
 

@@ -75,6 +75,8 @@ class Liveness:
         self._closed: dict[int, float] = {}  # by peer: when its connections were first seen closed
         self._losses: dict[int, str] = {}
         self._tries_soon = True
+        self.glances = 0
+        """Grows while a thread waits for others."""
 
     def meet(self, make: Callable[[], T], rank: int, ranks: Sequence[int], store: Callable[[], dist.Store]) -> T:
         """Call `make`, which connects the workers `ranks`, and return its result; its new connections are observed from
@@ -319,6 +321,7 @@ class BackgroundTransfer:
             start, mark = self.driver.now(), self.traffic.mark()
             while (left := self._left()) > 0 and not self._ended.wait(min(left, GLANCE)):
                 self.driver.liveness.look()
+                self.driver.liveness.glances += 1
                 self.driver.liveness.notify_blocked({work.peer for work in self._late()}, self.driver.now() - start)
             self.traffic.waited(self.channel, start, self.driver.now(), mark)
             if not self._ended.is_set():

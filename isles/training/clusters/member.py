@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from typing_extensions import override
 
 from isles.base.parsing import integer
@@ -31,7 +31,8 @@ from isles.membership.state_transfer import state_of
 from isles.models import choose_device
 from isles.network.clusters import NO_FIGURES, ClusterNode, encode_node
 from isles.training.clusters.node import ClusterWorker, enter, found_clusters, growth_of
-from isles.training.clusters.stage_server import cluster_cuts, forward_speed, inbox_of, memory, run_number
+from isles.training.clusters.stage_server import cluster_cuts, forward_speed, inbox_of, run_number
+from isles.training.elastic.needs import free_on
 from isles.training.records.shard import State, StateCopy, read_state
 from isles.training.step import Left, seed_draws
 from isles.training.swarm.connect import SwarmParticipant
@@ -100,7 +101,7 @@ class ElasticClusterNode(PeerWork):
         try:
             worker = self._worker = self._started()
             worker.saves, worker.leaving, worker.decide_exit = self._offer, self._leaving, self._decide_exit
-            worker.states_wanted = self._member.states_wanted
+            worker.states_wanted, worker.watched = self._member.states_wanted, self._member.watched
             if self._saved_state is not None:
                 _restore(worker, self._saved_state)
             return worker.run(out)
@@ -139,6 +140,11 @@ class ElasticClusterNode(PeerWork):
         self._worker.agreement.miss(self.first)
         self._worker.agreement.settle()
         return self._worker.conclude(out)
+
+    @override
+    def trained(self) -> nn.Module | None:
+        server = None if self._worker is None or not self._worker.trains else self._worker.server
+        return None if server is None else server.model
 
     @property
     @override
@@ -279,5 +285,5 @@ class ClusterParticipant(SwarmParticipant):
             rate, latency = 8 * min(client.out, client.back), client.round_trip / 2
         device = choose_device(self.config.model, int(os.environ.get("LOCAL_RANK", 0)))
         return ClusterNode(
-            name="here", memory=memory(device), speed=forward_speed(device), bandwidth=rate, latency=latency
+            name="here", memory=free_on(device), speed=forward_speed(device), bandwidth=rate, latency=latency
         )

@@ -22,6 +22,7 @@ average; the other clusters go on to the end. At each step every cluster reads t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -98,6 +99,8 @@ class ClusterWorker(TrainingLoop):
         """
         self.states_wanted: Callable[[], int] = lambda: 0
         """The step from which on a lighthouse asks for the state; 0: it does not."""
+        self.watched: Callable[[], AbstractContextManager[None]] = nullcontext
+        """The context of each segment."""
         self._saved_for, self._saved_at = frozenset[int](), 0
         self.steps = self.averaged = 0
         """Updates so far, and up to the last average."""
@@ -238,7 +241,7 @@ class ClusterWorker(TrainingLoop):
             return
         self._end_at, self._taken = self._until(), 0
         until = self._end_at
-        with self.step_clock.step(self.timeline):
+        with self.watched(), self.step_clock.step(self.timeline):
             self._train(until - self.steps)
             self.steps = until
             if self._every and (until % self._every == 0 or until == self.config.run.steps):

@@ -1,5 +1,5 @@
 """Where each cluster cuts the model, what a worker holds of it (its stage with optimizer and schedule, and at the root
-the text), and this machine's memory and speed.
+the text), and this machine's speed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from isles.base.scratch import free_memory
 from isles.comm.layout import Coordinate, Layout
 from isles.comm.mesh import Mesh
 from isles.data import Corpus
@@ -106,11 +105,6 @@ def opening_notices(config: Config, cuts: Sequence[Cut]) -> list[str]:
 
 _FOR = 0.5  # seconds to measure
 _SEQUENCES = 8  # of a pass
-
-
-def memory(device: torch.device) -> float:
-    """Bytes available to a run on `device`: free memory of that GPU, or available RAM."""
-    return float(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else free_memory()
 
 
 def forward_speed(device: torch.device) -> float:

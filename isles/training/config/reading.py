@@ -236,13 +236,21 @@ def _foreign(key: str, name: str, known: Sequence[str]) -> str:
     return f"replicas.{key} is a setting of {', '.join(owners)}, not of {name}: remove it, or choose another method"
 
 
-def to_toml(config: Config, named: Mapping[str, str] | None = None) -> str:
+def to_toml(config: Config, named: Mapping[str, str] | None = None, *, sparse: bool = False) -> str:
     """The whole configuration as TOML; `read_config` reads it back to an equal one. named: values to write in place of
-    some settings.
+    some settings. sparse: without keys at their defaults.
     """
     first = {"replicas": {"method": config.method}}
-    written = (_table(name, getattr(config, name), named or {}, first.get(name, {})) for name in ORDER)
-    return "\n".join(written)
+    written = (_table(name, getattr(config, name), named or {}, first.get(name, {}), sparse) for name in ORDER)
+    return "\n".join(filter(None, written))
+
+
+def for_members(config: Config) -> str:
+    """The configuration as TOML for other machines. Keys at their defaults are left out, because isles of the former
+    minor version does not know the newest ones.
+    """
+    text = to_toml(config, sparse=True)
+    return text if resolve(parse_toml(text)) == config else to_toml(config)  # a default may follow from another key
 
 
 def run_name(config: Config) -> str:
@@ -250,18 +258,24 @@ def run_name(config: Config) -> str:
     return hashlib.sha256(to_toml(config, {**referenced_names(config), "model.device": ""}).encode()).hexdigest()[:16]
 
 
-def _table(name: str, config: Any, named: Mapping[str, str], first: Mapping[str, Any]) -> str:
-    """A section, built line by line: a tomlkit table would be scanned again for every added key."""
+def _table(name: str, config: Any, named: Mapping[str, str], first: Mapping[str, Any], sparse: bool) -> str:
+    """A section, built line by line: a tomlkit table would be scanned again for every added key. "" for an empty one
+    that is `sparse`.
+    """
     lines, tables, inner = [f"[{name}]\n"], list[str](), tables_of(type(config))
+    defaults = {field.name: field.default for field in fields(config)} if sparse else {}
     for key, value in {**first, **vars(config)}.items():
         value = named.get(f"{name}.{key}", value)
         if key in inner:
-            tables.append("\n" + _table(f"{name}.{key}", value, named, {}))
+            text = _table(f"{name}.{key}", value, named, {}, sparse)
+            tables += [f"\n{text}"] if text else []
+        elif key in defaults and value == defaults[key]:
+            continue
         elif isinstance(value, dict):
             tables.append("\n" + tomlkit.dumps({name: {key: value}}))
         elif value is not None:  # TOML has no null; an absent key has its default
             lines.append(f"{key} = {tomlkit.item(_listed(value)).as_string()}\n")
-    return "".join(lines + tables)
+    return "" if sparse and not lines[1:] + tables else "".join(lines + tables)
 
 
 def _listed(value: Any) -> Any:

@@ -62,7 +62,7 @@ from isles.training.config.sections import Config
 from isles.training.config.trust import names_in
 from isles.training.elastic.leader import Participant
 from isles.training.elastic.needs import refuse_beyond, shown
-from isles.training.elastic.stall import StallWatch
+from isles.training.elastic.stall import StallWatch, cut_off
 from isles.training.elastic.support import in_rounds
 from isles.training.elastic.worker import ElasticWorker
 from isles.training.interrupts import first_interrupt, notify_in_handler
@@ -242,9 +242,8 @@ def with_member(
             shown=show,
         )
         worker.worker.refusals, transfers.stops = session.refused, worker.stops_fetching
-        watch = StallWatch(client, config.world.elastic.stall, notify)
-        worker.worker.watched = watch.step
-        stack.callback(watch.close)
+        waits, least = island.transports(transport), config.world.elastic.stall
+        worker.worker.watched = StallWatch(stack, client, waits, least, notify, client.hangs).step
         session.watch(UP, seen)
         stack.callback(worker.worker.close)
         yield worker
@@ -303,6 +302,7 @@ def connect(
     island.failed = failure_notifier(client, island_rank, island.size)
     pairs.start(transport)
     if not island_rank:
+        client.news = notify
         seen = f"; the lighthouse sees it at {pairs.seen}" if pairs.seen else ""
         notify(f"this worker's fingerprint: {spoken(identity_of(certificates))}{seen}")
 
@@ -481,15 +481,12 @@ def follow(world: Mesh, address: str, token: Token, here: LocalSettings) -> None
         if decision.kind != "member":
             raise Malformed(0, "the leader of this island has no member")
         client = FollowerClient(session, Entry(decision.member, decision.key), island.island_rank)
-        transport, transfers = connect(
-            stack,
-            connection,
-            client,
-            island,
-            certificates,
-            size=config.replicas_in_all,
-            notify=lambda line: _notify(f"island rank {island.island_rank}: {line}"),
-        )
+
+        def notify(line: str) -> None:
+            _notify(f"island rank {island.island_rank}: {line}")
+
+        size = config.replicas_in_all
+        transport, transfers = connect(stack, connection, client, island, certificates, size=size, notify=notify)
         worker = ElasticWorker(
             config,
             Group(transport, (decision.member,), "outer", deadlines(config), Ledger()),
@@ -502,6 +499,13 @@ def follow(world: Mesh, address: str, token: Token, here: LocalSettings) -> None
             last=lambda: _FAR,
         )
         worker.refusals = session.refused
+
+        def hangs(stalls: bool) -> None:
+            if stalls:
+                cut_off(client, transport, session)
+
+        waits, least = island.transports(transport), config.world.elastic.stall
+        worker.watched = StallWatch(stack, client, waits, least, notify, hangs).step
         stack.callback(worker.close)
         worker.obey()
 

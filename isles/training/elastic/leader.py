@@ -85,6 +85,8 @@ class Bootstrap:
 
     def _take(self, load: Load) -> Decisions[bool]:
         """Load the state that the lighthouse names; False if the transfer failed."""
+        if load.why:
+            self.notice(f"left out: {load.why}; loading another state")
         try:
             patience = SLOW + 2 * load.seconds
             self._has, left_out = yield Decision(kind="load", donor=load.donor, seconds=patience)

@@ -18,10 +18,10 @@ from isles.membership.run_log import (
     RoundRecord,
     StartRecord,
     goodput,
-    in_model,
     ledger,
     read_history,
     read_record,
+    steps_in_model,
 )
 from isles.training.config.reading import tokens_a_step
 from isles.training.config.sections import Config
@@ -43,7 +43,7 @@ def elastic_summary(
     """
     journal, records = recorded(out)
     summary = summarise(config, of_everybody(results, members, read_lines(out / METRICS)), wall)
-    done, counted = ledger(records), in_model(records, members)
+    done, counted = ledger(records), steps_in_model(records, members)
     seconds = done.seconds if computed is None else computed
     there = read_history(journal, records, membership.rules.sync_every)
     last = membership.last or 0

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from isles.base.errors import as_typed, printable
-from isles.base.scratch import free_memory
+from isles.base.memory import free_memory
 from isles.models import choose_device
 from isles.models.model_limits import limits, state_bytes
 from isles.models.sizes import parameters
@@ -19,6 +19,11 @@ from isles.training.config.sections import Config
 _TRAINED = 6  # vectors of the model's size: weights, gradients, two moments, anchor, outer momentum
 _STORED = 6  # likewise on the disk: a state, and the model at the end
 _LOGIT = 4  # bytes
+
+
+def free_on(device: torch.device) -> float:
+    """Bytes that are free on `device`: of that GPU, or of this machine."""
+    return float(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else free_memory()
 
 
 class Demand(NamedTuple):
@@ -36,8 +41,7 @@ class Demand(NamedTuple):
 def needs(config: Config, folder: Path) -> list[Demand]:
     """Of memory, or of the GPU's, and of disk. folder: for temporary files."""
     device = choose_device(config.model)
-    on_gpu = device.type == "cuda"
-    free, many = (torch.cuda.mem_get_info(device)[0], 1) if on_gpu else (free_memory(), config.world.inner)
+    many = 1 if device.type == "cuda" else config.world.inner  # each worker of an island has a GPU of its own
     try:
         model = state_bytes(config.model) / config.pipeline.stages
         longest, vocab = limits(config.model)
@@ -45,7 +49,7 @@ def needs(config: Config, folder: Path) -> list[Demand]:
     except (ValueError, OSError):  # a model that is not described on this machine
         model = logits = 0
     disk = Demand(f"disk in {folder}", many * _STORED * model, shutil.disk_usage(folder).free)
-    return [Demand("memory", many * (_TRAINED * model + logits), free), disk]
+    return [Demand("memory", many * (_TRAINED * model + logits), free_on(device)), disk]
 
 
 def refuse_beyond(config: Config, folder: Path) -> None:

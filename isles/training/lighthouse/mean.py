@@ -7,6 +7,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,6 +21,11 @@ from isles.comm.collectives.robust_rules import CLIP, trimmed
 _FLOATS = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}  # NumPy has no bfloat16: read its bits as integers
 T = TypeVar("T", str, bytes)
 _AT_ONCE = 1 << 24  # bytes of all files together that are in memory
+
+
+def digest(data: Any) -> str:
+    """16 hex digits of the hash of a tensor's bytes."""
+    return hashlib.sha256(data).hexdigest()[:16]
 
 
 def consolidate(
@@ -122,6 +128,26 @@ def form_of(path: Path) -> dict[str, Any] | None:
         return None
 
 
+def digests(path: Path) -> dict[str, str]:
+    """By tensor of a safetensors file, 16 hex digits of the hash of its bytes. ValueError if it is none."""
+    return _Model(path).digests()
+
+
+def drift(path: Path, states: Sequence[Path]) -> float:
+    """How far a model is from the weights in the files `states` of a swarm's stages, or of a cluster's nodes, times the
+    norm of these. ValueError if one is no safetensors file.
+    """
+    model, far, norm = _Model(path), 0.0, 0.0
+    for state in map(_Model, states):
+        for name, form in product(model.offsets, (".model.{}", ".parameters.{}.0")):
+            saved = form.format(name)
+            if state.form.get(saved) == model.form[name]:
+                here = model.run(name, *model.offsets[name]).astype(np.float64)
+                there = state.run(saved, *state.offsets[saved]).astype(np.float64)
+                far, norm = far + float(((here - there) ** 2).sum()), norm + float((there**2).sum())
+    return (far / norm) ** 0.5 if norm else 0.0
+
+
 def same_weights(one: Path, two: Path) -> bool:
     """Whether both hold the same tensors, bit for bit."""
     return _Model(one).mark(whole=True) == _Model(two).mark(whole=True)
@@ -177,6 +203,10 @@ class _Model:
         for _, _, (run,) in _runs([self]):
             digest.update(run.tobytes() if whole else b"")
         return digest.hexdigest()
+
+    def digests(self) -> dict[str, str]:
+        """See `digests`."""
+        return {name: digest(self._bytes[begin:end]) for name, (begin, end) in self.offsets.items()}
 
     def run(self, name: str, begin: int, end: int) -> np.ndarray:
         """Bytes `begin` to `end` of a tensor; floats in float32 or wider. ValueError if one is not finite."""

@@ -15,25 +15,25 @@ import time
 from collections import Counter
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import Field
 from typing_extensions import override
 
-from isles.base.durable import settle, write_text
-from isles.base.parsing import integer, table
-from isles.membership.effects import Append, Coordinator
+from isles.base.durable import settle
+from isles.base.parsing import integer, read, table
+from isles.membership.effects import Coordinator
 from isles.membership.lighthouse import Journal
-from isles.membership.messages import RunStatus
 from isles.membership.run_log import read_history
 from isles.membership.state_transfer import MODEL, StateUnavailable, state_of
 from isles.membership.swarm_coordinator import SwarmCoordinator, SwarmRules
 from isles.training.elastic.metrics import recorded
-from isles.training.lighthouse.mean import form_of
+from isles.training.lighthouse.mean import digests, drift, form_of
 from isles.training.lighthouse.schedule import RETAINED, StateSchedule
 from isles.training.lighthouse.server import LOOK, MODEL_FILE, LighthouseServer
 from isles.training.records.checkpoint import Checkpoints
 from isles.training.records.checksums import is_whole
-from isles.training.records.rundir import METRICS, SUMMARY, as_json, read_lines
+from isles.training.records.rundir import METRICS, read_lines
 from isles.training.records.summary import SummaryTable, of_everybody, parallel_bytes, summarise
 
 _MOST_PARTS = 1 << 16  # most parts of a state: nodes of its source cluster
@@ -42,15 +42,20 @@ _TRIES = 3  # transfers of the model from one peer
 _PATIENCE = 10.0  # seconds for the last reports of peers
 
 
+_Digests = dict[Annotated[str, Field(max_length=200)], Annotated[str, Field(pattern="^[0-9a-f]{16}$")]]
+
+
 class SwarmLighthouseServer(LighthouseServer):
     """Peers of stages: `SwarmCoordinator`."""
 
+    coordinator: SwarmCoordinator
     joins_with, vectors = "isles swarm peer --join", 0
 
     @override
     def assembly(self, journal: Journal, until: float, stack: ExitStack) -> Coordinator:
         self.coordinator = SwarmCoordinator(self.swarm_rules(), journal.entries, until)
         self._failures = Counter[int]()  # by peer, of its model
+        self._held: dict[int, dict[str, str]] = {}  # by peer, digests of the tensors that it came to
         self._parts: dict[int, int] = {}  # by step, the reported number of parts of its state
         self._offers: dict[int, dict[int, list[int]]] = {}  # by step and part: the members that serve it
         self._offering = threading.Lock()  # reports add offers in the session's thread while `_save` takes them
@@ -70,10 +75,6 @@ class SwarmLighthouseServer(LighthouseServer):
         return self._parts.get(step, there)
 
     @override
-    def members(self) -> list[int]:
-        return self.lighthouse.look(lambda now: sorted(self.coordinator.alive()))
-
-    @override
     def serve(self) -> SummaryTable | None:
         holder, schedule = None, StateSchedule(self.config.run, self.coordinator.step, time.perf_counter())
         while holder is None:
@@ -87,9 +88,7 @@ class SwarmLighthouseServer(LighthouseServer):
                 self._ask(schedule)
                 self._save()
         self.lighthouse.wait(lambda: all(member in self.results for member in self.coordinator.alive()), _PATIENCE)
-        self.lighthouse.act(lambda now: [Append({"event": "end"})])
-        summary = self._summary(holder, time.time() - self.began)
-        write_text(self.out / SUMMARY, as_json(summary, indent=2) + "\n")
+        summary = self.conclude(self._summary(holder, time.time() - self.began))
         self.lighthouse.act(self.coordinator.end)
         self.lighthouse.wait(lambda: not self.coordinator.alive(), _PATIENCE)  # until they have heard it and left
         return summary
@@ -100,9 +99,8 @@ class SwarmLighthouseServer(LighthouseServer):
         return is_offered or self.stopping.is_set() or self._holder() is not None
 
     @override
-    def now(self) -> RunStatus:
-        refused = self.refused.rows()
-        return self.lighthouse.look(lambda now: self.coordinator.now(now, refused))
+    def saved(self) -> int:
+        return self.coordinator.saved
 
     # The model
 
@@ -125,15 +123,19 @@ class SwarmLighthouseServer(LighthouseServer):
             return None
         try:
             self.fetch(str(member), MODEL, partial, _SLOW, copies=1)
+            self.lighthouse.wait(lambda: all(one in self._held for one in self.coordinator.alive()), _PATIENCE)
             if form_of(partial) is None or (judged := self.judge([partial])).losses == [None]:
                 raise ValueError("its tensors are not those of this run's model, or not finite")
+            self._refuse_others(partial)
         except (StateUnavailable, ValueError) as why:
             self.lighthouse.finished.discard(member)
             self._failures[member] += _TRIES if isinstance(why, ValueError) else 1
             partial.unlink(missing_ok=True)
             self.on_notice(f"worker {member}'s model is not written ({why}): the others gather it again")
             if self._failures[member] >= _TRIES:
-                self.lighthouse.act(lambda now: self.coordinator.dissolve(member))
+                self.lighthouse.act(
+                    lambda now: self.coordinator.dissolve(now, member, "it delivered a false model, or none")
+                )
             return None
         if judged.why:
             self.on_notice(f"the model is a worker's word: this machine cannot judge it ({judged.why})")
@@ -141,6 +143,18 @@ class SwarmLighthouseServer(LighthouseServer):
             (self.judged,) = judged.losses
         settle(partial, self.out / MODEL_FILE)
         return member
+
+    def _refuse_others(self, model: Path) -> None:
+        """ValueError for a model with another tensor than most of its peers hold, or too far from the last states."""
+        votes, alive = self.coordinator.peers.votes, self.coordinator.alive()
+        for name, mark in digests(model).items():
+            holders = {one: self._held[one][name] for one in alive if name in self._held.get(one, {})}
+            others = [one for one, held in holders.items() if held != mark]
+            if 2 * votes(others) > votes(holders) and len({holders[one] for one in others}) == 1 < votes(holders):
+                raise ValueError(f"{name} is not what most peers of its stage came to")
+        step, most = self.coordinator.saved, self.config.world.trust_ratio
+        if step and (far := drift(model, self._states.shards(step))) > most:
+            raise ValueError(f"it is {far:.3g} times its norm from the states after step {step} (world.trust_ratio)")
 
     def _summary(self, holder: int, seconds: float) -> SummaryTable:
         every = {holder: self.results[holder], **self.results}
@@ -160,8 +174,6 @@ class SwarmLighthouseServer(LighthouseServer):
             "begun": self.coordinator.epoch,
             "steps_lost": sum(reached - step for reached, step in there.again),
             "outages": len(there.outages),
-            "links": self.links(),
-            "refused": self.refused.table(),
         }
         return summary
 
@@ -169,6 +181,9 @@ class SwarmLighthouseServer(LighthouseServer):
 
     @override
     def on_event(self, member: int, kind: str, value: Any) -> bool:
+        if kind == "held":
+            self._held[member] = read(_Digests, value, "invalid digests")
+            return True
         if kind != "offered":
             return False
         reported, stages = table(value, "offered"), self.config.pipeline.stages
@@ -195,7 +210,7 @@ class SwarmLighthouseServer(LighthouseServer):
         """With run.checkpoint_every = "auto", ask all peers for their states when they are due."""
         step, now = self.coordinator.step, time.perf_counter()
         if self.config.run.checkpoint_every == "auto" and schedule.is_due(step, now):
-            self.lighthouse.act(lambda now: self.coordinator.ask_states(schedule.ahead(step)))
+            self.lighthouse.act(lambda now: self.coordinator.ask_states(now, schedule.ahead(step)))
             schedule.saved(step, now)
 
     def _save(self) -> None:
@@ -214,7 +229,7 @@ class SwarmLighthouseServer(LighthouseServer):
             return
         # Served before the journal names the step: from then on a new swarm starts from it.
         self._offer_states(step)
-        self.lighthouse.act(lambda now: self.coordinator.keep(step))
+        self.lighthouse.act(lambda now: self.coordinator.keep(now, step))
         for old in self._states.steps()[:-RETAINED]:
             for stage in self._states.ranks(old):
                 self.state_server.unpublish(state_of(stage, old))

@@ -19,13 +19,13 @@ from typing import Any
 
 from typing_extensions import override
 
-from isles.base.durable import no_room, write_text
+from isles.base.durable import no_room
 from isles.comm.errors import PeerLost
 from isles.membership.coordinator import RoundsCoordinator
-from isles.membership.effects import Append, Coordinator
+from isles.membership.effects import Coordinator
 from isles.membership.lighthouse import Journal
-from isles.membership.messages import MARGIN, Examine, Over, RunStatus
-from isles.membership.run_log import EXCHANGES, RoundRecord, begun_again, read_record
+from isles.membership.messages import MARGIN, Examine, Over
+from isles.membership.run_log import EXCHANGES, LATE, WHOLE, RoundRecord, begun_again, read_record
 from isles.membership.state_transfer import MODEL, STATE, StateUnavailable, saved_name, server_name
 from isles.replicas.config import workers
 from isles.training.elastic.metrics import elastic_summary, recorded
@@ -35,15 +35,16 @@ from isles.training.lighthouse.schedule import RETAINED, StateSchedule
 from isles.training.lighthouse.server import LOOK, MODEL_FILE, LighthouseServer
 from isles.training.records.checkpoint import Checkpoints
 from isles.training.records.checksums import is_whole
-from isles.training.records.rundir import SUMMARY, as_json
+from isles.training.records.rundir import as_json
 from isles.training.records.summary import SummaryTable
 
 _HARDLY = 0.02  # nats that the mean of two models may be above the better one of them
 
 
 class RoundsLighthouseServer(LighthouseServer):
-    """The lighthouse of whole replicas; `membership` decides on views and rounds."""
+    """The lighthouse of whole replicas; `coordinator` decides on views and rounds."""
 
+    coordinator: RoundsCoordinator
     joins_with, vectors = "isles join", 2
 
     @override
@@ -56,8 +57,8 @@ class RoundsLighthouseServer(LighthouseServer):
         self._exchanges = stack.enter_context((self.out / EXCHANGES).open("a", encoding="utf-8"))
         self._states = Checkpoints(self.out, "states")
         self._offer(self._states.newest_sound(self.on_notice))
-        self.membership = RoundsCoordinator(self.rules, journal.entries, until=until)
-        return self.membership
+        self.coordinator = RoundsCoordinator(self.rules, journal.entries, until=until)
+        return self.coordinator
 
     @override
     def serve(self) -> SummaryTable | None:
@@ -78,36 +79,27 @@ class RoundsLighthouseServer(LighthouseServer):
         loss = self.judged if self.judged is not None else self._evaluate(sorted(taken))
         if self.stopping.is_set():
             return None
-        self.lighthouse.act(lambda now: [Append({"event": "end"})])
         wall = time.time() - self.began
-        summary = elastic_summary(self.config, self.out, self.results, self.membership, taken, wall)
-        summary |= {"val_loss": loss, "replica_std": self.spread}
-        summary |= {"links": self.links(), "refused": self.refused.table()}
-        write_text(self.out / SUMMARY, as_json(summary, indent=2) + "\n")
+        summary = elastic_summary(self.config, self.out, self.results, self.coordinator, taken, wall)
+        summary = self.conclude(summary | {"val_loss": loss, "replica_std": self.spread})
         self.lighthouse.notify(self.members(), Over())
-        workers = self.membership.workers
+        workers = self.coordinator.workers
         self.lighthouse.wait(lambda: not any(worker.connected for worker in workers.values()), 10.0)  # they hear it, go
         return summary
 
     def _is_done(self) -> bool:
-        members = {*self.membership.members()}
+        members = {*self.coordinator.members()}
         if not members or not members <= self.lighthouse.finished:
             return False
         self._finished_at = self._finished_at or time.monotonic()
         return members <= self.results.keys() or time.monotonic() > self._finished_at + self.rules.evaluates
 
     @override
-    def members(self) -> list[int]:
-        return self.lighthouse.look(lambda now: list(self.membership.members()))
-
-    @override
-    def now(self) -> RunStatus:
-        refused = self.refused.rows()
-        saved = max(self._states.steps(), default=0) * self.rules.sync_every
-        return replace(self.lighthouse.look(lambda now: self.membership.now(refused)), saved=saved)
+    def saved(self) -> int:
+        return max(self._states.steps(), default=0) * self.rules.sync_every
 
     def _rounds(self) -> int:
-        done, last = max(self.membership.newest_round - 1, 0), self.membership.last
+        done, last = max(self.coordinator.newest_round - 1, 0), self.coordinator.last
         return done if last is None else min(done, last)
 
     def _save(self) -> bool:
@@ -131,7 +123,7 @@ class RoundsLighthouseServer(LighthouseServer):
         return False
 
     def _fetch(self, member: int, island_rank: int, path: Path) -> int:
-        rounds = sorted(self.membership.workers[one].round for one in self.members())
+        rounds = sorted(self.coordinator.workers[one].round for one in self.members())
         newest = rounds[(len(rounds) - 1) // 2] + MARGIN  # refuse rounds beyond those that half of the members report
         facts = self.fetch(
             server_name(member, island_rank), STATE, path, self.config.world.outer_deadline, newest=newest
@@ -228,14 +220,16 @@ class RoundsLighthouseServer(LighthouseServer):
         """Write a member's record of a round, with this machine's clock. ValueError if it is not its own."""
         record = read_record(reported)
         rounds = (record.round,) if isinstance(record, RoundRecord) else (record.first, record.copied, record.has)
-        if record.member != member or max(rounds) > (self.membership.last or max(rounds)) + 1:
+        if record.member != member or max(rounds) > (self.coordinator.last or max(rounds)) + 1:
             raise ValueError("a record of another member, or of rounds beyond the end of this run")
         if isinstance(record, RoundRecord):
             self._newest = max(self._newest, record.round)
+            if record.outcome in (WHOLE, LATE):
+                self.exchanged[member] = record.round, time.time()
         for first, begun in begun_again([record], self._newest).items():
             if self._begun.setdefault(first, begun) is begun:
                 reached, has = (round * self.rules.sync_every for round in begun)
-                self.on_notice(
+                self._tell(
                     f"all workers were lost at step {reached}: begins again from step {has}, {reached - has} steps lost"
                 )
         self._exchanges.write(as_json(asdict(replace(record, at=round(time.time(), 3)))) + "\n")

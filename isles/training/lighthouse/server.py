@@ -29,16 +29,16 @@ from isles.base.durable import no_room, write_text
 from isles.base.parsing import Int, Port, Str, Unfit, integer, parse_json, read, table
 from isles.base.version import __version__
 from isles.comm.tcp import room_for
-from isles.membership.effects import Coordinator
+from isles.membership.effects import Append, Coordinator
 from isles.membership.keys import LIGHTHOUSE, STATUS, MemberKeys
 from isles.membership.lighthouse import GRACE, Journal, Lighthouse
-from isles.membership.messages import MemberPaths, PathRow, RunStatus, encode, read_paths
+from isles.membership.messages import MemberPaths, News, PathRow, RunStatus, encode, read_paths
 from isles.membership.p2p.stream import CARRIED
 from isles.membership.run_log import JOURNAL
 from isles.membership.session import RejectionRow, Rejections, read_rejections
 from isles.membership.state_transfer import BESIDE, COPIES, FetchRequest, StateServer, StateUnavailable, fetch_state
 from isles.membership.tls_session import open_router
-from isles.training.config.reading import to_toml
+from isles.training.config.reading import for_members, to_toml
 from isles.training.config.sections import Config
 from isles.training.elastic.support import rules
 from isles.training.lighthouse.judge import Judgement, judge
@@ -51,7 +51,6 @@ MODEL_FILE = "model.safetensors"
 _DESCRIPTORS, _SPARE = 3, 512  # open files of a lighthouse: per member, and in addition
 LOOK = 1.0
 """Seconds between two checks of what is due."""
-_MUTUAL = "half of the others, or more, and it refuse each other's shares"
 _SILENCE = 1.5  # seconds: workers send something each second
 _PAIR = ("by", "to", "way", "round_trip", "sent", "taken")  # of a path in the summary
 _SHOWN = 1000  # most paths in an answer to `isles status`
@@ -103,7 +102,7 @@ class LighthouseServer(ABC):
         on_notice: Callable[[str], None],
     ) -> None:
         self.config, self.out, self.address = config, out, address
-        self.rules, self.text = rules(config), to_toml(config)  # `text` is sent to joining workers
+        self.rules = rules(config)
         self.on_ready, self.on_metrics, self.on_notice = on_ready, on_metrics, on_notice
         self.stopping = threading.Event()
         self.judged: float | None = None  # the validation loss of the run's model by this machine
@@ -111,6 +110,8 @@ class LighthouseServer(ABC):
         self.carried: dict[int, dict[str, int]] = {}
         self._paths: dict[int, list[PathRow]] = {}
         self._gone = set[int]()  # members that have left, or that ended with the run
+        self.exchanged: dict[int, tuple[int, float]] = {}
+        """By member of a run of whole replicas, the newest round in which it exchanged with others, and when."""
         self.schema = Schema(config)
 
     def run(self) -> SummaryTable | None:
@@ -156,20 +157,20 @@ class LighthouseServer(ABC):
             stack.callback(journal.close)
             self.began = min([time.time(), *(entry.get("at", math.inf) for entry in journal.entries[:1])])
             if not (self.out / CONFIG).exists():
-                save_config(self.text, self.out)
+                save_config(to_toml(self.config), self.out)
             self._lines = stack.enter_context((self.out / METRICS).open("a", encoding="utf-8"))
             self.keys = MemberKeys(self.out / CREDENTIALS)
             self.state_server = StateServer(self.session, LIGHTHOUSE, self.on_notice, comes=lambda what: False)
-            coordinator = self._assembled(journal, stack)
+            self.coordinator = self._assembled(journal, stack)
             self.lighthouse = Lighthouse(
                 self.session,
-                coordinator,
+                self.coordinator,
                 journal,
                 self.keys,
-                config=self.text,
+                config=for_members(self.config),
                 version=__version__,
                 on_report=self._on_report,
-                on_entry=lambda entry: self._show(entry, coordinator.about()[0]),
+                on_entry=lambda entry: self._show(entry, len(self.coordinator.alive())),
                 island_size=self.config.world.inner,
             )
             stack.callback(self.lighthouse.close)
@@ -199,20 +200,27 @@ class LighthouseServer(ABC):
         """
 
     @abstractmethod
-    def members(self) -> list[int]:
-        """The current members."""
-
-    @abstractmethod
     def serve(self) -> SummaryTable | None:
         """Serve this kind of run until its end, or until `stopping`."""
 
     @abstractmethod
-    def now(self) -> RunStatus:
-        """The status of the run, as a message."""
+    def saved(self) -> int:
+        """The newest step of which all states are saved; 0: none."""
 
     @abstractmethod
     def on_event(self, member: int, kind: str, value: Any) -> bool:
         """Handle an event that only this kind of run has; False if it is none. ValueError refuses it."""
+
+    def members(self) -> list[int]:
+        """The current members."""
+        return self.lighthouse.look(lambda now: [*self.coordinator.alive()])
+
+    def conclude(self, summary: SummaryTable) -> SummaryTable:
+        """Write the run's summary, with what every lighthouse counts."""
+        self.lighthouse.act(lambda now: [Append({"event": "end"})])
+        summary |= {"links": self.links(), "refused": self.refused.table()}
+        write_text(self.out / SUMMARY, as_json(summary, indent=2) + "\n")
+        return summary
 
     def fetch(
         self, state_server: str, what: str, path: Path, seconds: float, copies: int = COPIES, newest: int = 1 << 53
@@ -238,11 +246,16 @@ class LighthouseServer(ABC):
         return {**ways, "relayed_here": self.lighthouse.relayed, "pairs": pairs}
 
     def _status(self) -> RunStatus:
-        now, at, members = self.now(), time.time(), []
+        refused, at, members = self.refused.rows(), time.time(), []
+        now = self.lighthouse.look(lambda now: self.coordinator.now(now, refused))
         for one in now.members:
             machine, address, since = self.lighthouse.machines[one.member]
-            members.append(replace(one, machine=machine, address=address, since=round(at - since, 1)))
-        return replace(now, paths=self.paths()[:_SHOWN], members=tuple(members))
+            one = replace(one, machine=machine, address=address, since=round(at - since, 1))
+            if one.member in self.exchanged:
+                number, then = self.exchanged[one.member]
+                one = replace(one, exchanged=number, ago=round(at - then, 1))
+            members.append(one)
+        return replace(now, paths=self.paths()[:_SHOWN], members=tuple(members), saved=self.saved())
 
     def paths(self) -> MemberPaths:
         """The paths that workers have reported, by bytes, descending."""
@@ -258,24 +271,34 @@ class LighthouseServer(ABC):
             again = (
                 f"{entry['why']} at step {reached}: begins again from step {step}, {reached - step} steps lost{none}"
             )
-            self.on_notice(again if entry["epoch"] > 1 else f"+ it begins with {len(entry['members'])} members")
+            self._tell(again if entry["epoch"] > 1 else f"+ it begins with {len(entry['members'])} members")
         if event == "end":
             self._gone.update(self.lighthouse.machines)
         if member < 0 or member in self._gone:
             return
         self._gone |= {member} if event == "leave" else set()
         who, silence = self.lighthouse.machines[member][0] or "a machine without a name", entry.get("silence", 0.0)
-        why = f"after {silence:.1f} s of silence" if silence >= _SILENCE else "as its connection broke"
+        why = f" after {silence:.1f} s of silence" if silence >= _SILENCE else " as its connection broke"
         shown = {
-            "join": f"+ {who} ({entry.get('seen') or 'here'}) joined as member {member}",
-            "back": f"+ {who} is connected again (member {member})",
-            "leave": f"- {who} leaves (member {member})",
-            "lost": f"- {who} lost {why} (member {member}); {going_on} {'goes' if going_on == 1 else 'go'} on",
-            "ban": f"- {who} shut out (member {member}): {entry.get('why', _MUTUAL)}",
-            "call": f"- {who} left out, no new round for {entry.get('still')} s (member {member})",
+            "join": ("+", f" ({entry.get('seen') or 'here'})", f" joined as member {member}"),
+            "back": ("+", "", f" is connected again (member {member})"),
+            "leave": ("-", "", f" leaves (member {member})"),
+            "lost": ("-", f" lost{why}", f" (member {member}); {going_on} {'goes' if going_on == 1 else 'go'} on"),
+            "ban": ("-", "", f" shut out (member {member}): {entry.get('why')}"),
+            "call": ("-", "", f" left out (member {member}): {entry.get('why')}"),
         }
-        if event in shown and (event != "call" or "still" in entry):
-            self.on_notice(shown[event])
+        if event in shown:
+            sign, only_here, more = shown[event]
+            self._tell(f"{sign} {who}{only_here}{more}", f"{sign} {who}{' lost' * (event == 'lost')}{more}", member)
+
+    def _tell(self, line: str, short: str = "", about: int = -1) -> None:
+        """Show `line` here, and `short` (or it) to all members that train, except for the one that it is about. In the
+        session's thread.
+        """
+        self.on_notice(line)
+        # Later: the journal's entry must be on the disk first.
+        audience = [member for member in self.coordinator.alive() if member != about]
+        self.session.later(lambda: self.lighthouse.notify(audience, News(short or line)))
 
     def _on_report(self, member: int, event: Any) -> None:
         """Handle a worker's report, in the session's thread. ValueError refuses it."""

@@ -18,13 +18,14 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from typing_extensions import override
 
 from isles.base.errors import printable
 from isles.comm.credentials import Token
 from isles.comm.errors import CommError, Diverged, Malformed, Refused, RendezvousFailed
 from isles.membership.keys import LIGHTHOUSE
-from isles.membership.messages import Finished, JoinSwarm, Leave, Over, Refusal, StartSwarm, Wait
+from isles.membership.messages import Finished, JoinSwarm, Leave, Over, Refusal, Rejoin, StartSwarm, Wait
 from isles.membership.requests import SwarmClient
 from isles.membership.rounds import IslandGroup
 from isles.membership.state_transfer import BESIDE, COPIES, MODEL, FetchRequest, StateUnavailable, state_of
@@ -32,9 +33,11 @@ from isles.membership.swarm_coordinator import MAX_MEMBERS
 from isles.models import choose_device
 from isles.training.elastic.connect import LocalSettings, RunConnection, admit, connect, member_of
 from isles.training.elastic.needs import refuse_beyond
+from isles.training.elastic.stall import StallWatch, cut_off
 from isles.training.elastic.support import among_peers, rules
 from isles.training.interrupts import first_interrupt
 from isles.training.kinds import kind_of
+from isles.training.lighthouse.mean import digest
 from isles.training.stage_runner import planned_cut
 from isles.training.swarm.step import identity, identity_hash
 from isles.training.swarm.trainer import ANYWHERE, ElasticSwarmTrainer, OwnMember, PeerWork
@@ -117,6 +120,8 @@ class SwarmParticipant(OwnMember):
             stack, connection, self.client, alone, certificates, size=MAX_MEMBERS, notify=notify
         )
         self.transfers.stops = leaving.is_set
+        least = self.config.world.elastic.stall
+        self.watched = StallWatch(stack, self.client, [self.transport], least, notify, self._hangs).step
         self._most = COPIES * (rules(self.config).weights or _MOST) + BESIDE
 
     def number(self) -> int:
@@ -169,7 +174,7 @@ class SwarmParticipant(OwnMember):
                 case None:
                     pass
                 case _:
-                    return "again"
+                    return self._again()
             self.leaving.wait(_ASK)
         return self._left()
 
@@ -196,11 +201,19 @@ class SwarmParticipant(OwnMember):
         self._conclude(trainer, result)
         return self._over(self.client.ended) if isinstance(self.client.ended, Over) else self._again()
 
+    def _hangs(self, stalls: bool) -> None:
+        """The training thread hangs, or goes on: then it comes back as another member."""
+        self.client.ended = self.client.ended or Rejoin("the others have gone on without this peer")
+        if stalls:
+            cut_off(self.client, self.transport, self._session)
+
     def _left(self) -> MemberEndReason:
         self.client.ask(Leave())
         return "left"
 
     def _again(self) -> MemberEndReason:
+        if isinstance(self.client.ended, Rejoin):
+            self.notify(f"{printable(self.client.ended.reason, 300)}: joining again as another member")
         return self._left() if self.leaving.is_set() else "again"
 
     def made(self, part: StartSwarm | JoinSwarm) -> PeerWork:
@@ -239,6 +252,9 @@ class SwarmParticipant(OwnMember):
             if result["parameters"]:
                 self.transfers.publish(MODEL, self.folder / "model.safetensors", {})
             self._report_counters()
+            held = {} if (trained := trainer.trained()) is None else trained.state_dict()
+            marks = {name: digest(one.cpu().contiguous().view(torch.uint8).numpy()) for name, one in held.items()}
+            self.client.report({"held": marks})
             self.client.report({"result": result})
             answered_at, first = time.monotonic(), trainer.first
             while self.client.ended is None and (first == self.client.member or first not in trainer.inbox.queue.lost):

@@ -43,7 +43,7 @@ from isles.pipeline.swarm.swarm import StageLost, Swarm, SwarmStep
 from isles.pipeline.wire import StageForm
 from isles.replicas.start import same_weights, spread_from_first
 from isles.replicas.sync import ReplicaSync
-from isles.training.config.reading import to_toml
+from isles.training.config.reading import for_members
 from isles.training.config.sections import Config
 from isles.training.stage_runner import on_host
 from isles.training.step import Left, Text
@@ -309,7 +309,7 @@ def of_all(config: Config) -> str:
     """The configuration without each machine's own settings, as text; data is compared elsewhere, by its tokens."""
     data, model = replace(config.data, path="", cache="", tokenizer="bytes"), replace(config.model, device="auto")
     model, world = replace(model, hf=model.hf and "-"), replace(config.world, threads=1)
-    return to_toml(replace(config, data=data, model=model, world=world))
+    return for_members(replace(config, data=data, model=model, world=world))
 
 
 def identity_hash(identity: str) -> int:

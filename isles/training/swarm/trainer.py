@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, cast
 
@@ -290,7 +291,8 @@ class OwnMember(ABC):
     """A member's resources for training.
 
     transport: between members. transfers: serves this peer's states. folder: for temporary files of states.
-    states_wanted: returns the step from which on the lighthouse asks for all states; 0: it does not.
+    states_wanted: returns the step from which on the lighthouse asks for all states; 0: it does not. watched: the
+    context of each step.
     """
 
     config: Config
@@ -299,6 +301,7 @@ class OwnMember(ABC):
     transfers: StateTransfer
     folder: Path
     states_wanted: Callable[[], int]
+    watched: Callable[[], AbstractContextManager[None]]
 
     def __init__(self) -> None:
         self._offered: list[str] = []
@@ -359,6 +362,10 @@ class PeerWork(ABC):
     @abstractmethod
     def conclude(self, out: Path | None) -> dict[str, Any]:
         """Gather the model again with the remaining peers, after the loss of the one that was to do it."""
+
+    @abstractmethod
+    def trained(self) -> nn.Module | None:
+        """What this peer holds of the model, by names in the whole; None if its weights are written in another form."""
 
     @abstractmethod
     def leave(self) -> None:
@@ -431,10 +438,16 @@ class ElasticSwarmTrainer(SwarmTrainer, PeerWork):
         return self.model_step.swarm.peers(0)[0]
 
     @override
+    def trained(self) -> nn.Module | None:
+        step = self.model_step
+        return step.stage if type(step.scheme).unsplit is Scheme.unsplit else None
+
+    @override
     def step(self) -> None:
         self._hold_back()
         self.model_step.swarm.wants_states = self._saved_at < self._member.states_wanted() <= self.optimizer.steps + 1
-        super().step()
+        with self._member.watched():
+            super().step()
         self._ended_at, swarm = self.world.transport.now(), self.model_step.swarm
         if swarm.bare and not self.handed_over:
             self.handed_over = self.optimizer.steps

@@ -43,8 +43,8 @@ def test_a_lighthouse_that_vouches_for_another_one_to_one_worker(
     for number in range(3):
         run.join()
         run.until(lambda number=number: len(run.workers) > number)
-    run.until(lambda: run.keeper.membership.view is not None)
-    named = run.keeper.membership.view.identities  # type: ignore[union-attr]
+    run.until(lambda: run.keeper.coordinator.view is not None)
+    named = run.keeper.coordinator.view.identities  # type: ignore[union-attr]
     assert len({*named}) == 3 and FALSE not in named
     why = f"worker 1: its fingerprint is {spoken(FALSE)}, but views name {spoken(named[1])}"
     run.until(lambda: any(line.startswith("refused ") and line.endswith(f"by worker 0: {why}") for line in shown()))

@@ -133,8 +133,8 @@ def test_a_state_of_no_round_deletes_none_and_ends_nobody(tmp_path: Path) -> Non
             notices: list[str] = []
             made = RoundsLighthouseServer(config("run.steps=20"), tmp_path, address, print, print, notices.append)
             made.session, made.keys, made._states = host, keys, kept
-            made.membership = run_of(len(rounds))
-            made.membership.hear(0.0, 0, Beat(20, 0, 0))  # one of them alone says that it is there
+            made.coordinator = run_of(len(rounds))
+            made.coordinator.hear(0.0, 0, Beat(20, 0, 0))  # one of them alone says that it is there
             made.lighthouse = SimpleNamespace(look=lambda at: at(0.0))  # type: ignore[assignment]
             made.state_server = StateServer(host, LIGHTHOUSE, print)
             for member, told in enumerate(rounds):
@@ -160,7 +160,7 @@ def test_lines_of_rounds_that_this_run_has_not(tmp_path: Path) -> None:
             with pytest.raises(ValueError, match=key):
                 read_record(asdict(line) | {key: wrong})
     made = RoundsLighthouseServer(config("run.steps=20"), tmp_path, "127.0.0.1:1", print, print, print)  # 4 rounds
-    made.membership = RoundsCoordinator(made.rules)
+    made.coordinator = RoundsCoordinator(made.rules)
     start = StartRecord(member=1, first=4, donor=0, copied=3, has=1 << 39, size=5, at=1.0)
     for told in (asdict(line) | {"round": 1 << 39}, asdict(start)):
         with pytest.raises(ValueError, match="beyond the end of this run"):

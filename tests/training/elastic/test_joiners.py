@@ -149,7 +149,7 @@ def test_what_would_run_is_shown_without_joining(
     assert f"{4 * 16**2 + 3 * 16 * 24 + 3 * 16 + 256 * 16:,} parameters" in rows["model"]
     assert "MB of memory at least" in rows["memory"] and "at least" in rows["disk"]
     assert world.config.data.path in rows["data.path"]
-    assert not world.keeper.lighthouse.look(lambda now: len(world.keeper.membership.workers))
+    assert not world.keeper.lighthouse.look(lambda now: len(world.keeper.coordinator.workers))
 
 
 @pytest.mark.parametrize("what", ["memory", "disk"])
@@ -169,7 +169,7 @@ def test_a_run_beyond_the_machine_is_refused(
     assert isles(monkeypatch, *words) == 2
     said = capsys.readouterr().err
     assert f"MB of {what}" in said and "are free here; join with a machine that has more" in said
-    assert not world.keeper.lighthouse.look(lambda now: len(world.keeper.membership.workers))
+    assert not world.keeper.lighthouse.look(lambda now: len(world.keeper.coordinator.workers))
 
 
 def test_who_speaks_is_not_cut_off_for_silent_ones(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from isles.cli.resume import resume
 from isles.membership.data_ledger import batches
 from isles.membership.messages import View
 from isles.running.run import launch
-from isles.training.config.reading import gather, merged_tables, resolve
+from isles.training.config.reading import for_members, gather, merged_tables, resolve
 from isles.training.elastic.connect import _configuration, as_arguments, with_own
 from isles.training.elastic.support import elastic, last_round, rules
 from isles.training.elastic.worker import positions
@@ -213,3 +213,12 @@ def test_a_run_of_a_lighthouse_is_lit_again(tmp_path: Path, capsys: pytest.Captu
     keeper = RoundsLighthouseServer(config("run.steps=20"), tmp_path, "127.0.0.1:1", lambda token: None, print, print)
     with pytest.raises(ValueError, match="complete"):
         keeper.run()
+
+
+def test_members_are_sent_no_key_that_is_at_its_default() -> None:
+    """Which one of the former version may not know; what they make of it is the run's configuration."""
+    made = config("run.steps=20", "world.trust_ratio=7")
+    tables = parse_toml(for_members(made))
+    assert tables["world"] == {"trust_ratio": 7.0} and resolve(tables) == made
+    apart = config("run.steps=20", "run.seed=3", "replicas.seed=0")  # without the key it would be 3
+    assert parse_toml(for_members(apart))["replicas"]["seed"] == 0 and resolve(parse_toml(for_members(apart))) == apart

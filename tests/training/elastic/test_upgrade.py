@@ -18,7 +18,7 @@ PACKAGE = Path(__file__).parents[3] / "isles"
 
 def next_version(folder: Path) -> list[str]:
     """What goes before a command so that a copy of this tree runs it, which has the next version, one more field in a
-    message of the lighthouse, and one more in a message of workers.
+    message of the lighthouse, one more in a message of workers, and one more configuration key.
     """
     shutil.copytree(PACKAGE, folder / "isles", ignore=shutil.ignore_patterns("__pycache__"))
     path = folder / "isles" / "membership" / "messages.py"
@@ -41,6 +41,10 @@ def next_version(folder: Path) -> list[str]:
     member.write_text(
         text.replace(positional, "tuple(sorted(self._skipped)), 0.5, seen, self.seconds)"), encoding="utf-8"
     )
+    world = folder / "isles" / "training" / "config" / "world.py"
+    text, key = world.read_text(encoding="utf-8"), "    trust_ratio: float = 10.0\n"
+    assert text.count(key) == 1
+    world.write_text(text.replace(key, f'{key}    """."""\n    newest: int = 7\n'), encoding="utf-8")
     version = folder / "isles" / "base" / "version.py"
     version.write_text(re.sub(r'"[0-9.]+"', '"9.9.9"', version.read_text(encoding="utf-8")), encoding="utf-8")
     return ["env", f"PYTHONPATH={folder}"]

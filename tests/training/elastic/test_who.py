@@ -54,12 +54,15 @@ def test_members_are_known_by_name(
     row = rows["attic"]
     assert row["role"] == "in" and row["address"] == "127.0.0.1" and row["way"] == "relayed" and row["round"] > 0
     assert 0 < row["a step"] < 10 and 0 <= row["behind"] < 5 and 0 < row["here for"] < 60
+    assert 0 < row["last exchange"] <= row["round"] and 0 <= row["ago"] < 10
     capsys.readouterr()
     command.status(str(world.out), token=world.token)
     heads, *_ = re.findall("machine .*fingerprint.*member", capsys.readouterr().out)
     assert heads
     world.vanish(cellar)
     world.until(lambda: len(world.keeper.members()) == 1)
+    short = r"- cel\?\[2Jlarr* lost \(member \d\); 1 goes on"  # at the member that goes on
+    world.until(lambda: any(re.fullmatch(short, line) for line in world.notices))
     world.workers[attic].leaving.set()
     world.until(lambda: attic in world.end_reasons)
     number = world.workers[attic].client.member

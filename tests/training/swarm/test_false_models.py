@@ -46,24 +46,27 @@ def _result() -> dict[str, Any]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("false", ["tiny", "not finite"])
+@pytest.mark.parametrize("false", ["tiny", "not finite", "another", "far"])
 def test_a_false_model_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, false: str) -> None:
     """The first peer of stage 0 publishes it: the run begins again from the states that were saved, without it."""
-    run = SwarmRun(elastic_config(*settings("[2,1,1]", 8, "run.checkpoint_every=4")), tmp_path)
+    peers = {"another": "[2,2,1]", "far": "[1,1,1]"}.get(false, "[2,1,1]")
+    run = SwarmRun(elastic_config(*settings(peers, 8, "run.checkpoint_every=4")), tmp_path)
     publish, liars = SwarmParticipant._conclude, list[int]()
 
     def lies(self: SwarmParticipant, trainer: Any, result: dict[str, Any]) -> None:
         if result["parameters"] and not liars:
             liars.append(self.client.member)
             path = self.folder / "model.safetensors"
-            wrong = {name: torch.full_like(one, torch.nan) for name, one in load_file(path).items()}
-            save_file(wrong if false == "not finite" else {"w": torch.zeros(3)}, path)
+            times = {"not finite": torch.nan, "another": 1.01, "far": 100.0}.get(false, 0.0)
+            wrong = {name: one * times for name, one in load_file(path).items()}
+            save_file(wrong if times else {"w": torch.zeros(3)}, path)
         publish(self, trainer, result)
 
     monkeypatch.setattr(SwarmParticipant, "_conclude", lies)
-    for at in (0, 0, 1, 2):
+    for at in (0, *[0] * (false != "far"), 1, *[1] * (false == "another"), 2):
         run.join(at)
     summary = run.end(120.0)
-    assert [line for line in run.notices if line.startswith(f"worker {liars[0]}'s model is not written (")]
+    (line,) = [line for line in run.notices if line.startswith(f"worker {liars[0]}'s model is not written (")]
+    assert {"another": "is not what most peers", "far": "times its norm"}.get(false, "its tensors are not") in line
     assert len(load_file(tmp_path / "model.safetensors")) > 1 and summary["val_loss"] > 1.0
     assert summary["begun"] == 2
