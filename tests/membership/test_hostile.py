@@ -22,6 +22,7 @@ from isles.membership.messages import (
     JoinSwarm,
     Later,
     Load,
+    News,
     Over,
     PeerAddress,
     Proposal,
@@ -59,7 +60,7 @@ LIGHTHOUSES = (
         Reachability,
         PeerAddress,
     ),
-    *(Examine, Over, RunStatus, StartSwarm, JoinSwarm, Wait, Rejoin, StatesSaved),
+    *(Examine, News, Over, RunStatus, StartSwarm, JoinSwarm, Wait, Rejoin, StatesSaved),
 )
 """What the lighthouse alone says."""
 
