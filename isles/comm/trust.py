@@ -71,6 +71,11 @@ class PeerTrust:
         accepted.extend(size for size in (mine, *sizes.values()) if size)
 
 
+def squares(part: Tensor) -> Tensor:
+    """Sum of the squares of a contiguous block (b,), on its device. Not finite if an entry or the sum is not finite."""
+    return torch.dot(part, part)
+
+
 class Squares:
     """The mean square of a vector, block by block. every: use one block in this many (default: all); a sample is enough
     for the worker's own share.
@@ -83,7 +88,7 @@ class Squares:
     def take(self, block: Tensor) -> None:
         """Add the next block (b,), contiguous."""
         if self._seen % self._every == 0:
-            self._sums.append(torch.dot(block, block))  # not finite if an entry or the sum is not
+            self._sums.append(squares(block))
             self._entries += block.numel()
         self._seen += 1
 
