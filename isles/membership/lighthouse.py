@@ -505,6 +505,8 @@ class Lighthouse:
         if not there:
             self._address_book.forget(member, island_rank)
         whole = self._islands.changed(member, island_rank, there)
+        if whole is False and self._failure_detector.may_return(member, self._session.now()):
+            return
         if whole is not None:
             silence = round(self._failure_detector.silence(member), 1)
             self._failure_detector.changed(member, whole)
