@@ -94,6 +94,8 @@ class Soak:
         trained = self._in_step(free)
         if len(trained) <= 2:  # whose state the run would end with
             free = [worker for worker in free if worker not in trained]
+        if what == "disk full":
+            free = [worker for worker in free if worker.rounds()]  # others would not join
         has_room = len(self.living) < self.most
         if has_room and (what == "join" or len(self.living) <= self.least or not free):
             self._start()
@@ -271,14 +273,14 @@ class Soak:
         return f"bytes {dict(told)}"
 
     def recovered(self) -> tuple[dict[str, list[float]], list[tuple[float, str]]]:
-        """(see `recoveries`, see `false_losses`)."""
+        """(see `recoveries`, see `false_losses`), until all had settled."""
         whole, numbers = dict[str, list[float]](), dict[int, str]()
         for worker in self.world.warm:
             rounds = worker.rounds()
             whole[worker.name] = [one["at"] for one in rounds if one["outcome"] == WHOLE]
             numbers |= dict.fromkeys({one["member"] for one in rounds}, worker.name)
         ahead = time.time() - time.monotonic()  # of the journal's clock
-        entries = [{**one, "at": one["at"] - ahead} for one in self._journal()]
+        entries = [{**one, "at": one["at"] - ahead} for one in self._entries]
         return recoveries(self.troubles, whole), false_losses(entries, numbers, self.troubles)
 
     def exchanges(self) -> tuple[Counter[str], int]:

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.training.elastic.processes import Processes
+from isles.training.records.rundir import read_lines
+from tests.training.elastic.processes import NearbyLighthouse, Processes
 from tests.training.elastic.test_runs import events
 from tests.training.elastic.warm import Worker
 
@@ -100,6 +101,26 @@ def test_a_warm_worker_joins(tmp_path: Path, method: str) -> None:
         assert not late
     finally:
         world.end()
+
+
+@pytest.mark.long
+def test_half_a_line_is_no_part_of_the_next(tmp_path: Path) -> None:
+    """As a full disk leaves it: the lighthouse that goes on removes it, and the one after that can read all."""
+    files = [tmp_path / "run" / name for name in ("metrics.jsonl", "exchanges.jsonl")]
+    for _ in range(2):
+        world = NearbyLighthouse(tmp_path, founders=1)
+        try:
+            sizes = [len(file.read_bytes()) for file in files]
+            world.warm_join(pause=0.1)
+            world.until(
+                lambda sizes=sizes: all(len(f.read_bytes()) > s + 999 for f, s in zip(files, sizes, strict=True))
+            )
+        finally:
+            world.end()
+        for file in files:
+            with file.open("a") as lines:
+                lines.write('{"half": ')
+    assert all(read_lines(file) for file in files)
 
 
 @pytest.mark.long(cases=2)
