@@ -49,12 +49,16 @@ class IslandLiveness:
 
 
 class FailureDetector:
-    """Which members are connected and send beats, for a lighthouse that looks several times a second."""
+    """Which members are connected and send beats, for a lighthouse that looks several times a second.
+
+    stood: seconds for which it was suspended, since somebody last set this to 0.
+    """
 
     def __init__(self) -> None:
         self._looked_at: float | None = None
         self._now = 0.0  # seconds in which the lighthouse was running
         self._woke = -math.inf  # when it was last suspended for long
+        self.stood = 0.0
         self._spoke_at: dict[int, float] = {}  # by connected member: when it last sent something, or connected
         self._silent: set[int] = set()
         self._suspected: dict[int, float] = {}  # by member: when others were last notified
@@ -117,7 +121,8 @@ class FailureDetector:
     def _pass(self, at: float) -> None:
         if self._looked_at is not None:
             self._now += min(at - self._looked_at, _LOOK)
-            self._woke = self._now if at - self._looked_at > _STOOD else self._woke
+            if at - self._looked_at > _STOOD:
+                self._woke, self.stood = self._now, self.stood + at - self._looked_at
         self._looked_at = at
 
     def newly_silent(self, at: float) -> list[int]:

@@ -517,8 +517,11 @@ class Lighthouse:
 
     def tick(self) -> None:
         """Time has passed; called several times a second."""
+        silent = self._failure_detector.newly_silent(self._session.now())
+        self._coordinator.postpone(self._failure_detector.stood)
+        self._failure_detector.stood = 0.0
         self._carry_out(self._call(lambda m, now: m.tick(now)))
-        for member in self._failure_detector.newly_silent(self._session.now()):
+        for member in silent:
             self._carry_out(self._call(lambda m, now, member=member: m.disconnected(now, member)), silence=SILENT)
         if (note := self._relay.note(self.relayed)) is not None:
             self._carry_out([Append(note)])

@@ -146,6 +146,7 @@ def test_who_gave_up_a_suspended_lighthouse_is_not_lost_if_it_comes_back() -> No
     present.changed(4, True)
     assert looks(present, 5.0, at=6.0) == [] and looks(present, 0.25, at=11.25) == [5]
     assert not present.may_return(4, 11.75)
+    assert present.stood == 4.75  # from 1.25 to 6.0
 
 
 def test_questions_that_come_faster_than_they_are_answered_are_turned_away(tmp_path: Path) -> None:

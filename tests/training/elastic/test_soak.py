@@ -14,7 +14,7 @@ import pytest
 
 from tests.training.elastic.disks import Disk, unavailable
 from tests.training.elastic.processes import NearbyLighthouse, Processes, held
-from tests.training.elastic.recovery import table
+from tests.training.elastic.recovery import Trouble, false_losses, recoveries, table
 from tests.training.elastic.soaking import CALM, ROOM, Soak, longest_gaps
 
 EACH = int(os.environ.get("ISLES_SOAK", "1"))  # events of a kind, over both methods
@@ -35,6 +35,26 @@ def test_a_run_outlives_ten(tmp_path: Path) -> None:
         print(soak.exchanges(), soak.batches(agrees=False), soak.messages(), sep="\n")
     finally:
         world.end()
+
+
+def test_whose_loss_is_false_and_who_is_whole_again_when() -> None:
+    troubles = [
+        Trouble("join", "a", 0.0, 0.0),
+        Trouble("freeze", "b", 10.0, 14.0),
+        Trouble("kill", "c", 20.0, 20.0),
+        Trouble("lighthouse frozen", "", 30.0, 34.0),
+    ]
+    numbers = {0: "a", 1: "b", 2: "c"}
+    losses = [(1, 13.5), (1, 18.9), (1, 19.1), (2, 20.1), (0, 31.0), (9, 32.0)]
+    entries = [{"event": "lost", "member": member, "at": at} for member, at in losses]
+    assert false_losses(entries, numbers, troubles) == [(19.1, "b"), (31.0, "a")]
+    whole = {"a": [1.0, 15.0, 21.0, 34.5], "b": [2.0, 15.5, 26.0, 36.0], "c": [3.0, 15.0]}
+    assert recoveries(troubles, whole) == {
+        "join": [1.0],
+        "freeze": [1.5],
+        "kill": [6.0],
+        "lighthouse frozen": [2.0],  # c does not come back
+    }
 
 
 @pytest.mark.long
