@@ -300,7 +300,10 @@ class Lighthouse:
         for there in PRESENT_AS_MEMBERS:
             session.watch(there, self._presence)
         session.present(UP)
-        self._end_ticks: Callable[[], None] | None = session.later(self._tick_on, _TICK) if session.beats else None
+        self._end_ticks: Callable[[], None] | None = None
+        if session.beats:
+            self._failure_detector.newly_silent(session.now())  # so that it notices if it is suspended before a tick
+            self._end_ticks = session.later(self._tick_on, _TICK)
 
     def act(self, call: Callable[[float], list[Effect]]) -> None:
         """Call the coordinator in a callback, and carry out its effects. Returns at once."""
