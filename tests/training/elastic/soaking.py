@@ -120,12 +120,15 @@ class Soak:
 
     def _start_again(self, worker: Worker) -> None:
         """A joiner that had no answer of the lighthouse, which is there now; or that had no room for the state."""
-        said = (self.world.folder / f"{worker.name}.log").read_text()
+        said = self._said(worker)
         assert "isles: in: member" not in said or "make room there" in said, self.world.logs()
         self._held.pop(worker, None)
         self.living.remove(worker)
         self.troubles = [one for one in self.troubles if one.worker != worker.name]
         self._start()
+
+    def _said(self, worker: Worker) -> str:
+        return (self.world.folder / f"{worker.name}.log").read_text()
 
     def _disk(self, worker: Worker | None) -> Disk:
         assert self._disks is not None
@@ -214,7 +217,8 @@ class Soak:
         since = events(world.out, "view")[-1]["view"]["since"]
         world.until(lambda: all(worker.rounds()[-1]["round"] > since for worker in living))
         assert all(process.poll() is None for process in living), world.logs()
-        assert {process.wait(60.0) for process in self.leaving} <= {*_LEFT}, world.logs()
+        codes = {worker.wait(60.0) for worker in self.leaving if "isles: in: member" in self._said(worker)}
+        assert codes <= {*_LEFT}, world.logs()  # another one may have found no lighthouse
 
     def end(self) -> None:
         """All leave, and nobody is left."""
