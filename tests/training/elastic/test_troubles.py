@@ -106,7 +106,7 @@ def test_one_among_fast_ones(tmp_path: Path, name: str, direct: bool) -> None:
             workers.append(world.warm_join(*listen, pause=ROUND, on=place))
         one, others, cable = workers[3], workers[:3], router if trouble.nat else places[3]
         world.until(lambda: min(len(worker.rounds()) for worker in workers) > 7, 60.0)
-        began = time.monotonic()
+        began, earlier = time.monotonic(), len(events(world.out, "lost"))  # on a busy machine somebody may start late
         settled = max(worker.rounds()[-5]["at"] for worker in workers)
         usual = max(gap for worker in workers for gap in worker.gaps(settled, began))
         member = one.rounds()[-1]["member"]
@@ -116,7 +116,7 @@ def test_one_among_fast_ones(tmp_path: Path, name: str, direct: bool) -> None:
         free = time.monotonic()
         time.sleep(AFTER)
         over = time.monotonic()
-        lost = {entry["member"] for entry in events(world.out, "lost")}
+        lost = {entry["member"] for entry in events(world.out, "lost")[earlier:]}
         gaps = sorted(gap for worker in others for gap in worker.gaps(began - ROUND, over))
 
         def since() -> list[str]:
