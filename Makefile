@@ -4,7 +4,7 @@
 #   make test         ruff, the type checker and the tests (minutes)
 #   make test-long    only the tests marked "long", of each at most two cases (most of an hour)
 #   make test-every   all cases of these (hours)
-#   make soak         processes of an elastic run killed, frozen and joined a thousand times (most of an hour)
+#   make soak         an elastic run's processes killed, frozen, cut off, out of disk: 60 times a kind (20 minutes)
 #   make lint         ruff and the type checker alone; `make format` mends the layout
 #   make bench        every benchmark
 #   make comparison   all methods on one job, tuned, five seeds: docs/comparison.md; 20 minutes at most, again until done
@@ -75,7 +75,8 @@ test-every: $(STAMP)
 	ISLES_EVERY_CASE=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m long
 
 soak: $(STAMP)
-	ISLES_SOAK=1000 $(BIN)/python -m pytest -m long -p no:xdist tests/training/elastic/test_soak.py -k outlives
+	ISLES_SOAK=60 ISLES_EVERY_CASE=1 $(BIN)/python -m pytest -m long -p no:xdist -s \
+	  tests/training/elastic/test_soak.py tests/training/elastic/test_troubles.py -k "all_troubles or among_fast_ones"
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -6,6 +6,7 @@
         a.wire()                                   # bytes and packets that its end of the cable has seen so far
         b.firewall("ip saddr", a.address, "tcp dport 32768-60999")     # b drops what comes in
         c.cut()                                    # the cable is pulled (nft); c.detach(), c.attach(): without nft
+        c.drop("out"); c.carry()                   # a line that is dead in one direction, and whole again
 
 Names carry this process's number, and everything is removed at the end, also of processes that died there. Linux and
 root: `unavailable()` says what is missing. For one namespace alone, without root, see tests/netns.py.
@@ -18,6 +19,7 @@ both at 0.99 and more.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import shutil
 import subprocess
@@ -34,6 +36,7 @@ CABLE = "cable"  # the interface's name on every machine
 BURST = 128 * 1024  # bytes that a token bucket lets pass at once: more than the 64 kB that the kernel sends at once
 _QUEUE = "200ms"  # what waits longer for its tokens is dropped
 _PACKAGES = {"ip": "iproute2", "tc": "iproute2", "nft": "nftables"}
+_NEW_NET = 0x40000000  # CLONE_NEWNET
 _NUMBERS = count()
 
 
@@ -71,6 +74,12 @@ class Machine:
         """What to put before a command so that it runs on this machine."""
         return ["ip", "netns", "exec", self.name]
 
+    def go(self) -> None:
+        """This thread, and what it starts from now on, is on this machine."""
+        with open(f"/run/netns/{self.name}") as place:
+            if ctypes.CDLL(None, use_errno=True).setns(place.fileno(), _NEW_NET) != 0:
+                raise OSError(ctypes.get_errno(), f"{self.name}: no way into this network namespace")
+
     def firewall(self, *conditions: str) -> None:
         """Drop incoming packets that meet the nftables conditions, without an answer."""
         self._run("nft", "add", "table", "inet", "isles")
@@ -78,11 +87,37 @@ class Machine:
         self._run("nft", "add", "chain", "inet", "isles", "input", chain)
         self._run("nft", "add", "rule", "inet", "isles", "input", *" ".join(conditions).split(), "drop")
 
-    def limit(self, rate: float) -> None:
-        """Let no more than `rate` bits per second leave this machine, and no more come in; headers included."""
-        for namespace, device in ((self.name, CABLE), (self.switch, self.port)):
-            _run("tc", "-n", namespace, "qdisc", "replace", "dev", device, "root", "tbf", "rate", f"{rate:.0f}bit",
+    def limit(self, rate: float, into: float | None = None) -> None:
+        """Let no more than `rate` bits per second leave this machine, and no more than `into` (the same) come in;
+        headers included.
+        """
+        for (namespace, device), most in zip(self._ends, (rate, into or rate), strict=True):
+            _run("tc", "-n", namespace, "qdisc", "replace", "dev", device, "root", "tbf", "rate", f"{most:.0f}bit",
                  "burst", str(BURST), "latency", _QUEUE)  # fmt: skip
+
+    def drop(self, way: Literal["in", "out"]) -> None:
+        """Packets vanish in this direction only, and nobody is told."""
+        if way == "in":
+            _run("tc", "-n", self.switch, "qdisc", "replace", "dev", self.port, "root", "blackhole")
+            return
+        # A locked port takes packets of known senders alone. The machine's own end could drop them, too, but its TCP
+        # would know, and send again at once.
+        self._port("learning", "off", "locked", "on")
+        self._port("fdb_flush")
+
+    def carry(self) -> None:
+        """The end of `limit` and `drop`."""
+        for namespace, device in self._ends:
+            subprocess.run(["tc", "-n", namespace, "qdisc", "delete", "dev", device, "root"], capture_output=True)
+        self._port("learning", "on", "locked", "off")
+
+    @property
+    def _ends(self) -> tuple[tuple[str, str], tuple[str, str]]:
+        """The cable's: what leaves by the first comes from this machine."""
+        return (self.name, CABLE), (self.switch, self.port)
+
+    def _port(self, *settings: str) -> None:
+        _run("ip", "-n", self.switch, "link", "set", self.port, "type", "bridge_slave", *settings)
 
     def wire(self) -> Wire:
         """What this end of the cable has seen so far."""
@@ -105,6 +140,27 @@ class Machine:
         """Put it back."""
         _run("ip", "-n", self.switch, "link", "set", self.port, "master", "bridge")
 
+    def move(self, address: str) -> None:
+        """It has this address (of the switch's network) and no longer the old one, as after a change of provider."""
+        length = "64" if ":" in address else "24"
+        _run("ip", "-n", self.name, "address", "flush", "dev", CABLE, "scope", "global")
+        _run("ip", "-n", self.name, "address", "add", f"{address}/{length}", "dev", CABLE, *_at_once(address))
+
+    def put_behind(self, router: Machine) -> None:
+        """Plug its cable into `router` and not into the switch: others see the router's address, and no connection
+        comes in. Needs nft.
+        """
+        inside = f"192.168.{self.address.split('.')[2]}"
+        _run("ip", "-n", self.switch, "link", "set", self.port, "nomaster", "netns", router.name)
+        router._run("ip", "address", "add", f"{inside}.1/24", "dev", self.port)
+        router._run("ip", "link", "set", self.port, "up")
+        router._run("sh", "-c", "echo 1 > /proc/sys/net/ipv4/ip_forward")
+        router._run("nft", "add", "table", "ip", "nat")
+        router._run("nft", "add", "chain", "ip", "nat", "out", "{ type nat hook postrouting priority 100; }")
+        router._run("nft", "add", "rule", "ip", "nat", "out", "oifname", CABLE, "masquerade")
+        self.move(f"{inside}.2")
+        self._run("ip", "route", "add", "default", "via", f"{inside}.1")
+
     def interface(self, state: Literal["up", "down"]) -> None:
         """Its own end of the cable."""
         _run("ip", "-n", self.name, "link", "set", CABLE, state)
@@ -114,12 +170,14 @@ class Machine:
 
 
 @contextlib.contextmanager
-def machines(number: int) -> Iterator[tuple[Machine, ...]]:
-    """`number` machines (2..254) that can all reach each other; removed at the end, whatever happens."""
+def machines(number: int, *, ipv6: bool = False) -> Iterator[tuple[Machine, ...]]:
+    """`number` machines (2..254) that can all reach each other; removed at the end, whatever happens. ipv6: they have
+    addresses of IPv6, and no others.
+    """
     turn = next(_NUMBERS)
-    tag, third = f"isles-{os.getpid()}-{turn}", f"10.{77 + os.getpid() % 100}.{turn % 256}"
-    switch = f"{tag}-switch"
-    made = tuple(Machine(f"{tag}-{side}", f"{third}.{side + 1}", switch, f"port{side}") for side in range(number))
+    tag, third = f"isles-{os.getpid()}-{turn}", f"10.{77 + os.getpid() % 100}.{turn % 256}."
+    switch, network = f"{tag}-switch", f"fd00:{turn:x}::" if ipv6 else third
+    made = tuple(Machine(f"{tag}-{side}", f"{network}{side + 1}", switch, f"port{side}") for side in range(number))
     try:
         _run("ip", "netns", "add", switch)
         _run("ip", "-n", switch, "link", "add", "bridge", "type", "bridge")
@@ -129,14 +187,19 @@ def machines(number: int) -> Iterator[tuple[Machine, ...]]:
             _run("ip", "netns", "add", name)
             _run("ip", "-n", switch, "link", "add", port, "type", "veth", "peer", "name", CABLE, "netns", name)
             _run("ip", "-n", switch, "link", "set", port, "master", "bridge", "up")
-            _run("ip", "-n", name, "address", "add", f"{machine.address}/24", "dev", CABLE)
             _run("ip", "-n", name, "link", "set", CABLE, "up")
+            machine.move(machine.address)
             _run("ip", "-n", name, "link", "set", "lo", "up")
             machine._run("sh", "-c", "echo reno > /proc/sys/net/ipv4/tcp_congestion_control")
         yield made
     finally:
         for name in (switch, *(machine.name for machine in made)):
             subprocess.run(["ip", "netns", "delete", name], capture_output=True)
+
+
+def _at_once(address: str) -> list[str]:
+    """For `ip address add`: that the machine need not ask first whether another one has it."""
+    return ["nodad"] if ":" in address else []
 
 
 def _run(*command: str) -> str:

@@ -9,6 +9,7 @@ import errno
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TextIO
 
 _NO_ROOM = {
     errno.ENOSPC: "the disk is full",
@@ -50,6 +51,16 @@ def write_text(path: Path, text: str) -> None:
     """Put `text` at `path`. OSError where that fails: what was there before is untouched then."""
     with replacing(path) as partial:
         partial.write_text(text, encoding="utf-8")
+
+
+def appending(path: Path) -> TextIO:
+    """Open the file of lines at `path` to add some. A last line that was not written whole is removed, for the next one
+    would become part of it.
+    """
+    with path.open("ab+") as file:
+        file.seek(0)
+        file.truncate(file.read().rfind(b"\n") + 1)
+    return path.open("a", encoding="utf-8")
 
 
 def settle(partial: Path, path: Path) -> None:

@@ -307,6 +307,10 @@ class Coordinator(ABC):
         effects, self._out = self._out, []
         return effects
 
+    def postpone(self, seconds: float) -> None:
+        """The lighthouse was suspended for so long: members could not reconnect meanwhile."""
+        self._until += seconds
+
     def _count_absent(self, now: float) -> None:
         """After a restart, count members that have not reconnected in time as lost."""
         if self._awaited and now >= self._until:

@@ -9,15 +9,20 @@ Before that, a member that others wait for, and that has missed a beat, is suspe
 is not lost. A partner may also be late because it is slow, or itself waits for another one; so a worker that waits in
 vain asks the lighthouse (`p2p.transport`), which gets each worker's beats.
 
-Only time in which the lighthouse was running counts: while it was suspended itself it could hear nobody.
+Only time in which the lighthouse was running counts: while it was suspended itself it could hear nobody. Its workers
+may have given up their connections to it meanwhile: those that connect again soon are not lost.
 """
 
 from __future__ import annotations
+
+import math
 
 SILENT = 10.0  # seconds; the session detects broken connections sooner, and a worker on a busy machine beats late
 _SUSPECT_AFTER = 1.5  # seconds without a beat; beats are sent each second
 _MOST = 4096  # lost members to remember, see `changed`
 _LOOK = 0.5  # the longest interval between looks that counts, seconds: in a longer one it was suspended
+_STOOD = 2.0  # after a longer one, workers may have given it up
+_RETURN = 5.0  # seconds for them to come back
 
 
 class IslandLiveness:
@@ -44,11 +49,16 @@ class IslandLiveness:
 
 
 class FailureDetector:
-    """Which members are connected and send beats, for a lighthouse that looks several times a second."""
+    """Which members are connected and send beats, for a lighthouse that looks several times a second.
+
+    stood: seconds for which it was suspended, since somebody last set this to 0.
+    """
 
     def __init__(self) -> None:
         self._looked_at: float | None = None
         self._now = 0.0  # seconds in which the lighthouse was running
+        self._woke = -math.inf  # when it was last suspended for long
+        self.stood = 0.0
         self._spoke_at: dict[int, float] = {}  # by connected member: when it last sent something, or connected
         self._silent: set[int] = set()
         self._suspected: dict[int, float] = {}  # by member: when others were last notified
@@ -65,6 +75,16 @@ class FailureDetector:
             self._lost[member] = None
             if len(self._lost) > _MOST:  # anybody with the token can connect under many names
                 del self._lost[next(iter(self._lost))]
+
+    def may_return(self, member: int, at: float) -> bool:
+        """The connection of `member` breaks now (`at`: as in `newly_silent`). Returns whether that may be because this
+        lighthouse was suspended: then the member counts as lost once it has said nothing for `_RETURN`.
+        """
+        self._pass(at)
+        if member not in self._spoke_at or self._now - self._woke > _RETURN:
+            return False
+        self._spoke_at[member] = self._now - SILENT + _RETURN
+        return True
 
     def silence(self, member: int) -> float:
         """Seconds since a connected member last sent something."""
@@ -101,6 +121,8 @@ class FailureDetector:
     def _pass(self, at: float) -> None:
         if self._looked_at is not None:
             self._now += min(at - self._looked_at, _LOOK)
+            if at - self._looked_at > _STOOD:
+                self._woke, self.stood = self._now, self.stood + at - self._looked_at
         self._looked_at = at
 
     def newly_silent(self, at: float) -> list[int]:

@@ -292,7 +292,10 @@ class Lighthouse:
         for there in PRESENT_AS_MEMBERS:
             session.watch(there, self._presence)
         session.present(UP)
-        self._end_ticks: Callable[[], None] | None = session.later(self._tick_on, _TICK) if session.beats else None
+        self._end_ticks: Callable[[], None] | None = None
+        if session.beats:
+            self._failure_detector.newly_silent(session.now())  # so that it notices if it is suspended before a tick
+            self._end_ticks = session.later(self._tick_on, _TICK)
 
     def act(self, call: Callable[[float], list[Effect]]) -> None:
         """Call the coordinator in a callback, and carry out its effects. Returns at once."""
@@ -497,6 +500,8 @@ class Lighthouse:
         if not there:
             self._address_book.forget(member, island_rank)
         whole = self._islands.changed(member, island_rank, there)
+        if whole is False and self._failure_detector.may_return(member, self._session.now()):
+            return
         if whole is not None:
             silence = round(self._failure_detector.silence(member), 1)
             self._failure_detector.changed(member, whole)
@@ -507,8 +512,11 @@ class Lighthouse:
 
     def tick(self) -> None:
         """Time has passed; called several times a second."""
+        silent = self._failure_detector.newly_silent(self._session.now())
+        self._coordinator.postpone(self._failure_detector.stood)
+        self._failure_detector.stood = 0.0
         self._carry_out(self._call(lambda m, now: m.tick(now)))
-        for member in self._failure_detector.newly_silent(self._session.now()):
+        for member in silent:
             self._carry_out(self._call(lambda m, now, member=member: m.disconnected(now, member)), silence=SILENT)
         if (note := self._relay.note(self.relayed)) is not None:
             self._carry_out([Append(note)])

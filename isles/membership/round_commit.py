@@ -141,7 +141,10 @@ class Ballot:
         members = self.attempts[attempt]
         left = tuple(member for member in members if member in living and member not in self.out)
         if not left:
-            return None
+            # All of this attempt are lost. Those of the first one that are back still wait in this round.
+            first = self.attempts[1 if self.quorum and attempt else 0]
+            left = tuple(member for member in first if member in living)
+            return self._decision_of("retry", attempt + 1, left) if left and attempt else None
         if self.quorum and attempt == 0:
             return self._gathered(left)
         answers = {member: digest for a, member, digest in self.done if a == attempt}

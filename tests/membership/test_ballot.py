@@ -91,6 +91,16 @@ def test_a_loss_with_somebody_not_done_is_another_attempt_among_the_living() -> 
     assert after.add_answer(1, 1, 8).add_answer(1, 2, 8).decide({1, 2}) == RoundDecision(4, "land", 1, (1, 2))
 
 
+def test_who_is_back_after_the_loss_of_all_others_is_tried_again() -> None:
+    """It had been left out of the newest attempt, of which nobody is there any more: else it would wait for ever."""
+    ballot = Ballot(4, ((1, 2, 5), (2, 5), (5,)))
+    assert ballot.decide(set()) is None
+    decision = ballot.decide({1})
+    assert decision == RoundDecision(4, "retry", 3, (1,))
+    assert RoundState(1, 4, 0, (1, 2, 5)).apply(decision).members == (1,)
+    assert ballot.decided(decision).add_answer(3, 1, 7).decide({1}) == RoundDecision(4, "land", 3, (1,))
+
+
 def test_answers_that_differ_do_not_land() -> None:
     ballot = Ballot(1, ((0, 1),)).add_answer(0, 0, 7).add_answer(0, 1, 8)
     assert ballot.decide({0, 1}) == RoundDecision(1, "retry", 1, (0, 1))

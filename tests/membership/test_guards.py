@@ -136,6 +136,19 @@ def test_a_lighthouse_that_was_held_up_accuses_nobody() -> None:
     assert looks(present, SILENT, at=10 * SILENT) == [4]
 
 
+def test_who_gave_up_a_suspended_lighthouse_is_not_lost_if_it_comes_back() -> None:
+    """Its connection breaks at once when the lighthouse goes on; of who stays away 5 s are waited for."""
+    present = FailureDetector()
+    for member in (4, 5):
+        present.changed(member, True)
+    assert looks(present, 1.0) == [] and not present.may_return(4, 1.25)
+    assert present.may_return(4, 6.0) and present.may_return(5, 6.0) and not present.may_return(6, 6.0)
+    present.changed(4, True)
+    assert looks(present, 5.0, at=6.0) == [] and looks(present, 0.25, at=11.25) == [5]
+    assert not present.may_return(4, 11.75)
+    assert present.stood == 4.75  # from 1.25 to 6.0
+
+
 def test_questions_that_come_faster_than_they_are_answered_are_turned_away(tmp_path: Path) -> None:
     """Some megabytes wait for their turn; the rest is told to come later, and all is well again afterwards."""
     with router(tmp_path) as (mine, address, session):

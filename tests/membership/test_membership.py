@@ -132,6 +132,15 @@ def test_who_leaves_while_its_connection_is_taken_for_broken_goes_at_once() -> N
     assert entries(again.leave(0.0, 0)) == [{"event": "leave", "member": 0}]
 
 
+def test_who_could_not_come_back_to_a_suspended_lighthouse_is_waited_for() -> None:
+    """It was started again, and suspended for 3 of the 8 seconds that members have to come back."""
+    _, journal = founded(2)
+    run = RoundsCoordinator(Rules(founders=2, sync_every=16), journal, until=8.0)
+    run.postpone(3.0)
+    assert entries(run.tick(10.9)) == []
+    assert [entry["event"] for entry in entries(run.tick(11.0))][:2] == ["lost", "lost"]
+
+
 def test_back_before_anybody_went_on_without() -> None:
     run, _ = founded(2)
     run.disconnected(0.0, 1)

@@ -20,6 +20,7 @@ from typing import Any
 import tomlkit
 import torch
 
+from isles.base.durable import no_room
 from isles.base.errors import as_typed, printable
 from isles.base.parsing import parse_toml
 from isles.base.scratch import scratch
@@ -194,11 +195,24 @@ def admit(
     """
     host, port = parse_address(address, "HOST:PORT")
     refuse_unknown(host)
-    folder = stack.enter_context(scratch())
+    folder = stack.enter_context(_own_scratch())
     session = _opened(token, written(host, port), notify, again=again)
     stack.callback(session.close)
     config = fit(resolve(with_own(_configuration(_asked(session, CONFIG, b"")), here.own, lacks)))
     return RunConnection(session=session, token=token, config=config, here=here, folder=folder)
+
+
+@contextmanager
+def _own_scratch() -> Iterator[Path]:
+    """As `scratch`; a full disk, the only one that a worker writes to, is said with its mend."""
+    with scratch() as folder:
+        try:
+            yield folder
+        except OSError as error:
+            if not no_room(error):
+                raise
+            mend = "make room there, or set TMPDIR to another folder, and join again"
+            raise OSError(f"{folder.parent}: {no_room(error)}; {mend}") from error
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from isles.base.durable import no_room
+from isles.base.durable import appending, no_room
 from isles.comm.errors import PeerLost
 from isles.membership.coordinator import RoundsCoordinator
 from isles.membership.effects import Coordinator
@@ -54,7 +54,7 @@ class RoundsLighthouseServer(LighthouseServer):
         records = recorded(self.out)[1]
         self._newest = max((one.round for one in records if isinstance(one, RoundRecord)), default=0)
         self._begun = begun_again(records)
-        self._exchanges = stack.enter_context((self.out / EXCHANGES).open("a", encoding="utf-8"))
+        self._exchanges = stack.enter_context(appending(self.out / EXCHANGES))
         self._states = Checkpoints(self.out, "states")
         self._offer(self._states.newest_sound(self.on_notice))
         self.coordinator = RoundsCoordinator(self.rules, journal.entries, until=until)

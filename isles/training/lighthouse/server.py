@@ -25,7 +25,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
-from isles.base.durable import no_room, write_text
+from isles.base.durable import appending, no_room, write_text
 from isles.base.parsing import Int, Port, Str, Unfit, integer, parse_json, read, table
 from isles.base.version import __version__
 from isles.comm.tcp import room_for
@@ -158,7 +158,7 @@ class LighthouseServer(ABC):
             self.began = min([time.time(), *(entry.get("at", math.inf) for entry in journal.entries[:1])])
             if not (self.out / CONFIG).exists():
                 save_config(to_toml(self.config), self.out)
-            self._lines = stack.enter_context((self.out / METRICS).open("a", encoding="utf-8"))
+            self._lines = stack.enter_context(appending(self.out / METRICS))
             self.keys = MemberKeys(self.out / CREDENTIALS)
             self.state_server = StateServer(self.session, LIGHTHOUSE, self.on_notice, comes=lambda what: False)
             self.coordinator = self._assembled(journal, stack)

@@ -13,7 +13,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, TextIO
 
+from benchmarks._machines import Machine
 from isles.comm.credentials import read
+from isles.comm.tcp import written
 from isles.training.config.reading import to_toml
 from tests.membership.sessions import free_port
 from tests.training.elastic.runs import Run
@@ -46,13 +48,13 @@ class Processes:
     ) -> None:
         self.folder, self.out = folder, folder / "run"
         port = str(free_port())
-        self.address = f"{host}:{port}"
+        self.address = written(host, int(port))
         config = small(folder, steps, founders, "inner.lr=0.001", *settings)
         (folder / "config.toml").write_text(to_toml(config))
-        self.started: list[subprocess.Popen[bytes]] = []
+        self.started: list[subprocess.Popen[bytes] | Worker] = []
         self.warm: list[Worker] = []
         words = ["lighthouse", str(folder / "config.toml"), "--host", host, "--port", port, "--out", str(self.out)]
-        self.light = self._begin([*on, sys.executable, "-c", TELLING, *words])
+        self.light: subprocess.Popen[bytes] | Worker = self._begin([*on, sys.executable, "-c", TELLING, *words])
         self.until(lambda: (self.out / "config.toml").exists())
         token = folder / "token"
         token.write_text(str(read(self.out / "credentials").token))
@@ -68,17 +70,27 @@ class Processes:
 
     def _begin(self, command: Sequence[str]) -> subprocess.Popen[bytes]:
         with (self.folder / f"{len(self.started)}.log").open("wb") as log:
-            self.started.append(subprocess.Popen(command, cwd=self.folder, stdout=log, stderr=log))
-        return self.started[-1]
+            process = subprocess.Popen(command, cwd=self.folder, stdout=log, stderr=log)
+        self.started.append(process)
+        return process
+
+    def light_again(self) -> None:
+        """The lighthouse that has ended goes on, as a process that need not load torch; others can join."""
+        words, log = ["resume", str(self.out), "--workers", "0"], self.folder / f"{len(self.started)}.log"
+        self.light = Worker(words, self.folder, log)
+        self.started.append(self.light)
+        self.until(lambda: log.exists() and "to join" in log.read_text())
 
     def join(self, *more: str, on: Sequence[str] = ()) -> subprocess.Popen[bytes]:
         return self.start("join", self.address, "--token", self.token, "--data", self._text, *more, on=on)
 
-    def warm_join(self, *more: str, pause: float = 0.25) -> Worker:
-        """A worker that need not load torch; each of its rounds takes `pause` seconds and some."""
+    def warm_join(
+        self, *more: str, pause: float = 0.25, on: Machine | None = None, scratch: Path | None = None
+    ) -> Worker:
+        """A worker that need not load torch; each of its rounds takes `pause` seconds and some. See `Worker`."""
         log = self.folder / f"warm-{len(self.warm)}.log"
         words = ["join", self.address, "--token", self.token, "--data", self._text, *more]
-        self.warm.append(Worker(words, self.folder, log, pause))
+        self.warm.append(Worker(words, self.folder, log, pause, on=on, scratch=scratch))
         return self.warm[-1]
 
     def until(self, over: Callable[[], object], seconds: float = 90.0) -> None:
@@ -123,7 +135,7 @@ class NearbyLighthouse(Processes):
         self._run.stop()
 
 
-def held(process: subprocess.Popen[bytes]) -> tuple[int, int]:
+def held(process: subprocess.Popen[bytes] | Worker) -> tuple[int, int]:
     """(pages of memory, open files)."""
     own = Path(f"/proc/{process.pid}")
     return int((own / "statm").read_text().split()[1]), len(list((own / "fd").iterdir()))

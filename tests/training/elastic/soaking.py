@@ -1,15 +1,20 @@
-"""Workers that are killed, frozen, told to leave and joined at random moments, and what must be true afterwards."""
+"""Workers that are killed, frozen, told to leave and joined at random moments, a lighthouse that is killed and frozen,
+and disks that fill up; and what must be true afterwards.
+"""
 
 from __future__ import annotations
 
 import functools
 import json
+import math
 import operator
 import random
 import signal
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -20,91 +25,187 @@ from isles.membership.coordinator import RoundsCoordinator
 from isles.membership.data_ledger import DataLedger, range_batches
 from isles.membership.effects import Rules
 from isles.membership.run_log import ALONE, WHOLE
+from tests.training.elastic.disks import Disk
 from tests.training.elastic.mapped import ended, ledger
 from tests.training.elastic.processes import Processes, connected
+from tests.training.elastic.recovery import LASTING, Trouble, false_losses, recoveries
 from tests.training.elastic.test_runs import EVERY, events
 from tests.training.elastic.warm import Worker
 
-FROZEN = 5.0  # seconds
+FROZEN = 5.0  # seconds, at most
 CALM = ["kill", "kill", "kill", "leave", "join", "join", "join", "join"]
+WORKERS = ["kill", "leave", "join", "freeze"]
+LIGHTHOUSE = ["lighthouse killed", "lighthouse frozen"]
+DISKS = ["disk full", "lighthouse's disk full"]
+ROOM = 64 << 20  # bytes of the lighthouse's disk
+_SCRATCH = 4 << 20  # bytes of a worker's
 _BEHIND = 3  # rounds
 _LEFT = (0, 143, -15)  # 143, -15: it was not in yet
 
 
 class Soak:
     """least, most: workers at any time, those that leave not counted. waits: seconds between
-    two events, at the least and at the most; `FROZEN` and the time to leave go by beside them. pause: see `Worker`.
+    two events, at the least and at the most; times to leave go by beside them. pause: see `Worker`. disks: by
+    place: the run's folder, and one is added for each worker.
     """
 
     def __init__(
-        self, world: Processes, least: int, most: int, waits: tuple[float, float], pause: float = 0.25
+        self,
+        world: Processes,
+        least: int,
+        most: int,
+        waits: tuple[float, float],
+        pause: float = 0.25,
+        disks: dict[Path, Disk] | None = None,
     ) -> None:
-        self.pause = pause
+        self.pause, self._disks = pause, disks
         self.world, self.least, self.most, self.waits = world, least, most, waits
         self.draw, self.done = random.Random(7), Counter[str]()
-        self.frozen: dict[Worker, float] = {}  # until when
+        self.troubles: list[Trouble] = []
+        self._held: dict[Worker | None, tuple[float, Trouble, Callable[[], None]]] = {}
+        """Who is in trouble for a while (None: the lighthouse), until when, and what ends it."""
+        self.living: list[Worker] = []
         self.leaving: list[Worker] = []
         self._entries: list[dict[str, Any]] = []  # of the journal, once all have settled
         self._diary = (world.folder / "soak.jsonl").open("a", buffering=1)
-        self.living = [world.warm_join(pause=pause) for _ in range(least)]
-        world.until(lambda: events(world.out, "view"))
+        for _ in range(least):
+            self._start()
+        world.until(lambda: events(world.out, "view") and min(len(one.rounds()) for one in self.living) > _BEHIND)
+
+    def events(self, each: int) -> Iterator[int]:
+        """So many of each kind, shuffled, and what joins are needed besides; yields how many are done."""
+        deck = [*WORKERS, *LIGHTHOUSE, *(DISKS if self._disks is not None else ())] * each
+        for done in range(len(deck)):
+            yield done
+            what = self.draw.choice([one for one in deck if None not in self._held or not _of_lighthouse(one)] or deck)
+            deck.remove(what)
+            self.event([what])
 
     def event(self, kinds: list[str]) -> None:
         """Wait, and do one of `kinds`."""
         self._wait(self.draw.uniform(*self.waits))
         what = self.draw.choice(kinds)
-        free = [worker for worker in self.living if worker not in self.frozen]
+        if _of_lighthouse(what):
+            while None in self._held:
+                self._wait(0.1)
+            self._disturb(what)
+            return
+        free = [worker for worker in self.living if worker not in self._held]
         trained = self._in_step(free)
         if len(trained) <= 2:  # whose state the run would end with
             free = [worker for worker in free if worker not in trained]
-        if len(self.living) < self.most and (what == "join" or len(self.living) <= self.least or not free):
-            self._join()
-            return
+        if what == "disk full":
+            free = [worker for worker in free if worker.rounds()]  # others would not join
+        has_room = len(self.living) < self.most
+        if has_room and (what == "join" or len(self.living) <= self.least or not free):
+            self._start()
+            if what == "join":
+                return
         if not free:
-            self.event(kinds)  # later
+            self.event([what])  # later
             return
-        victim = self.draw.choice(free)
-        self._note(what, victim)
-        if what == "freeze":
-            victim.send_signal(signal.SIGSTOP)
-            self.frozen[victim] = time.monotonic() + FROZEN
-            return
-        self.living.remove(victim)
-        victim.send_signal(signal.SIGTERM if what == "leave" else signal.SIGKILL)
-        if what == "leave":
-            self.leaving.append(victim)
+        self._disturb(what if what != "join" else self.draw.choice(["kill", "leave"]), self.draw.choice(free))
+        if what == "join":
+            self._start()
 
-    def _join(self) -> None:
-        self.living.append(self.world.warm_join(pause=self.pause))
+    def _start(self) -> None:
+        """One joins."""
+        scratch = None
+        if self._disks is not None:
+            scratch = self.world.folder / "scratch" / f"warm-{len(self.world.warm)}"
+            self._disks[scratch] = Disk(scratch, _SCRATCH)
+        listen = ["--listen", "127.0.0.1:0"] if len(self.world.warm) % 2 else []  # half of them are relayed
+        self.living.append(self.world.warm_join(*listen, pause=self.pause, scratch=scratch))
         self._note("join", self.living[-1])
+
+    def _start_again(self, worker: Worker) -> None:
+        """A joiner that had no answer of the lighthouse, which is there now; or that had no room for the state."""
+        said = self._said(worker)
+        assert "isles: in: member" not in said or "make room there" in said, self.world.logs()
+        self._held.pop(worker, None)
+        self.living.remove(worker)
+        self.troubles = [one for one in self.troubles if one.worker != worker.name]
+        self._start()
+
+    def _said(self, worker: Worker) -> str:
+        return (self.world.folder / f"{worker.name}.log").read_text()
+
+    def _disk(self, worker: Worker | None) -> Disk:
+        assert self._disks is not None
+        return self._disks[self.world.out if worker is None else self.world.folder / "scratch" / worker.name]
+
+    def _disturb(self, what: str, worker: Worker | None = None) -> None:
+        """Do it, now, and see to its end where it has one."""
+        trouble = self._note(what, worker)
+        process = self.world.light if worker is None else worker
+        match what:
+            case "kill":
+                process.kill()
+            case "leave":
+                process.send_signal(signal.SIGTERM)
+            case "freeze" | "lighthouse frozen":
+                process.send_signal(signal.SIGSTOP)
+                end = functools.partial(process.send_signal, signal.SIGCONT)
+            case "lighthouse killed":
+                process.kill()
+                process.wait()
+                end = self.world.light_again
+            case "lighthouse's disk full":
+                self._disk(None).fill()
+                end = self._room_again
+            case "disk full":
+                self._disk(worker).fill()
+                end = self._disk(worker).free
+        if what in LASTING:
+            assert worker is not None
+            self.living.remove(worker)
+            if what == "leave":
+                self.leaving.append(worker)
+            return
+        trouble.free = math.inf
+        self._held[worker] = time.monotonic() + self.draw.uniform(1.0, FROZEN), trouble, end
+
+    def _room_again(self) -> None:
+        """The lighthouse has ended, and said why; with room on its disk it goes on."""
+        self.world.until(lambda: self.world.light.poll() is not None)
+        assert f"make room and go on with: isles resume {self.world.out}" in self.world.logs()
+        self._disk(None).free()
+        self.world.light_again()
 
     def _in_step(self, free: Sequence[Worker]) -> list[Worker]:
         """Those that have the run's state: they are in its newest rounds."""
         last = {worker: max((one["round"] for one in worker.rounds()[-1:]), default=0) for worker in self.living}
-        return [worker for worker in free if last[worker] > max(last.values(), default=0) - _BEHIND]
+        return [worker for worker in free if last[worker] > max(*last.values(), _BEHIND) - _BEHIND]
 
-    def _note(self, what: str, worker: Worker) -> None:
+    def _note(self, what: str, worker: Worker | None) -> Trouble:
+        now = time.monotonic()
         self.done[what] += 1
-        self._diary.write(json.dumps({"at": time.monotonic(), "what": what, "worker": worker.name}) + "\n")
+        self.troubles.append(Trouble(what, "" if worker is None else worker.name, now, now))
+        self._diary.write(json.dumps(asdict(self.troubles[-1])) + "\n")
+        return self.troubles[-1]
 
     def _wait(self, seconds: float) -> None:
-        """Whose time is over meanwhile goes on."""
+        """Whoever has been in trouble long enough meanwhile is free."""
         until = time.monotonic() + seconds
         while (now := time.monotonic()) < until:
-            for worker in [worker for worker, end in self.frozen.items() if end <= now]:
-                del self.frozen[worker]
-                worker.send_signal(signal.SIGCONT)
-            time.sleep(max(min(until, *self.frozen.values(), until) - now, 0.0))
+            for held in [one for one, (end, *_) in self._held.items() if end <= now]:
+                _, trouble, free = self._held.pop(held)
+                trouble.free = now
+                free()
+            for refused in [one for one in self.living if one.poll() is not None and None not in self._held]:
+                self._start_again(refused)
+            ends = (end for end, *_ in self._held.values())
+            time.sleep(max(min(until, *ends, until) - time.monotonic(), 0.0))
 
     def fill(self) -> None:
         """As many as there may be, all settled."""
         while len(self.living) < self.most:
-            self._join()
+            self._start()
         self.settle()
 
     def settle(self) -> None:
         """The last view is the living, and they train; those who were told to leave have left."""
-        while self.frozen:
+        while self._held or any(worker.poll() is not None for worker in self.living):
             self._wait(0.2)
         world, living = self.world, self.living
         lines = [len(worker.rounds()) for worker in living]
@@ -116,7 +217,8 @@ class Soak:
         since = events(world.out, "view")[-1]["view"]["since"]
         world.until(lambda: all(worker.rounds()[-1]["round"] > since for worker in living))
         assert all(process.poll() is None for process in living), world.logs()
-        assert {process.wait(60.0) for process in self.leaving} <= {*_LEFT}, world.logs()
+        codes = {worker.wait(60.0) for worker in self.leaving if "isles: in: member" in self._said(worker)}
+        assert codes <= {*_LEFT}, world.logs()  # another one may have found no lighthouse
 
     def end(self) -> None:
         """All leave, and nobody is left."""
@@ -174,12 +276,27 @@ class Soak:
         assert told["received"] > 0.8 * told["sent"]
         return f"bytes {dict(told)}"
 
+    def recovered(self) -> tuple[dict[str, list[float]], list[tuple[float, str]]]:
+        """(see `recoveries`, see `false_losses`), until all had settled."""
+        whole, numbers = dict[str, list[float]](), dict[int, str]()
+        for worker in self.world.warm:
+            rounds = worker.rounds()
+            whole[worker.name] = [one["at"] for one in rounds if one["outcome"] == WHOLE]
+            numbers |= dict.fromkeys({one["member"] for one in rounds}, worker.name)
+        ahead = time.time() - time.monotonic()  # of the journal's clock
+        entries = [{**one, "at": one["at"] - ahead} for one in self._entries]
+        return recoveries(self.troubles, whole), false_losses(entries, numbers, self.troubles)
+
     def exchanges(self) -> tuple[Counter[str], int]:
         """(how rounds with others ended, exchanges that their deadline ended, each attempt counted)."""
         did = Counter(one["outcome"] for worker in self.world.warm for one in worker.rounds())
         del did[ALONE]
         late = ended(np.concatenate([worker.book() for worker in self.world.warm]))["DeadlinePassed"]
         return did, late
+
+
+def _of_lighthouse(what: str) -> bool:
+    return what.startswith("lighthouse")
 
 
 def work_of(workers: Sequence[Worker], members: Sequence[int], *, agrees: bool) -> list[int]:

@@ -7,6 +7,7 @@ import os
 import stat
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -24,7 +25,8 @@ from isles.training.elastic import needs
 from isles.training.records.checkpoint import Checkpoints
 from tests.membership.sessions import free_port, router
 from tests.strangers.callers import ESCAPES, call, tls
-from tests.training.elastic.runs import Run
+from tests.training.elastic.disks import Disk, unavailable
+from tests.training.elastic.runs import Run, in_run
 from tests.training.elastic.test_runs import small
 
 HOLDS = """
@@ -83,6 +85,20 @@ def test_folders_of_the_dead_go_at_the_next_start(tmp_path: Path, monkeypatch: p
         for process in started:
             process.kill()
             process.wait()
+
+
+@pytest.mark.skipif(bool(unavailable()), reason=unavailable())
+def test_a_full_disk_of_a_joiner_is_said(world: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And where: it had said "[Errno 28] No space left on device"."""
+    disk = Disk(tmp_path / "tmp", 1 << 16)
+    try:
+        disk.fill()
+        monkeypatch.setattr(tempfile, "tempdir", str(disk.place))
+        with pytest.raises(OSError, match=f"^{disk.place}: the disk is full; make room there, or set TMPDIR"):
+            with in_run(world, world.here()):
+                pass
+    finally:
+        disk.end()
 
 
 def test_states_are_private(tmp_path: Path) -> None:

@@ -21,9 +21,6 @@ from safetensors.torch import load_file
 
 from benchmarks._machines import Machine, machines, unavailable
 from isles.membership.effects import RELAYED
-from isles.models import build
-from isles.training.config.reading import read_config
-from isles.training.config.world import ElasticConfig
 from tests.training.elastic.processes import Diary, Processes
 from tests.training.elastic.test_runs import events
 
@@ -194,58 +191,3 @@ def test_one_is_lost(
         assert told is not None
         print(f"{how.__name__} direct={direct}: told {told - began:.2f} s, gap {gap:.2f} s, median {usual:.2f} s")
         assert told - began <= longest and gap <= usual + 2.0
-
-
-def slow(rate: float) -> Callable[[subprocess.Popen[bytes], Machine], None]:
-    return lambda _, place: place.limit(rate)
-
-
-def cut_for_a_while(_: subprocess.Popen[bytes], place: Machine) -> None:
-    place.detach()
-    time.sleep(10.0)
-    place.attach()
-
-
-def stopped_for_a_while(worker: subprocess.Popen[bytes], _: Machine) -> None:
-    os.kill(worker.pid, signal.SIGSTOP)
-    time.sleep(10.0)
-    os.kill(worker.pid, signal.SIGCONT)
-
-
-TROUBLES = {f"{rate} Mbit/s": slow(1e6 * rate) for rate in (0.5, 1, 5)}
-TROUBLES |= {"cut": cut_for_a_while, "stopped": stopped_for_a_while}
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("direct", [True, False])
-@pytest.mark.parametrize("trouble", TROUBLES)
-def test_one_among_fast_ones(tmp_path: Path, trouble: str, direct: bool) -> None:
-    """On a slow line nobody is taken for lost, and nobody waits longer than for what it exchanges with that one itself.
-    Cut off or stopped, the others wait for it for a lease, once; and afterwards it is with them again.
-    """
-    if reason := unavailable():
-        pytest.skip(reason)
-    with ExitStack() as stack:
-        light, *places = stack.enter_context(machines(5))
-        settings = [*ROUND, "model.d_model=64"]  # and the default's lease
-        world = Processes(tmp_path, *settings, founders=4, host=light.address, on=light.enter)
-        stack.callback(world.end)
-        workers, diary = at_work(stack, world, places, direct=direct)
-        began = time.monotonic()
-        TROUBLES[trouble](workers[3], places[3])
-        world.until(lambda: time.monotonic() > began + 25.0)
-        usual = statistics.median(diary.gaps(list(diary.rounds), 0.0, began))
-        gone = {event["member"] for at, event in diary.events if at >= began and event["event"] == "lost"}
-        if trouble in ("cut", "stopped"):
-            (member,) = gone
-            assert diary.when("back", member, began) is not None, world.logs()
-            exchange = 0.0
-        else:
-            assert not gone, world.logs()
-            member = min(diary.rounds, key=lambda one: len([at for at in diary.rounds[one] if at >= began]))
-            model = build(read_config(str(tmp_path / "config.toml"), {}, []).model, seed=0)
-            exchange = 2 * 4 * sum(own.numel() for own in model.parameters()) * 8 / (1e6 * float(trouble.split()[0]))
-        others = [other for other in diary.rounds if other != member]
-        gaps = sorted(diary.gaps(others, began - 1.0, time.monotonic()))
-        print(f"{trouble} direct={direct}: gone {gone}, usual {usual:.2f} s, own {exchange:.2f} s, gaps {gaps[-6:]}")
-        assert gaps[-1] <= usual + max(ElasticConfig.lease, 1.5 * exchange) + 1.0

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import signal
 import statistics
 import time
 from pathlib import Path
 
 import pytest
 
-from tests.training.elastic.processes import Processes
+from isles.training.records.rundir import read_lines
+from tests.training.elastic.processes import NearbyLighthouse, Processes
 from tests.training.elastic.test_runs import events
 from tests.training.elastic.warm import Worker
 
@@ -97,6 +99,51 @@ def test_a_warm_worker_joins(tmp_path: Path, method: str) -> None:
         assert statistics.median(times) <= 30.0  # 5 s are promised, on a machine with nothing else to do
         late = [one for worker in trio for one in worker.rounds() if one["outcome"] == "DeadlinePassed"]
         assert not late
+    finally:
+        world.end()
+
+
+@pytest.mark.long
+def test_half_a_line_is_no_part_of_the_next(tmp_path: Path) -> None:
+    """As a full disk leaves it: the lighthouse that goes on removes it, and the one after that can read all."""
+    files = [tmp_path / "run" / name for name in ("metrics.jsonl", "exchanges.jsonl")]
+    for _ in range(2):
+        world = NearbyLighthouse(tmp_path, founders=1)
+        try:
+            sizes = [len(file.read_bytes()) for file in files]
+            world.warm_join(pause=0.1)
+            world.until(
+                lambda sizes=sizes: all(len(f.read_bytes()) > s + 999 for f, s in zip(files, sizes, strict=True))
+            )
+        finally:
+            world.end()
+        for file in files:
+            with file.open("a") as lines:
+                lines.write('{"half": ')
+    assert all(read_lines(file) for file in files)
+
+
+@pytest.mark.long(cases=2)
+@pytest.mark.parametrize("method", ["noloco", "diloco"])
+def test_the_lighthouse_is_frozen(tmp_path: Path, method: str) -> None:
+    """For longer than a lease: its workers give up their connections, and nobody is lost for that. One killed meanwhile
+    is.
+    """
+    world = Processes(tmp_path, f"replicas.method={method}", founders=4)
+    try:
+        four = [world.warm_join(*(["--listen", "127.0.0.1:0"] if number % 2 else [])) for number in range(4)]
+        world.until(lambda: min(len(one.rounds()) for one in four) > 10)
+        *trio, victim = four
+        world.light.send_signal(signal.SIGSTOP)
+        time.sleep(1.0)
+        victim.kill()
+        time.sleep(4.0)
+        world.light.send_signal(signal.SIGCONT)
+        thawed = time.monotonic()
+        world.until(lambda: all(whole(one, thawed, time.monotonic()) > 5 for one in trio), 60.0)
+        moments = [next(r["at"] for r in one.rounds() if r["at"] > thawed and r["outcome"] == "whole") for one in trio]
+        print(f"{method}: all are whole again {max(moments) - thawed:.1f} s after the lighthouse goes on")
+        assert {entry["member"] for entry in events(world.out, "lost")} == {victim.rounds()[-1]["member"]}
     finally:
         world.end()
 

@@ -11,6 +11,7 @@ import json
 import multiprocessing
 import os
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from itertools import pairwise
@@ -21,6 +22,7 @@ from typing import Any, TextIO
 
 import numpy as np
 
+from benchmarks._machines import Machine
 from tests.forked import settle
 from tests.training.elastic.mapped import FOLDER as MESSAGES
 from tests.training.elastic.mapped import Book, book_of
@@ -32,15 +34,25 @@ _LOADED = ["torch._dynamo", "isles.cli", "isles.training.elastic.connect", "test
 
 class Worker:
     """One process, with as much of `subprocess.Popen` as tests of processes need. pause: seconds that it sleeps in each
-    round, among its inner steps, so that rounds take a while and the machine is left to others.
+    round, among its inner steps, so that rounds take a while and the machine is left to others. on: the machine that it
+    runs on, if not this one. scratch: where it keeps its temporary files.
     """
 
-    def __init__(self, words: Sequence[str], folder: Path, log: Path, pause: float = 0.0) -> None:
+    def __init__(
+        self,
+        words: Sequence[str],
+        folder: Path,
+        log: Path,
+        pause: float = 0.0,
+        *,
+        on: Machine | None = None,
+        scratch: Path | None = None,
+    ) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(_LOADED)
         self._process: ForkServerProcess = context.Process(
             target=_work,
-            args=(list(words), str(folder), str(log), pause),  # which is known by its log: pids come again
+            args=(list(words), str(folder), str(log), pause, on, scratch),  # which is known by its log: pids come again
         )
         self._process.start()
         assert self._process.pid is not None
@@ -137,8 +149,12 @@ def _nothing() -> None:
     pass
 
 
-def _work(words: list[str], folder: str, log: str, pause: float) -> None:
+def _work(words: list[str], folder: str, log: str, pause: float, on: Machine | None, scratch: Path | None) -> None:
     """In the new process."""
+    if on is not None:
+        on.go()
+    if scratch is not None:
+        tempfile.tempdir = str(scratch)
     settle(folder)  # Isles starts the server with SIGTERM blocked, where a test before this one needed it first
     name = Path(log).stem
     out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
