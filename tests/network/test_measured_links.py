@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from isles.network.links import read_links, refuse_file, write_pair
+from isles.network.links import read_links
+from isles.network.measured_links import refuse_file, write_pair
 from isles.network.routing.plan import delays_of
 
 
