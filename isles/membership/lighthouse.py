@@ -230,7 +230,7 @@ T = TypeVar("T")
 
 
 class Lighthouse:
-    """Calls the `coordinator` with what workers send, and carries out its effects.
+    """From `open` on, calls the `coordinator` with what workers send, and carries out its effects.
 
     An entry is on disk (`journal`) before anything that follows from it is sent, so a restarted lighthouse never
     contradicts what it has sent before.
@@ -282,6 +282,11 @@ class Lighthouse:
         self._words, self._word_bytes, self._reloads = RateLimit(WORDS), RateLimit(WORD_BYTES), RateLimit(RELOADS)
         self._lines, self._line_bytes, self._dials = RateLimit(LINES), RateLimit(LINE_BYTES), RateLimit(DIALS)
         self._lock = session.condition()
+        self._end_ticks: Callable[[], None] | None = None
+
+    def open(self) -> None:
+        """Begin to hear members: whatever the callbacks need must be there now."""
+        session = self._session
         session.serve(CONFIG, lambda query: query.reply(self._config))
         session.serve(HELLO, self._hello)
         session.serve(ABOUT, lambda query: query.reply(encode(self._about())))
@@ -292,7 +297,6 @@ class Lighthouse:
         for there in PRESENT_AS_MEMBERS:
             session.watch(there, self._presence)
         session.present(UP)
-        self._end_ticks: Callable[[], None] | None = None
         if session.beats:
             self._failure_detector.newly_silent(session.now())  # so that it notices if it is suspended before a tick
             self._end_ticks = session.later(self._tick_on, _TICK)

@@ -480,6 +480,7 @@ class SimulatedMembership:
             on_report=self._on_report,
             failure_detector=SimulatedFailureDetector(self.scheduler, self._paused_at),
         )
+        self._lighthouse.open()
         StateServer(self._session, LIGHTHOUSE, lambda line: None, comes=lambda what: False)  # it keeps no states
         return self._lighthouse
 

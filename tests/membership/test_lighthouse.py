@@ -52,6 +52,7 @@ def lit(folder: Path, life: int = 0) -> Iterator[tuple[Lighthouse, Session]]:
         rounds = RoundsCoordinator(Rules(founders=2, sync_every=5), journal.entries)
         keys = MemberKeys(folder)
         lighthouse = Lighthouse(session, rounds, journal, keys, config="[run]\n", version="1.0", on_report=heard)
+        lighthouse.open()
         guest = open_session(mine.token, address)
         try:
             yield lighthouse, guest
@@ -77,6 +78,22 @@ def ask(session: Session, key: str, said: bytes, word: bytes | Callable[[str, by
             return answers[0]
         threading.Event().wait(0.05)
     return None, None
+
+
+def test_it_hears_nobody_before_it_is_open(tmp_path: Path) -> None:
+    """Its owner's callbacks ask for it, so it must be there."""
+    with router(tmp_path / "0") as (mine, address, session):
+        journal, guest = Journal(tmp_path), open_session(mine.token, address)
+        rounds = RoundsCoordinator(Rules(founders=2, sync_every=5))
+        made = Lighthouse(session, rounds, journal, MemberKeys(tmp_path), config="c", version="1.0", on_report=heard)
+        try:
+            assert guest.answer(CONFIG, b"", seconds=0.3) == (None, None)
+            made.open()
+            assert guest.answer(CONFIG, b"", seconds=5.0)[0] == b"c"
+        finally:
+            guest.close()
+            made.close()
+            journal.close()
 
 
 def test_what_is_taken_and_what_is_not(tmp_path: Path) -> None:

@@ -80,6 +80,7 @@ def islands(folder: Path) -> Iterator[Islands]:
             island_size=2,
         )
         stack.callback(lighthouse.close)
+        lighthouse.open()
         world.lighthouse = lighthouse
         for member in SEATS:
             first, second = opened(), opened()

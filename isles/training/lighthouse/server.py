@@ -175,6 +175,7 @@ class LighthouseServer(ABC):
             )
             stack.callback(self.lighthouse.close)
             self.refused = RejectionLog(self.lighthouse.refused, self.on_notice)
+            self.lighthouse.open()
             self.session.serve(STATUS, lambda query: query.reply(encode(self._status())))
             if is_new and journal.entries:
                 self.on_notice("its credentials were missing: all workers must join again, with the new token")

@@ -65,6 +65,7 @@ class World:
             version=VERSION,
             on_report=lambda member, event: self.reported.append((member, event)),
         )
+        self.lighthouse.open()
         self.pair = [
             Worker(open_session(mine.token, address), mine.token.secret, folder / f"links-{number}")
             for number in range(2)
