@@ -205,11 +205,14 @@ class Soak:
 
     def settle(self) -> None:
         """The last view is the living, and they train; those who were told to leave have left."""
-        while self._held or any(worker.poll() is not None for worker in self.living):
-            self._wait(0.2)
-        world, living = self.world, self.living
-        lines = [len(worker.rounds()) for worker in living]
-        world.until(lambda: all(len(w.rounds()) > before + 2 for w, before in zip(living, lines, strict=True)))
+        world, living, lines = self.world, self.living, dict[Worker, int]()
+
+        def all_train() -> bool:
+            self._wait(0.2)  # a joiner whose lighthouse was killed gives up after a minute: another one takes its place
+            trains = [len(worker.rounds()) > lines.setdefault(worker, len(worker.rounds())) + 2 for worker in living]
+            return all(trains) and not self._held
+
+        world.until(all_train, 240.0)
         wanted = {worker.rounds()[-1]["member"] for worker in living}
         world.until(lambda: connected(world.out) == wanted)
         world.until(lambda: set(events(world.out, "view")[-1]["view"]["members"]) == wanted)
