@@ -128,7 +128,8 @@ class Soak:
         self._start()
 
     def _said(self, worker: Worker) -> str:
-        return (self.world.folder / f"{worker.name}.log").read_text()
+        log = self.world.folder / f"{worker.name}.log"
+        return log.read_text() if log.exists() else ""  # it ended before it wrote any
 
     def _disk(self, worker: Worker | None) -> Disk:
         assert self._disks is not None
