@@ -53,16 +53,18 @@ def test_a_run_with_next_to_nothing(tmp_path: Path) -> None:
     assert Image.open(write_picture(tmp_path)).size[0] > 1000
 
 
-def test_no_words_are_cut() -> None:
-    """The edge stays free beside a long line, a long legend and a table wider than a panel: each still has room."""
+@pytest.mark.parametrize("columns", [12, 0])
+def test_no_words_are_cut(columns: int) -> None:
+    """The edge stays free beside a long heading, line, legend and table: each still has room."""
     keys = [("mean", "a line of words"), ("dot", "and of dots")] * 8
     panel = Panel(heading="Loss", picture=Chart(title="Loss", x_label="step", lines=[]), keys=keys)
-    table = Table(heads=["method", *["validation loss"] * 12], rows=[["noloco", *["4.0335 ± 0.1531"] * 12]])
-    image = Image.open(io.BytesIO(picture("A heading", "words of a long line " * 20, [panel], table))).convert("RGB")
+    table = Table(heads=["method", *["validation loss"] * columns], rows=[["noloco", *["4.0335 ± 0.1531"] * columns]])
+    drawn = picture("WORDS of a heading " * 5, "words of a long line " * 20, [panel], table if columns else None)
+    image = Image.open(io.BytesIO(drawn)).convert("RGB")
     inner = ImageChops.difference(image, Image.new("RGB", image.size, LIGHT["back"])).getbbox()
     assert inner is not None and inner[0] >= 29 and inner[1] >= 29
     assert inner[2] <= image.width - 29 and inner[3] <= image.height - 29
-    assert colours(image)[rgb("text")] > 20 and image.width > 12 * 15 * 6  # letters are more than 6 pixels wide
+    assert colours(image)[rgb("text")] > 20 and image.width > columns * 15 * 6  # letters are more than 6 pixels wide
 
 
 def test_what_is_no_run_directory_is_refused(tmp_path: Path) -> None:

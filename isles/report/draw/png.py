@@ -13,20 +13,20 @@ from isles.report.draw.svg import WIDTH, draw, text
 from isles.report.panels import Panel, Table
 
 _FONT = "Open Sans"
-_LETTER, _LINE = 7, 20  # pixels that a letter has at most, on average (nothing here measures text), and a line
-_GAP = 30  # pixels around all, and between columns
+_LETTER, _TITLE = 7, 12  # pixels of a letter, at most on average, and of the title's: nothing here measures text
+_LINE, _GAP = 20, 30  # pixels of a line; around all, and between columns
 
 
 def picture(heading: str, below: str, shown: Sequence[Panel], table: Table | None = None) -> bytes:
     """A PNG: the table if there is one, then the panels in two columns, each in the one that is shorter so far. As wide
-    as the columns, or a wider table. The same panels give the same bytes.
+    as the columns, or a wider table or heading. The same panels give the same bytes.
     """
     import fontpkg
     from resvg_py import svg_to_bytes
 
     columns = 1 if len(shown) == 1 else 2
     cells, width, height = _table(table) if table else ("", 0, 0)
-    width = max(width, columns * (WIDTH + _GAP) - _GAP)
+    width = max(width, columns * (WIDTH + _GAP) - _GAP, _TITLE * len(heading))
     lines = textwrap.wrap(below, width // (_LETTER + 1))
     top = _LINE * (len(lines) + 1) + _GAP
     out = [text(0, 15, heading, "label title"), _at(0, top, cells)]
