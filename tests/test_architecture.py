@@ -61,7 +61,7 @@ TENSOR_MAKERS = {
     for name in ("arange", "empty", "eye", "full", "linspace", "logspace", "ones", "rand", "randint", "randn",
                  "randperm", "tensor", "zeros")
 }  # fmt: skip
-HEAVY = ("torch", "matplotlib", "scipy", "transformers")
+HEAVY = ("torch", "resvg_py", "scipy", "transformers")
 # Lines of what a file imports, and of what those import, at 1b670daa: readers, and commands, should come to no more.
 CLOSURES = {
     "isles.replicas.methods.diloco": 11_364,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -10,12 +11,12 @@ from typing import Any
 
 from benchmarks.comparison.cases import LADDER_ROWS, Key
 from benchmarks.comparison.figures import Figures, Spread, differences
-from isles.report.draw.png import bare, drawn, scaled
 from isles.report.draw.style import LIGHT, SERIES
-from isles.report.draw.svg import linear, logarithmic
+from isles.report.draw.svg import ChartAxis, linear, logarithmic
 from isles.report.units import format_bytes, format_short
 
 _SIZE = (9.5, 5.6)  # inches
+_FONTS = {"font.size": 9.0, "axes.titlesize": 10.5, "legend.fontsize": 8.0}
 _REACH = range(6, 90, 7)  # points between a mark and its name: as near as there is room
 _TURNS = [math.radians(turn) for turn in (0, 30, -30, 60, -60, 180, 150, -150, 120, -120, 90, -90)]
 
@@ -74,15 +75,57 @@ def _picture(marks: Sequence[Marks], heading: str, x_label: str, x_format: Calla
 
     def draw(figure: Any) -> None:
         axes = figure.add_subplot()
-        bare(axes, heading)
-        scaled(axes, x_axis, y_axis, x_format, lambda value: f"{value:.4g}")
+        _bare(axes, heading)
+        _scaled(axes, x_axis, y_axis, x_format, lambda value: f"{value:.4g}")
         axes.set_xlabel(x_label)
         for mark in marks:
             _mark(axes, mark)
         figure.draw_without_rendering()  # only then places are known
         _name(axes, marks)
 
-    return drawn(*_SIZE, draw)
+    return _drawn(draw)
+
+
+def _drawn(draw: Callable[[Any], None]) -> bytes:
+    """The PNG of a figure that `draw` fills. The same drawing gives the same bytes."""
+    import matplotlib
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context({**matplotlib.rcParamsDefault, **_FONTS}):
+        figure = Figure(figsize=_SIZE, dpi=100, facecolor=LIGHT["back"], layout="constrained")
+        FigureCanvasAgg(figure)
+        draw(figure)
+        out = io.BytesIO()
+        figure.savefig(out, format="png", metadata={"Software": None})
+    return out.getvalue()
+
+
+def _bare(axes: Any, heading: str) -> None:
+    """The look of every plot: a heading to the left, a line below, no frame."""
+    axes.set_title(heading, loc="left", color=LIGHT["text"], pad=6)
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    axes.spines["bottom"].set_color(LIGHT["edge"])
+    axes.tick_params(colors=LIGHT["soft"], length=0, pad=6)
+    axes.xaxis.label.set_color(LIGHT["soft"])
+
+
+def _scaled(
+    axes: Any, x: ChartAxis, y: ChartAxis, x_format: Callable[[float], str], y_format: Callable[[float], str]
+) -> None:
+    """Lay the two axes under a plot, with horizontal lines at the ticks of `y`."""
+    for axis_side, axis, form, scale, limit in (
+        (axes.xaxis, x, x_format, axes.set_xscale, axes.set_xlim),
+        (axes.yaxis, y, y_format, axes.set_yscale, axes.set_ylim),
+    ):
+        if axis.log:
+            scale("log")
+        axis_side.set_ticks(axis.ticks, [form(tick) for tick in axis.ticks])
+        axis_side.set_ticks([], minor=True)
+        limit(axis.low, axis.high)
+    axes.grid(axis="y", color=LIGHT["grid"], linewidth=0.8)
+    axes.set_axisbelow(True)
 
 
 def _mark(axes: Any, mark: Marks) -> None:

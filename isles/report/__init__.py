@@ -31,8 +31,8 @@ def write_report(folder: str | Path) -> Path:
 
 
 def write_picture(folder: str | Path) -> Path:
-    """Write `report.png` beside the page: its pictures, and for a comparison its table, for mails and slides. Loads
-    matplotlib. ValueError as in `write_report`.
+    """Write `report.png` beside the page: its pictures, and for a comparison its table, for mails and slides. Raises as
+    `write_report`.
     """
     from isles.report.draw.png import picture
 

@@ -1,5 +1,4 @@
-"""What the pictures of a report show, before anybody draws it: `svg` and `svg_time` draw it into the page, `png` beside
-it.
+"""What the pictures of a report show, before anybody draws it: `svg` draws it into the page, `png` into one picture.
 
 `charts` and `time_charts` make panels from a run; colours are names of `style`.
 

@@ -51,9 +51,7 @@ def as_json(sheet: Sheet) -> str:
 
 
 def write_sheet(sheet: Sheet, folder: Path) -> list[Path]:
-    """Write all four files into `folder`, which is made if it is absent; loads matplotlib. ValueError where the folder
-    cannot be made.
-    """
+    """Write all four files into `folder`, which is made if it is absent. ValueError where it cannot be made."""
     from isles.report.draw.png import picture
 
     try:

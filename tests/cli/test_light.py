@@ -28,7 +28,7 @@ for words in [*told, *pages(get_command(cli.app))]:
         cli.main()
     except SystemExit as ended:
         assert not ended.code, (words, ended.code)
-    assert not {"torch", "numpy", "matplotlib"} & sys.modules.keys(), words
+    assert not {"torch", "numpy", "resvg_py"} & sys.modules.keys(), words
 print("walked")
 """
 READ = """

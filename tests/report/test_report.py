@@ -340,7 +340,7 @@ def test_report_never_loads_torch(tmp_path: Path) -> None:
     write_sample(tmp_path, steps=5)
     code = (
         "import sys; from isles.report import write_report; write_report(sys.argv[1]);"
-        "print([name for name in ('torch', 'numpy', 'matplotlib') if name in sys.modules])"
+        "print([name for name in ('torch', 'numpy', 'resvg_py') if name in sys.modules])"
     )
     root = Path(__file__).resolve().parents[2]
     done = subprocess.run([sys.executable, "-c", code, tmp_path], cwd=root, capture_output=True, text=True, timeout=60)

@@ -1,5 +1,5 @@
-"""The page's style sheet: one set of colours for light, one for dark, chosen by the reader's system; pictures of their
-own (`png`) take the light ones.
+"""The page's style sheet: one set of colours for light, one for dark, chosen by the reader's system; `png` takes the
+light ones.
 """
 
 from __future__ import annotations
@@ -97,6 +97,7 @@ svg .point {{ fill:currentColor; }}
 svg .grid {{ stroke:var(--grid); }} svg .axis {{ stroke:var(--edge); }}
 svg text {{ font:12px system-ui, sans-serif; fill:var(--soft); }}
 svg .end {{ text-anchor:end; }} svg .mid {{ text-anchor:middle; }} svg .label {{ fill:var(--text); }}
+svg .title {{ font-size:20px; }} svg .heading {{ font-size:15px; }}
 svg .mark {{ text-anchor:middle; font-size:11px; fill:var(--back); pointer-events:none; }}
 table {{ border-collapse:collapse; width:100%; font-size:.95rem; }}
 th, td {{ text-align:left; font-weight:400; padding:.3rem .8rem .3rem 0; border-bottom:1px solid var(--grid); }}

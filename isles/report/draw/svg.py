@@ -102,22 +102,17 @@ def line_chart(chart: Chart) -> str:
     clip = "clip-" + "".join(c for c in chart.title.lower() if c.isalnum())
     end = WIDTH - chart.right
     parts = [
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(chart.title)}">',
+        _svg(chart.title, HEIGHT),
         f'<clipPath id="{clip}"><rect x="{LEFT}" y="{TOP - 4}" '
         f'width="{plot_width + 4}" height="{plot_height + 8}"/></clipPath>',
     ]
     for y in y_axis.ticks:
         parts.append(f'<line class="grid" x1="{LEFT}" x2="{end}" y1="{y_at(y):.1f}" y2="{y_at(y):.1f}"/>')
-        parts.append(f'<text class="tick end" x="{LEFT - 8}" y="{y_at(y) + 4:.1f}">{escape(chart.y_format(y))}</text>')
-    for x in x_axis.ticks:
-        parts.append(
-            f'<text class="tick mid" x="{x_at(x):.1f}" y="{HEIGHT - BOTTOM + 18}">{escape(chart.x_format(x))}</text>'
-        )
-    parts.append(
-        f'<line class="axis" x1="{LEFT}" x2="{end}" y1="{HEIGHT - BOTTOM}" y2="{HEIGHT - BOTTOM}"/>'
-        f'<text class="tick mid" x="{LEFT + plot_width / 2:.0f}" y="{HEIGHT - 4}">{escape(chart.x_label)}</text>'
-        f'<g clip-path="url(#{clip})">'
-    )
+        parts.append(text(LEFT - 8, y_at(y) + 4, chart.y_format(y), "tick end"))
+    parts += [text(x_at(x), HEIGHT - BOTTOM + 18, chart.x_format(x), "tick mid") for x in x_axis.ticks]
+    parts.append(f'<line class="axis" x1="{LEFT}" x2="{end}" y1="{HEIGHT - BOTTOM}" y2="{HEIGHT - BOTTOM}"/>')
+    parts.append(text(LEFT + plot_width / 2, HEIGHT - 4, chart.x_label, "tick mid"))
+    parts.append(f'<g clip-path="url(#{clip})">')
     drawn = [(line, [(x_at(x), y_at(y)) for x, y in chart.usable(line.points)]) for line in chart.lines]
     parts += [_polyline(line, points) for line, points in drawn]
     for x, y in chart.usable(chart.dots):
@@ -133,15 +128,12 @@ def line_chart(chart: Chart) -> str:
 
 def _end_labels(labels: list[tuple[str, float]], x: int) -> list[str]:
     """Two-line labels to the right of the plot, moved apart where they would overlap."""
-    placed, floor = [], 0.0
-    for text, y in sorted(labels, key=lambda label: label[1]):
+    placed, floor = list[str](), 0.0
+    for words, y in sorted(labels, key=lambda label: label[1]):
         y = min(max(y, floor), HEIGHT - BOTTOM - 15)  # the second line stays above the ticks of the x axis
         floor = y + 34
-        first, _, second = text.partition("\n")
-        placed.append(
-            f'<text class="label" x="{x}" y="{y + 4:.1f}">{escape(first)}'
-            f'<tspan x="{x}" dy="15">{escape(second)}</tspan></text>'
-        )
+        first, _, second = words.partition("\n")
+        placed += [text(x, y + 4, first, "label"), text(x, y + 19, second, "label")]
     return placed
 
 
@@ -186,7 +178,7 @@ def bars(picture: Bars) -> str:
         for css, seconds in bar.parts:
             out.append(f'<rect class="{css}" x="{x:.1f}" y="{y}" width="{seconds * scale:.1f}" height="{thick}"/>')
             x += seconds * scale
-        out.append(f'<text class="tick" x="{x + 8:.1f}" y="{y + thick / 2 + 4:.1f}">{escape(bar.text)}</text></g>')
+        out.append(f"{text(x + 8, y + thick / 2 + 4, bar.text, 'tick')}</g>")
     return "".join([*out, "</svg>"])
 
 
@@ -199,11 +191,10 @@ def lanes(picture: Lanes) -> str:
 
     out = [_svg(picture.title, height + 44)]
     for tick in linear(picture.start, picture.end, 8, tight=True).ticks:
-        x = f"{x_at(tick):.1f}"
-        out.append(f'<line class="grid" x1="{x}" x2="{x}" y1="0" y2="{height}"/>')
-        out.append(f'<text class="tick mid" x="{x}" y="{height + 18}">{tick:,.6g}</text>')
-    middle = _INDENT + width / 2
-    out.append(f'<text class="tick mid" x="{middle:.0f}" y="{height + 38}">{escape(picture.x_label)}</text>')
+        x = x_at(tick)
+        out.append(f'<line class="grid" x1="{x:.1f}" x2="{x:.1f}" y1="0" y2="{height}"/>')
+        out.append(text(x, height + 18, f"{tick:,.6g}", "tick mid"))
+    out.append(text(_INDENT + width / 2, height + 38, picture.x_label, "tick mid"))
     for index, lane in enumerate(picture.lanes):
         out.append(_label(lane.label, index * _LANE + 4 + _ROWS[0][1] / 2))
         for piece in lane.segments:
@@ -216,17 +207,22 @@ def lanes(picture: Lanes) -> str:
                 f"<title>{escape(f'{piece.hint} {format_seconds(piece.end - piece.start)}')}</title></rect>"
             )
             if piece.mark and right - left > _MARK * len(piece.mark) + 3:
-                y = index * _LANE + 4 + offset + thick / 2 + 4
-                out.append(f'<text class="mark" x="{(left + right) / 2:.1f}" y="{y:.1f}">{escape(piece.mark)}</text>')
+                out.append(text((left + right) / 2, index * _LANE + 4 + offset + thick / 2 + 4, piece.mark, "mark"))
     return "".join([*out, "</svg>"])
 
 
 def _svg(title: str, height: float) -> str:
-    return f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{escape(title)}">'
+    size = f'viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}"'
+    return f'<svg {size} role="img" aria-label="{escape(title)}">'
 
 
-def _label(text: str, middle: float) -> str:
-    return f'<text class="tick end" x="{_INDENT - 8}" y="{middle + 4:.1f}">{escape(text)}</text>'
+def text(x: float, y: float, words: str, css: str = "") -> str:
+    """A line of words whose foot is at `y`."""
+    return f'<text class="{css}" x="{x:.1f}" y="{y:.1f}">{escape(words)}</text>'
+
+
+def _label(words: str, middle: float) -> str:
+    return text(_INDENT - 8, middle + 4, words, "tick end")
 
 
 def alone(picture: Picture) -> str:
@@ -242,9 +238,7 @@ def grid(picture: Grid) -> str:
     out = [_svg(picture.title, _TOP + side * count + 4)]
     for row, label in enumerate(picture.labels):
         middle = (row + 0.5) * side
-        out.append(
-            f'<text class="tick mid" x="{_INDENT + middle:.1f}" y="{_TOP - 6}">{escape(label.split()[0])}</text>'
-        )
+        out.append(text(_INDENT + middle, _TOP - 6, label.split()[0], "tick mid"))
         out.append(_label(label, _TOP + middle))
         for column, shade in enumerate(picture.shades[row]):
             if shade is None:
