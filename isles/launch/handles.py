@@ -179,8 +179,8 @@ _Counts = Annotated[list[Int], MANY]
 _Order = Literal["hold", "close"] | tuple[Literal["stop", "lost"], Int] | tuple[Literal["moved"], _Counts]
 _ERRORS = ("error", "leaving")
 MessageCheck = Callable[[str, Any, Container[int]], Any]
-"""(kind, value, ranks) of a message of another machine about its workers -> the checked value. Raises `fields.Unfit`
-if it is invalid.
+"""(kind, value, ranks) of a message of another machine about its workers -> the checked value. Raises `Unfit` if
+it is invalid.
 """
 _VERDICT = 60.0  # seconds for node 0 to report how the run ended
 

@@ -60,6 +60,7 @@ class FailureDetector:
         self._woke = -math.inf  # when it was last suspended for long
         self.stood = 0.0
         self._spoke_at: dict[int, float] = {}  # by connected member: when it last sent something, or connected
+        self._returns: dict[int, float] = {}  # by member whose connection broke: until when it may come back
         self._silent: set[int] = set()
         self._suspected: dict[int, float] = {}  # by member: when others were last notified
         self._lost: dict[int, None] = {}  # the newest _MOST
@@ -67,6 +68,7 @@ class FailureDetector:
     def changed(self, member: int, there: bool) -> None:
         """A connection opened or broke."""
         self._silent.discard(member)
+        self._returns.pop(member, None)
         if there:
             self._spoke_at[member] = self._now
             self._lost.pop(member, None)
@@ -78,17 +80,17 @@ class FailureDetector:
 
     def may_return(self, member: int, at: float) -> bool:
         """The connection of `member` breaks now (`at`: as in `newly_silent`). Returns whether that may be because this
-        lighthouse was suspended: then the member counts as lost once it has said nothing for `_RETURN`.
+        lighthouse was suspended: then the member counts as lost once it has said nothing for `_RETURN` more.
         """
         self._pass(at)
         if member not in self._spoke_at or self._now - self._woke > _RETURN:
             return False
-        self._spoke_at[member] = self._now - SILENT + _RETURN
+        self._returns[member] = self._now + _RETURN
         return True
 
     def silence(self, member: int) -> float:
-        """Seconds since a connected member last sent something."""
-        return self._now - self._spoke_at.get(member, self._now)
+        """Seconds since a connected member last sent something, to a tenth."""
+        return round(self._now - self._spoke_at.get(member, self._now), 1)
 
     def is_lost(self, member: int) -> bool:
         """Whether a member was connected, and its connection broke."""
@@ -102,6 +104,7 @@ class FailureDetector:
         """A member sent something. Returns whether it had counted as silent."""
         if member in self._spoke_at:
             self._spoke_at[member] = self._now
+            self._returns.pop(member, None)
         was_silent = member in self._silent
         self._silent.discard(member)
         return was_silent
@@ -128,6 +131,7 @@ class FailureDetector:
     def newly_silent(self, at: float) -> list[int]:
         """Look now (seconds of any clock). Returns members that count as lost from now on because of their silence."""
         self._pass(at)
-        newly = [s for s, spoke_at in self._spoke_at.items() if self._now - spoke_at > SILENT and s not in self._silent]
+        ends = {member: self._returns.get(member, spoke_at + SILENT) for member, spoke_at in self._spoke_at.items()}
+        newly = [member for member, end in ends.items() if self._now > end and member not in self._silent]
         self._silent |= {*newly}
         return newly

@@ -33,7 +33,7 @@ from isles.comm.sockets import loop
 from isles.comm.sockets.listener import echo_failure
 from isles.comm.tcp import is_own
 from isles.membership.effects import Append, Coordinator, Effect, Reply
-from isles.membership.failure_detector import SILENT, FailureDetector, IslandLiveness
+from isles.membership.failure_detector import FailureDetector, IslandLiveness
 from isles.membership.keys import (
     ABOUT,
     CONFIG,
@@ -507,7 +507,7 @@ class Lighthouse:
         if whole is False and self._failure_detector.may_return(member, self._session.now()):
             return
         if whole is not None:
-            silence = round(self._failure_detector.silence(member), 1)
+            silence = self._failure_detector.silence(member)
             self._failure_detector.changed(member, whole)
             self._carry_out(
                 self._call(lambda m, now: m.reconnected(now, member) if whole else m.disconnected(now, member)),
@@ -521,7 +521,8 @@ class Lighthouse:
         self._failure_detector.stood = 0.0
         self._carry_out(self._call(lambda m, now: m.tick(now)))
         for member in silent:
-            self._carry_out(self._call(lambda m, now, member=member: m.disconnected(now, member)), silence=SILENT)
+            silence = self._failure_detector.silence(member)
+            self._carry_out(self._call(lambda m, now, member=member: m.disconnected(now, member)), silence=silence)
         if (note := self._relay.note(self.relayed)) is not None:
             self._carry_out([Append(note)])
 

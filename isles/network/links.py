@@ -70,8 +70,8 @@ class Links:
                number share its bandwidth fairly (one household, one data centre's egress), and its downlink.
     downlink:  bits per second towards the ranks of an uplink, in the forms of `bandwidth`; None: wide enough for all
                that arrives.
-        devices:   of each site: so many consecutive ranks share an uplink, and all of the above is given by site
-                   instead of by rank; not with uplinks or a matrix of bandwidths.
+    devices:   of each site: so many consecutive ranks share an uplink, and all of the above is given by site instead of
+               by rank; not with uplinks or a matrix of bandwidths.
 
     ValueError for a rate that is not positive, a negative or infinite latency, or a negative jitter.
     """

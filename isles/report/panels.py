@@ -1,6 +1,6 @@
-"""What the pictures of a report show, before anybody draws it: `svg` draws it into the page, `png` into one picture.
+"""What the pictures of a report show, before anybody draws it: `draw.svg` draws it into the page, `draw.png` beside it.
 
-`charts` and `time_charts` make panels from a run; colours are names of `style`.
+`charts` makes panels from a run; colours are names of `draw.style`.
 
 A series is a list of (x, y) points in rising x; long ones are made short enough to draw, by thinning that preserves the
 spikes, or averaging that preserves the trend.

@@ -80,7 +80,7 @@ WHAT = {
 
 
 def pipeline_sheet(problem: RoutingProblem, found: Sequence[RoutingStrategy], sizes: Sizes, network: str) -> Sheet:
-    """`found` as `strategies` gives them, the plan last. sizes: of messages. network: its name in words."""
+    """`found` as `routing_strategies` gives them, the plan last. sizes: of messages. network: its name in words."""
     plan, whole = found[-1], found[0]
     assert plan.paths is not None
     bounds = lower_bounds(problem)

@@ -10,7 +10,7 @@ import pytest
 from isles.comm.errors import Refused
 from isles.membership.client import MembershipClient
 from isles.membership.coordinator import RoundsCoordinator
-from isles.membership.effects import Effect, Rules
+from isles.membership.effects import Effect, Reply, Rules
 from isles.membership.messages import Beat, Done, PeerReport, Refusal
 from isles.membership.round_commit import NOTHING, RoundDecision
 from tests.membership.test_membership import READY, founded, promise, told
@@ -185,6 +185,8 @@ def test_three_refused_shares_and_two_accusers_shut_a_seat_out() -> None:
         "(worker 1 says: its share is 40 times as long as usual)"
     )
     assert shut(run) == [3] and run.proposal is not None and run.proposal.members == (0, 1, 2)
+    (again,) = run.hear(0.0, 3, Beat(4, 0)) or []
+    assert again == Reply(Refusal(f"member 3 is no longer in this run ({refusal.reason}): join again"))
 
 
 class Line:

@@ -144,7 +144,8 @@ def test_who_gave_up_a_suspended_lighthouse_is_not_lost_if_it_comes_back() -> No
     assert looks(present, 1.0) == [] and not present.may_return(4, 1.25)
     assert present.may_return(4, 6.0) and present.may_return(5, 6.0) and not present.may_return(6, 6.0)
     present.changed(4, True)
-    assert looks(present, 5.0, at=6.0) == [] and looks(present, 0.25, at=11.25) == [5]
+    assert looks(present, 5.0, at=6.0) == [] and looks(present, 0.0, at=11.25) == [5]
+    assert present.silence(5) == 7.0  # 1.25 and 5.25 s, and the 0.5 s that a suspension counts for
     assert not present.may_return(4, 11.75)
     assert present.stood == 4.75  # from 1.25 to 6.0
 

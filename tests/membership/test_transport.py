@@ -81,7 +81,7 @@ def test_pairs_of_all_sizes_at_once(tmp_path: Path, direct: bool, connections: i
         assert within(10.0, lambda: all(one.paths()[0][2] for one in pair))  # a quarter of a lease later
         for me, one in enumerate(pair):
             ((peer, told, round_trip, *counts),) = read_paths(json.loads(json.dumps(one.paths())))
-            assert (peer, told, counts) == (1 - me, way, [sum(sizes), sum(sizes)]) and 0 < round_trip < 0.1
+            assert (peer, told, counts) == (1 - me, way, [sum(sizes), sum(sizes)]) and 0 < round_trip < 3.0  # the lease
 
 
 def test_an_answer_that_does_not_come_is_no_refusal(tmp_path: Path) -> None:

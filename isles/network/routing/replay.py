@@ -157,7 +157,7 @@ def replay(
     room: Mapping[int, int] | None = None,
     pause: Callable[[Task], float] | None = None,
 ) -> Replay:
-    """Play one step. queue: `in_order(...)` or `first_come`. room and pause: as in `events.play`.
+    """Play one step. queue: `in_order(...)` or `first_come`. room and pause: as in `StepPlay`.
 
     ValueError for invalid routes, and for tasks that wait for each other, naming them.
     """

@@ -42,7 +42,7 @@ class RunConfig:
     in which they are reached; steps then follow from it. 0: steps says when.
     """
     priced_as: str = ""
-    """Virtual only: time and bytes as of a model "1B", "1B, A100, 64k" or "1B, 2.5s"; see `running.priced`."""
+    """Virtual only: time and bytes as of a model "1B", "1B, A100, 64k" or "1B, 2.5s"; see `plan.run_plan.priced`."""
     seed: int = 0
     """Seed of weights and data order, and of a method that draws (NoLoCo's pairs) unless `replicas.seed` is given."""
     start: str = ""
