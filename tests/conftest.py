@@ -17,7 +17,6 @@ from collections import defaultdict
 from collections.abc import Generator
 
 import pytest
-import torch
 
 _HOME = tempfile.mkdtemp(prefix="isles-tests-")
 atexit.register(shutil.rmtree, _HOME, ignore_errors=True)
@@ -27,21 +26,21 @@ os.environ["ISLES_HOME"] = _HOME
 _ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [_ROOT, os.environ.get("PYTHONPATH")]))
 
-# With other numbers of threads sums are rounded otherwise: what is held against workers' bits must add up as they do.
-torch.set_num_threads(1)
-
-
 if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_collection() -> Generator[None, object, object]:
+def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
+    if session.config.getoption("dist", "no") == "no":  # else tests run in the processes that this one starts
+        import torch
+
+        # With other numbers sums are rounded otherwise: what is held against workers' bits must add up as they do.
+        torch.set_num_threads(1)
     gc.disable()
     try:
         return (yield)
     finally:
-        gc.collect()
         gc.freeze()
         gc.set_threshold(10_000, 10, 50)  # what tests leave in caches is walked again less often
         gc.enable()

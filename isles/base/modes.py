@@ -31,15 +31,15 @@ from torch._C import _len_torch_function_stack as _function_modes
 _NOTHING = nullcontext()
 
 
-def own_modes() -> AbstractContextManager[Any]:
-    """No autocast, no inference mode, no gradients, and new tensors on the CPU. Each step enters them: what is so
-    already costs next to nothing.
+def own_modes(*, gradients: bool = False) -> AbstractContextManager[Any]:
+    """No autocast, no inference mode, no gradients if not asked for, and new tensors on the CPU. Each step enters them:
+    what is so already costs next to nothing.
     """
     modes: list[AbstractContextManager[Any]] = []
     if torch.is_inference_mode_enabled():
         modes.append(torch.inference_mode(False))
-    if modes or torch.is_grad_enabled():
-        modes.append(torch.no_grad())
+    if modes or torch.is_grad_enabled() != gradients:
+        modes.append(torch.enable_grad() if gradients else torch.no_grad())
     modes += [torch.autocast(kind, enabled=False) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
     if _function_modes():  # torch.set_default_device, or `with torch.device(...)`
         modes.append(torch.device("cpu"))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import pytest
-from scipy import stats
 
 from isles.report.comparison import claims_table, holm, paired
 
 
 def test_the_interval_is_student_s() -> None:
     """t of 4 degrees of freedom at 97.5 % is 2.776; p as scipy's own paired test has it."""
+    from scipy import stats  # half a second
+
     first, second = [1.0, 1.1, 1.2, 1.3, 1.4], [1.05, 1.12, 1.31, 1.36, 1.42]
     differences = [b - a for a, b in zip(first, second, strict=True)]
     found = paired(differences)

@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import numpy as np
-import torch
 from torch import Tensor
 from torch._C import _len_torch_dispatch_stack
 from torch.utils._python_dispatch import _disable_current_modes
@@ -246,15 +245,15 @@ class VirtualTransfer:
             scheduler.stepping = before
 
 
-@contextlib.contextmanager
-def _threads_own_modes() -> Iterator[None]:
+def _threads_own_modes() -> contextlib.AbstractContextManager[Any]:
     """Default torch modes. A step runs in any worker's thread, perhaps amid an evaluation without gradients, under
     autocast or a memory meter; with real processes it runs in a thread of its own."""
-    with contextlib.ExitStack() as modes:
-        modes.enter_context(own_modes())
-        modes.enter_context(torch.enable_grad())
-        if _len_torch_dispatch_stack():
-            modes.enter_context(_disable_current_modes())
+    return _without_meters() if _len_torch_dispatch_stack() else own_modes(gradients=True)
+
+
+@contextlib.contextmanager
+def _without_meters() -> Iterator[None]:
+    with own_modes(gradients=True), _disable_current_modes():
         yield
 
 
