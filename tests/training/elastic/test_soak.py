@@ -15,7 +15,7 @@ import pytest
 from tests.training.elastic.disks import Disk, unavailable
 from tests.training.elastic.processes import NearbyLighthouse, Processes, held
 from tests.training.elastic.recovery import Trouble, false_losses, recoveries, table
-from tests.training.elastic.soaking import CALM, ROOM, Soak, longest_gaps
+from tests.training.elastic.soaking import CALM, LIGHTHOUSE, ROOM, Soak, longest_gaps
 
 EACH = int(os.environ.get("ISLES_SOAK", "1"))  # events of a kind, over both methods
 SETTLED = 50  # events after which what the lighthouse holds may grow by a fifth at most
@@ -90,7 +90,8 @@ def test_a_run_outlives_all_troubles(tmp_path: Path, method: str) -> None:
         if settled != (0, 0):
             assert now[0] <= 1.2 * settled[0]
             assert now[1] <= 1.2 * settled[1]
-            assert late <= 0.01 * did.total()
+            # beside 1 %, one for each time that the lighthouse was away: an exchange without a decision ends so
+            assert late <= 0.01 * did.total() + sum(soak.done[kind] for kind in LIGHTHOUSE)
     finally:
         world.end()
         for disk in (disks or {}).values():
