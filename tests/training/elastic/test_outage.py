@@ -143,6 +143,7 @@ def test_the_lighthouse_is_frozen(tmp_path: Path, method: str) -> None:
         world.until(lambda: all(whole(one, thawed, time.monotonic()) > 5 for one in trio), 60.0)
         moments = [next(r["at"] for r in one.rounds() if r["at"] > thawed and r["outcome"] == "whole") for one in trio]
         print(f"{method}: all are whole again {max(moments) - thawed:.1f} s after the lighthouse goes on")
+        world.until(lambda: events(world.out, "lost"))  # 5 s for the one that was killed to come back
         assert {entry["member"] for entry in events(world.out, "lost")} == {victim.rounds()[-1]["member"]}
     finally:
         world.end()
