@@ -29,6 +29,8 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [_ROOT, os.environ.get("
 if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+_MANY = 1000  # tests, of which some need the fork server
+
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
@@ -44,6 +46,10 @@ def pytest_collection(session: pytest.Session) -> Generator[None, object, object
         gc.freeze()
         gc.set_threshold(10_000, 10, 50)  # what tests leave in caches is walked again less often
         gc.enable()
+        if len(session.items) > _MANY and not session.config.option.collectonly:
+            from tests.forked import start_forked_server
+
+            start_forked_server()
 
 
 _LONG_CASES = 2  # of a test, if its mark says no other number: `make test-long` ends within an hour

@@ -9,6 +9,7 @@ is a fork of it too. What is about loading, or about how a Python begins and end
 
 from __future__ import annotations
 
+import importlib
 import multiprocessing
 import os
 import signal
@@ -21,7 +22,7 @@ from typing import Any
 
 import psutil
 
-from isles.running.backends import PRELOAD
+from isles.running.backends import PRELOAD, start_server
 
 PATIENCE = 90.0  # seconds for what takes a few on an idle machine
 
@@ -99,9 +100,33 @@ def _begun(out: Any, error: Any, folder: str, target: Callable[..., Any], argume
     os.close(nothing)
     out.close()
     error.close()
-    sys.stdin, sys.stdout, sys.stderr = (open(number, "w" if number else "r", buffering=1) for number in range(3))  # noqa: SIM115
+    _open_streams()
     settle(folder)
     target(*arguments)
+
+
+def _open_streams() -> None:
+    """On descriptors 0, 1 and 2, which stay open when another such call replaces them."""
+    modes = ("r", "w", "w")
+    sys.stdin, sys.stdout, sys.stderr = (open(at, mode, 1, closefd=False) for at, mode in enumerate(modes))  # noqa: SIM115
+
+
+def forget_isles() -> None:
+    """As if this process had loaded torch and nothing of isles."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "isles"]:
+        del sys.modules[name]
+
+
+def start_forked_server() -> None:
+    """Start the fork server as a fork of this process: it need not load what the tests have loaded."""
+    for name in PRELOAD:
+        importlib.import_module(name)
+    spawn = util.spawnv_passfds
+    util.spawnv_passfds = _forked_server(spawn)
+    try:
+        start_server()
+    finally:
+        util.spawnv_passfds = spawn
 
 
 def settle(folder: str | Path) -> None:
@@ -126,6 +151,7 @@ def _forked_server(spawn: Callable[..., int]) -> Callable[..., int]:
             nothing = os.open(os.devnull, os.O_RDWR)
             for number in {int(name) for name in os.listdir("/proc/self/fd")} - {0, 1, 2, nothing, *kept}:
                 os.dup2(nothing, number)  # not closed: the objects here that own them still will do that
+            _open_streams()  # pytest's are among them
             forkserver._forkserver.__init__()  # type: ignore[misc]  # its lock is held
             exec(code, {})
         finally:

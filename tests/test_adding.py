@@ -281,8 +281,7 @@ def test_what_was_added_is_of_use(house: tuple[Path, dict[str, set[str]]], tmp_p
 
 def use(root: str, out: str) -> None:
     """USE in this process, as if it had loaded torch and nothing of isles."""
-    for name in [name for name in sys.modules if name.partition(".")[0] == "isles"]:
-        del sys.modules[name]
+    forked.forget_isles()
     sys.path.insert(0, root)
     sys.argv = ["-c", root, out]
     exec(USE, {"__name__": "__main__"})

@@ -84,7 +84,7 @@ def test_a_plan_for_ones_own_run(plan, tmp_path: Path):
 
 def test_a_step_from_a_gpus_name(plan):
     """6 x 1e9 x 125,000 operations at 40 % of 312e12 a second."""
-    code, out, _ = plan(*GPU, "--gpu", "a100", "--method", "ddp")
+    code, out, _ = plan("methods", "1e9, 2 layers", *GPU[2:], "--gpu", "a100", "--method", "ddp")
     assert code == 0 and f"{6 * 1e9 * 125e3 / (0.4 * 312e12):.4g} s of computing a step" in out
 
 

@@ -34,9 +34,10 @@ def frozen(moment: str, goes_on: bool) -> tuple[list[Any], float, LocalWorkers]:
     return results, time.monotonic() - start, pool
 
 
-def test_a_frozen_worker_is_named_at_every_moment() -> None:
-    """While all join, in a collective, at the end; whether the others are ended or go on to their own end."""
-    cases = [(moment, goes_on) for moment in ("joining", "in a round", "at the end") for goes_on in (True, False)]
+@pytest.mark.parametrize("turn", [0, pytest.param(1, marks=pytest.mark.long)])
+def test_a_frozen_worker_is_named_at_every_moment(turn: int) -> None:
+    """While all join, in a collective, at the end; whether the others are ended or go on to their own end, in turn."""
+    cases = [(moment, place % 2 == turn) for place, moment in enumerate(("in a round", "joining", "at the end"))]
     with ThreadPoolExecutor(len(cases)) as at_once:
         outcomes = list(at_once.map(lambda case: frozen(*case), cases))
     for (moment, goes_on), (results, seconds, pool) in zip(cases, outcomes, strict=True):

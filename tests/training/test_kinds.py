@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
+import importlib
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from isles.training.config.sections import Config
 from isles.training.kinds import Lazy, WorldKind, kind_of, layout_of
 from isles.training.records.reshard import prepare
 from isles.training.worker import train_worker
+from tests import forked
 from tests.training.runs import VirtualWorkers, run, tiny, write_text
 
 STAGES = ["model.layers=2", "model.tie_embeddings=false", "pipeline.microbatches=2"]
@@ -67,19 +68,20 @@ def test_every_place_of_a_kind_is_there() -> None:
                 assert callable(getattr(kind(), name)), name
 
 
-def test_a_fork_server_has_loaded_what_workers_train_with() -> None:
+def test_a_fork_server_has_loaded_what_workers_train_with(tmp_path: Path) -> None:
     """Else every worker would, for seconds."""
-    code = f"""
-import importlib, sys
-for name in {PRELOAD}:
-    importlib.import_module(name)
-from isles.training import kinds
-for kind in (kinds.WorldKind, kinds.SwarmWorld, kinds.ClusterWorld):
-    for name in {{"train", "trainer"}} & vars(kind).keys():
-        assert vars(kind)[name].target.partition(":")[0] in sys.modules, vars(kind)[name].target
-print("loaded")
-"""
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout == b"loaded\n"
+    assert forked.Process(preload, folder=tmp_path).end() == (0, "loaded\n", "")
+
+
+def preload() -> None:
+    forked.forget_isles()
+    for name in PRELOAD:
+        importlib.import_module(name)
+    kinds = importlib.import_module("isles.training.kinds")
+    for kind in (kinds.WorldKind, kinds.SwarmWorld, kinds.ClusterWorld):
+        for name in {"train", "trainer"} & vars(kind).keys():
+            assert vars(kind)[name].target.partition(":")[0] in sys.modules, vars(kind)[name].target
+    print("loaded")
 
 
 def test_a_swarm_goes_on_with_as_many_peers(tmp_path: Path) -> None:

@@ -181,7 +181,9 @@ def test_a_broadcast_reaches_everyone_once(size: int) -> None:
     assert sum(len(fed(position, size)) for position in range(size)) == size - 1
 
 
-@pytest.mark.parametrize("case", ["diloco", "eager", "streaming-diloco", "noloco"])
+@pytest.mark.parametrize(
+    "case", ["diloco", "eager", pytest.param("streaming-diloco", marks=pytest.mark.long), "noloco"]
+)
 def test_at_the_rate_that_is_wanted_workers_compute_so_much(text: Path, case: str) -> None:
     """The rate is that of the method's own schedule: a method that waits for every round wants one that carries a round
     in 5 % of the time, eager one that carries it while the next round is computed.
