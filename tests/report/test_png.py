@@ -67,6 +67,10 @@ def test_no_words_are_cut(columns: int) -> None:
     assert colours(image)[rgb("text")] > 20 and image.width > columns * 15 * 6  # letters are more than 6 pixels wide
 
 
+def test_characters_that_xml_has_not_are_question_marks() -> None:
+    assert picture("a\x01b\x1b[2J", "\x00", []) == picture("a?b?[2J", "?", [])
+
+
 def test_what_is_no_run_directory_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no run directory"):
         write_picture(tmp_path / "absent")

@@ -14,6 +14,7 @@ from isles.report.panels import Panel, Table
 
 _FONT = "Open Sans"
 _LETTER, _TITLE = 7, 12  # pixels of a letter, at most on average, and of the title's: nothing here measures text
+_NO_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")  # resvg would refuse all of it
 _LINE, _GAP = 20, 30  # pixels of a line; around all, and between columns
 
 
@@ -39,7 +40,7 @@ def picture(heading: str, below: str, shown: Sequence[Panel], table: Table | Non
         feet[column] += height + _GAP
     box = f"{-_GAP} {-_GAP} {width + 2 * _GAP} {max(feet) + _GAP:.0f}"
     return svg_to_bytes(
-        svg_string=f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="{box}">{"".join(out)}</svg>',
+        svg_string=f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="{box}">{_NO_XML.sub("?", "".join(out))}</svg>',
         style_sheet=re.sub(r"var\(--(\w+)\)", lambda name: LIGHT[name[1]], STYLE),  # resvg knows no variables
         background=LIGHT["back"],
         font_files=[str(fontpkg.path(_FONT))],
