@@ -1,7 +1,8 @@
 """For all tests: what collecting them made stays to the end, so the garbage collector need not walk it; they keep
 nothing in the home of whoever runs them, compute on one thread as a worker does, whichever test ran before, and hear
 Ctrl-C, as do the commands that they start: a shell has its background jobs ignore it. Of a test's long cases two are
-run, spread over them, and of whole worlds one; all where ISLES_EVERY_CASE is set.
+run, spread over them, and of whole worlds one; all where ISLES_EVERY_CASE is set. The environment of a test ends with
+it: `isles.init` chooses gloo's interface there, and another test's commands run on other machines.
 """
 
 from __future__ import annotations
@@ -50,6 +51,17 @@ def pytest_collection(session: pytest.Session) -> Generator[None, object, object
             from tests.forked import start_forked_server
 
             start_forked_server()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call() -> Generator[None, object, object]:
+    before = dict(os.environ)
+    try:
+        return (yield)
+    finally:
+        if os.environ != before:
+            os.environ.clear()
+            os.environ.update(before)
 
 
 _LONG_CASES = 2  # of a test, if its mark says no other number: `make test-long` ends within an hour
