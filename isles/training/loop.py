@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from isles.base.memory import free_memory
 from isles.base.schema import Metrics
 from isles.comm.codecs import codec
 from isles.comm.collectives.mean import sent_bytes
@@ -32,6 +33,7 @@ from isles.network.routing.events import Span
 from isles.training.config.inner import lr_factor
 from isles.training.config.sections import Config, RunConfig
 from isles.training.records.checkpoint import Checkpoints
+from isles.training.records.saver import StateSaver
 from isles.training.records.shard import refuse_losses, refuse_state
 from isles.training.records.timeline import Timeline
 from isles.training.step import WAITS, Text, draws_state, restore_draws
@@ -155,6 +157,7 @@ class TrainingLoop(ABC):
         self.losses: list[Tensor] = []
         self.timeline = Timeline(world.rank)
         self.step_clock = StepClock(world.transport, device, simulated=config.world.is_simulated)
+        self._saver = StateSaver(self._copy_memory)
 
     @abstractmethod
     def steps_done(self) -> int:
@@ -184,11 +187,13 @@ class TrainingLoop(ABC):
         """Train the remaining steps; the first worker writes OUT/model.safetensors. Returns this worker's share of the
         summary, or None if the run was stopped (its state is then in a checkpoint).
         """
-        while self.steps_done() < self.config.run.steps:
-            self.step()
-            if self._stops_after(self.steps_done(), out):
-                self._report_last_spans()
-                return None
+        with self._saver:
+            while self.steps_done() < self.config.run.steps:
+                self.step()
+                self._saver.check()
+                if self._stops_after(self.steps_done(), out):
+                    self._report_last_spans()
+                    return None
         return self.conclude(out)
 
     def _stops_after(self, step: int, out: Path | None) -> bool:
@@ -210,19 +215,30 @@ class TrainingLoop(ABC):
 
     def _save(self, out: Path, step: int) -> None:
         """Save this worker's part of the checkpoint of `step`."""
-        state = self.state_dict()
-        self._refuse_broken(step, state)
-        self.saves(out, step, state)
+        self.saves(out, step, self.state_dict())
 
     def saves(self, out: Path, step: int, state: dict[str, Any]) -> None:
-        """Write this worker's state of a checkpoint."""
-        Checkpoints(out).write_shard(step, self.world.rank, state, self.name)
-        self.world.report({"checkpoint": step, "worker": self.world.rank})
+        """Write this worker's state of a checkpoint, behind the training where it can be."""
+
+        def write(state: dict[str, Any]) -> None:
+            self.refuse_broken(step, state)
+            Checkpoints(out).write_shard(step, self.world.rank, state, self.name)
+            self.world.report({"checkpoint": step, "worker": self.world.rank})
+
+        self._saver.save(state, write)
+
+    def _copy_memory(self) -> float:
+        """Bytes that a copy of the state may take: half of what is free, shared by the workers. None on the virtual
+        clock, whose events have an order, and none where the state is larger than the memory that it is to be in.
+        """
+        if self.config.world.is_simulated or self.config.memory.method not in ("none", "checkpoint"):
+            return 0.0
+        return free_memory() / (2 * self.config.world.workers)
 
     def _refuse_not_finite(self, last: int, losses: Sequence[Tensor]) -> None:
         refuse_losses(self.config, self.world.rank, last, losses, each=self.losses_a_step)
 
-    def _refuse_broken(self, step: int, state: Mapping[str, Any]) -> None:
+    def refuse_broken(self, step: int, state: Mapping[str, Any]) -> None:
         """NotFinite if the state to be saved is not finite."""
         refuse_state(self.config, self.world.rank, step, state, self._finite())
 

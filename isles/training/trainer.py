@@ -161,7 +161,7 @@ class Trainer(TrainingLoop):
         self.step_clock.read()
         computing = self.step_clock.seconds - self.world.world.traffic.total("blocked_seconds", *WAITS)
         self.optimizer.land_all()  # complete all exchanges; `whole` then checks that the replicas agree
-        self._refuse_broken(self.optimizer.steps, {"model": self.optimizer.weights()})
+        self.refuse_broken(self.optimizer.steps, {"model": self.optimizer.weights()})
         totals = self.totals()
         replica_loss, spread = self._evaluate(), self.optimizer.replica_std()
         model = self.model_step.whole(self.optimizer)
@@ -187,7 +187,7 @@ class Trainer(TrainingLoop):
         if group.rank != 0 or self.world.inner.rank != 0:
             return False
         if model is not None:
-            self._refuse_broken(self.optimizer.steps, {"model": model.state_dict()})
+            self.refuse_broken(self.optimizer.steps, {"model": model.state_dict()})
             if out is not None:
                 save_model(model, out / "model.safetensors")
         return True

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import signal
+import threading
 import time
+from collections import Counter
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from isles.training.records.checkpoint import Checkpoints
+from isles.training.records.saver import StateSaver
 
 WORKERS, KEPT = 2, 2
 
 
-def state(step: int, worker: int) -> dict[str, object]:
+def state(step: int, worker: int) -> dict[str, Any]:
     """What worker `worker` writes after `step`: several hundred kB, known to all."""
     draw = torch.Generator().manual_seed(1000 * step + worker)
     tensors = [torch.randn(30_000, generator=draw) for _ in range(2)]
@@ -24,20 +30,31 @@ def state(step: int, worker: int) -> dict[str, object]:
 
 
 def write_on(folder: Path, first: int, told: int) -> None:
-    """Checkpoints first, first + 1, ... for ever, each told after its commit."""
-    checkpoints = Checkpoints(folder)
+    """Checkpoints first, first + 1, ... for ever, behind what the workers do next, each told after its commit."""
+    checkpoints, written, lock = Checkpoints(folder), Counter[int](), threading.Lock()
+    savers = [StateSaver(lambda: math.inf) for _ in range(WORKERS)]
+
+    def write(step: int, worker: int, copy: dict[str, Any]) -> None:
+        checkpoints.write_shard(step, worker, copy, "here")
+        with lock:
+            written[step] += 1
+            if written[step] == WORKERS:
+                checkpoints.commit(step, range(WORKERS), {"run": "here"}, keep=KEPT)
+                os.write(told, step.to_bytes(8, "little"))
+
     for step in range(first, first + 10_000):
-        for worker in range(WORKERS):
-            checkpoints.write_shard(step, worker, state(step, worker), "here")
-        checkpoints.commit(step, range(WORKERS), {"run": "here"}, keep=KEPT)
-        os.write(told, step.to_bytes(8, "little"))
+        for worker, saver in enumerate(savers):
+            live = state(step, worker)
+            saver.save(live, partial(write, step, worker))
+            for tensor in live["tensors"]:
+                tensor.fill_(math.nan)  # as the next step changes them
 
 
 def killed_writing(folder: Path, first: int, seconds: float) -> int:
     """The last step that was told as committed before the writer was killed; first - 1 where none was."""
     on_report, told = os.pipe()
     writer = os.fork()
-    if writer == 0:  # it only writes files: torch's threads are not asked for anything
+    if writer == 0:  # one thread of torch: those of its pool are not there after a fork
         try:
             os.close(on_report)
             write_on(folder, first, told)
@@ -72,7 +89,7 @@ def kill_and_look(folder: Path, moments: int, seed: int) -> int:
         for step in steps:
             for worker in range(WORKERS):
                 found, right = checkpoints.read_shard(step, worker), state(step, worker)
-                assert all(map(torch.equal, found.pop("tensors"), right.pop("tensors"))), (moment, step)  # type: ignore[arg-type]
+                assert all(map(torch.equal, found.pop("tensors"), right.pop("tensors"))), (moment, step)
                 assert found == right
         between += any((folder / "checkpoints").glob("*/*.partial"))
         last = steps[-1] if steps else 0

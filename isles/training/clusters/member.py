@@ -187,6 +187,7 @@ class ElasticClusterNode(PeerWork):
         for name, parameter in server.model.named_parameters():
             moments = [v for v in server.optimizer.state.get(parameter, {}).values() if v.shape == parameter.shape]
             tensors[name] = [parameter, *moments]
+        worker.refuse_broken(step, state)
         copy = StateCopy({"step": step, "read": worker.reading.after(step), "parameters": tensors})
         part, name = coordinates[1], state_of(coordinates[1], step)
         facts = {"step": step, "parts": len(assignment.clusters[coordinates[0]])}

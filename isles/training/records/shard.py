@@ -58,17 +58,25 @@ def _bytes(tensor: Tensor) -> memoryview:
     return flat.view(torch.uint8).numpy().data
 
 
-def copy_to_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copies of `tensors` in one buffer in the host's memory, which is freed with the last of them."""
+def copy_to_host(tensors: Mapping[str, Tensor], buffer: Tensor | None = None) -> dict[str, Tensor]:
+    """Copies of `tensors` in the host's memory. buffer: at least `copied_size` bytes to use; None: new ones, which are
+    freed with the last of the copies.
+    """
     order = _aligned(tensors)
-    buffer = torch.empty(sum(tensors[name].nbytes for name in order), dtype=torch.uint8, device="cpu")
-    parts = buffer.split([tensors[name].nbytes for name in order])
+    if buffer is None:
+        buffer = torch.empty(copied_size(tensors), dtype=torch.uint8, device="cpu")
+    parts = buffer[: copied_size(tensors)].split([tensors[name].nbytes for name in order])
     copies = {}
     for name, part in zip(order, parts, strict=True):
         tensor = tensors[name]
         copies[name] = part.view(tensor.dtype).view(tensor.shape)
         copies[name].copy_(tensor.detach())
     return copies
+
+
+def copied_size(tensors: Mapping[str, Tensor]) -> int:
+    """Bytes that `copy_to_host` takes."""
+    return sum(tensor.nbytes for tensor in tensors.values())
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], notes: Mapping[str, str] | None = None) -> None:
@@ -100,12 +108,18 @@ def _distinct(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
     distinct, tied = dict[str, Tensor](), dict[str, str]()
     names = dict[tuple[Any, ...], str]()
     for name, tensor in sorted(model.state_dict().items()):
-        key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()) if tensor.numel() else (name,)
-        if names.setdefault(key, name) == name:
+        if (first := names.setdefault(_memory(tensor, name), name)) == name:
             distinct[name] = tensor
         else:
-            tied[name] = names[key]
+            tied[name] = first
     return distinct, tied
+
+
+def _memory(tensor: Tensor, name: str) -> tuple[Any, ...]:
+    """Equal for tensors that share all of their memory; a tensor without any has its name."""
+    if not tensor.numel() or not tensor.data_ptr():
+        return (name,)
+    return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
 def write_into(file: BinaryIO, tensors: Mapping[str, Tensor], notes: Mapping[str, str]) -> None:
@@ -146,14 +160,15 @@ _TENSOR, _PAIRS, _TUPLE = "__tensor__", "__pairs__", "__tuple__"
 
 def split_state(state: Any) -> tuple[Any, dict[str, Tensor]]:
     """Split a nested state of dicts, lists, tuples, tensors, numbers, strings and None into a JSON-able structure and
-    its tensors by path (not copied).
+    its tensors by path (not copied). Tensors that share their memory are one, under the first path.
     """
-    tensors: dict[str, Tensor] = {}
+    tensors, paths = dict[str, Tensor](), dict[tuple[Any, ...], str]()
 
     def visit(value: Any, path: str) -> Any:
         if isinstance(value, Tensor):
-            tensors[path] = value.detach()
-            return {_TENSOR: path}
+            first = paths.setdefault(_memory(value, path), path)
+            tensors.setdefault(first, value.detach())
+            return {_TENSOR: first}
         if isinstance(value, Mapping):
             pairs = [(key, visit(entry, f"{path}.{key}")) for key, entry in value.items()]
             if all(isinstance(key, str) for key, _ in pairs):

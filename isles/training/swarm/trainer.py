@@ -499,7 +499,7 @@ class ElasticSwarmTrainer(SwarmTrainer, PeerWork):
         stage, self._saved_at = swarm.stages[me], step
         if me not in swarm.peers(stage)[:HOLDERS]:
             return
-        self._refuse_broken(step, {"model": self.optimizer.weights()})
+        self.refuse_broken(step, {"model": self.optimizer.weights()})
         # Published before it is offered: the lighthouse fetches what is offered.
         self._member.publish(state_of(stage, step), {"step": step}, self._state().write)
         self.world.report({"offered": {"step": step, "stage": stage, "parts": len(self.model_step.cut.pieces)}})
