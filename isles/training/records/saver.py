@@ -10,6 +10,7 @@ for a copy is written at once, a tensor at a time.
 
 from __future__ import annotations
 
+import errno
 import threading
 from collections.abc import Callable
 from typing import Self
@@ -17,6 +18,8 @@ from typing import Self
 import torch
 
 from isles.training.records.shard import State, copied_size, copy_to_host, join_state, split_state
+
+_LONGEST = 3600.0  # seconds to write a state
 
 
 class StateSaver:
@@ -65,7 +68,9 @@ class StateSaver:
 
     def _finish(self) -> None:
         if self._thread is not None:
-            self._thread.join()  # as long as the disk takes, as without a thread
+            self._thread.join(_LONGEST)
+            if self._thread.is_alive():
+                raise OSError(errno.ETIMEDOUT, f"a state was not written within {_LONGEST:g} s: is its disk there?")
             self._thread = None
 
     def _save(self, write: Callable[[State], None], state: State) -> None:
