@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from isles.training.config.inner import InnerConfig, lr_factor
+from isles.training.config.inner import InnerConfig, inner_notices, lr_factor
 from isles.training.optimizer import inner_optimizer
 
 
-def factors(steps: int, **settings: float) -> list[float]:
+def factors(steps: int, **settings: Any) -> list[float]:
     config = InnerConfig(**settings)
     return [lr_factor(step, steps, config) for step in range(1, steps + 1)]
 
@@ -30,6 +31,43 @@ def test_cosine_by_hand() -> None:
     assert rates[5] == pytest.approx(0.6, abs=1e-15)
     assert rates[9] == pytest.approx(0.2, abs=1e-15)
     assert rates[1:] == sorted(rates[1:], reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "rates"),
+    [
+        ("linear", [0.5, 1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2]),  # eight steps from 1 to 0.2
+        ("wsd", [0.5, 1.0, 1.0, 1.0, 1.0, 1.0, 0.8, 0.6, 0.4, 0.2]),  # the last four of ten fall
+        ("constant", [0.5, *9 * [1.0]]),
+        ("inverse_sqrt", [0.5, 1.0, *(math.sqrt(2 / step) for step in range(3, 11))]),
+    ],
+)
+def test_other_schedules_by_hand(schedule: str, rates: list[float]) -> None:
+    """Ten steps, two of warm-up, down to 0.2, but for the two that do not aim there."""
+    settings = {"schedule": schedule, "warmup_steps": 2, "final_lr_fraction": 0.2, "decay_fraction": 0.4}
+    assert factors(10, **settings) == pytest.approx(rates, abs=1e-15)
+    assert lr_factor(11, 10, InnerConfig(**settings)) == pytest.approx(
+        math.sqrt(2 / 11) if schedule == "inverse_sqrt" else rates[-1], abs=1e-15
+    )
+
+
+def test_edges_of_schedules() -> None:
+    assert factors(4, schedule="inverse_sqrt", warmup_steps=0, final_lr_fraction=0.6) == pytest.approx(
+        [1, math.sqrt(1 / 2), 0.6, 0.6]
+    )
+    within = factors(4, schedule="wsd", warmup_steps=2, final_lr_fraction=0.0, decay_fraction=1.0)
+    assert within == pytest.approx([0.5, 1.0, 0.5, 0.0])  # it decays after the warm-up, not in it
+    assert factors(5, schedule="wsd", warmup_steps=0, final_lr_fraction=0.0, decay_fraction=0.01) == [1, 1, 1, 1, 0]
+
+
+def test_a_key_that_the_schedule_does_not_use_is_reported() -> None:
+    assert inner_notices(InnerConfig(schedule="constant", final_lr_fraction=0.3, warmup_steps=1), "adamw", 9) == [
+        'inner.final_lr_fraction = 0.3: not used by inner.schedule = "constant"'
+    ]
+    assert inner_notices(InnerConfig(decay_fraction=0.3, warmup_steps=1), "adamw", 9) == [
+        'inner.decay_fraction = 0.3: not used by inner.schedule = "cosine"'
+    ]
+    assert not inner_notices(InnerConfig(schedule="wsd", decay_fraction=0.3, warmup_steps=1), "adamw", 9)
 
 
 @pytest.mark.parametrize("fraction", [0.0, 0.1, 1.0])
