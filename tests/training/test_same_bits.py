@@ -37,6 +37,7 @@ FACTORY = "model.factory=tests.training.own_models"
 WORLDS: dict[str, tuple[int, list[str]]] = {
     "whole": (2, ["model.layers=2"]),
     "three": (3, ["model.layers=2", "inner.accumulation=2"]),
+    "muon": (2, ["model.layers=2", "inner.optimizer=muon"]),
     "unclipped": (2, ["model.layers=2", "inner.max_norm=0"]),
     "islands": (4, ["model.layers=2", "world.inner=2"]),
     "dropped": (4, ["model.layers=2", "world.inner=2", "world.drop_outer=0.5"]),
@@ -111,7 +112,8 @@ def fits(row: Row) -> bool:
         and world in worlds.get(name, WORLDS)
         and (memory == "none" or (memories[memory] and world not in OWN))
         and not (name == "ist" and (plans or memory == "recompute"))
-        and not (name == "fsdp" and plans)
+        and not (name == "fsdp" and (plans or world == "muon"))
+        and not (world == "muon" and (plans or memory == "recompute" or name == "demo"))
         and not (plans and backend == "distributed")
         and not (world == "gpt2" and backend == "distributed")  # each process would load transformers
         and (backend == "distributed" or row.plain.backend == "virtual")

@@ -1,4 +1,4 @@
-"""The inner optimizer: AdamW, or SGD without momentum, its learning rate over the run, and clipping.
+"""The inner optimizer: AdamW, SGD without momentum, Muon or one's own; its learning rate over the run, and clipping.
 
     lr(s) = lr * s / w                                     s <= w: the warm-up, of all schedules
     cosine         lr * (f + (1 - f) (1 + cos(pi d)) / 2)  d: share of the steps after the warm-up that are done
@@ -17,10 +17,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from isles.base.errors import demand
+from isles.base.parts import names_code, one_of_or_code
 
+_MUON = ("momentum", "nesterov", "ns_steps", "adjust_lr_fn")  # options of torch.optim.Muon
 Schedule = Literal["cosine", "wsd", "linear", "constant", "inverse_sqrt"]
 
 
@@ -28,9 +30,10 @@ Schedule = Literal["cosine", "wsd", "linear", "constant", "inverse_sqrt"]
 class InnerConfig:
     """The inner optimizer, its schedule and clipping."""
 
-    optimizer: Literal["auto", "adamw", "sgd"] = "auto"
-    """Which one: "adamw"; "sgd": without momentum, x - lr (g + weight_decay x); "auto": what the method is made for,
-    which is sgd for demo and adamw for all others.
+    optimizer: str = "auto"
+    """Which one: "adamw"; "sgd": without momentum, x - lr (g + weight_decay x); "muon": torch.optim.Muon for matrices
+    of the blocks, AdamW for all others; package.module:Class for your own; "auto": what the method is made for, which
+    is sgd for demo and adamw for all others.
     """
     lr: float = 6e-4
     """Peak learning rate."""
@@ -52,8 +55,18 @@ class InnerConfig:
     """Of "wsd": share of the run's steps, its last ones, in which the rate falls."""
     accumulation: int = 1
     """Batches a step whose gradients are averaged before the inner step."""
+    options: dict[str, Any] | None = None
+    """Keyword arguments of your own class, or of Muon (momentum, nesterov, ns_steps, adjust_lr_fn): [inner.options]."""
 
     def __post_init__(self) -> None:
+        one_of_or_code("optimizer", self.optimizer, ("auto", "adamw", "sgd", "muon"))
+        for key in self.options or {}:
+            if self.optimizer == "muon" and key not in _MUON:
+                raise ValueError(f'options.{key}: with "muon", choose one of {", ".join(_MUON)}, or leave it out')
+            if self.optimizer != "muon" and not names_code("optimizer", self.optimizer):
+                raise ValueError(f'options.{key} is for your own optimizer or "muon", not for "{self.optimizer}"')
+            if key in ("lr", "weight_decay"):
+                raise ValueError(f"options.{key}: set inner.{key} instead")
         demand(self, "lr", lambda x: 0 < x < math.inf, "choose a positive rate, such as 6e-4")
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas = {self.betas}: choose both in [0, 1), such as [0.9, 0.95]")
@@ -94,9 +107,14 @@ def lr_factor(step: int, steps: int, config: InnerConfig) -> float:
     return _AFTER_WARMUP[config.schedule](step, steps, config)
 
 
-def inner_kind(config: InnerConfig, usual: Literal["adamw", "sgd"]) -> Literal["adamw", "sgd"]:
+def inner_kind(config: InnerConfig, usual: Literal["adamw", "sgd"]) -> str:
     """Which optimizer it is; usual: what "auto" stands for."""
     return usual if config.optimizer == "auto" else config.optimizer
+
+
+def most_moments(config: InnerConfig, usual: Literal["adamw", "sgd"]) -> int:
+    """Vectors of the model's size in the optimizer's state, at most; for one's own as many as AdamW has."""
+    return 0 if inner_kind(config, usual) == "sgd" else 2
 
 
 def inner_notices(config: InnerConfig, usual: Literal["adamw", "sgd"], steps: int) -> list[str]:
@@ -106,8 +124,8 @@ def inner_notices(config: InnerConfig, usual: Literal["adamw", "sgd"], steps: in
     for key in [*unused, "final_lr_fraction"] if config.schedule == "constant" else unused:
         if (value := getattr(config, key)) != getattr(InnerConfig, key):
             notices.append(f'inner.{key} = {value:g}: not used by inner.schedule = "{config.schedule}"')
-    if inner_kind(config, usual) == "sgd" and config.betas != InnerConfig.betas:
-        notices.append(f"inner.betas = {list(config.betas)} are AdamW's, and the inner optimizer is SGD: not used")
+    if (kind := inner_kind(config, usual)) not in ("adamw", "muon") and config.betas != InnerConfig.betas:
+        notices.append(f"inner.betas = {list(config.betas)} are AdamW's, and the inner optimizer is {kind}: not used")
     if config.warmup_steps <= steps:
         return notices
     reached = config.lr * lr_factor(steps, steps, config)
