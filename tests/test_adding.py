@@ -297,7 +297,7 @@ def test_what_is_public_says_what_it_is() -> None:
         thing = getattr(isles, name)
         if callable(thing):
             assert thing.__doc__ and not thing.__doc__.startswith(f"{name}("), f"{name} has no docstring"
-    interfaces = {row.interface.partition(":")[2] for row in CODE.values() if row.interface}
+    interfaces = {row.interface.partition(":")[2] for row in CODE.values() if row.interface.startswith("isles.")}
     assert interfaces <= set(isles.__all__)
 
 

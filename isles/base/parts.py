@@ -42,6 +42,7 @@ _PARTS = {"cadence": "Cadence", "mixing": "Mixing", "reading": "Reading", "rule"
 CODE: dict[str, CodeSetting] = {
     "method": CodeSetting("replicas", "method"),
     "model": CodeSetting("model", "factory", "options"),
+    "optimizer": CodeSetting("inner", "optimizer", "options", "torch.optim:Optimizer"),
     "codec": CodeSetting(
         "replicas",
         "codec",
@@ -108,14 +109,15 @@ def make(axis: str, target: str, options: Mapping[str, Any] | None, *first: Any)
     setting, options = CODE[axis], options or {}
     stated, interface = f'{setting.key} = "{target}"', import_target(axis, setting.interface)
     is_protocol = bool(getattr(interface, "_is_protocol", False))
+    like = f"{'torch.optim' if axis == 'optimizer' else 'isles'}.{interface.__name__}"
     try:
         found = import_target(stated, target)
     except ValueError as error:
         raise ValueError(f"{error}; correct the name, or put the module's folder on PYTHONPATH") from error
     if not isinstance(found, type):
-        raise ValueError(f"{stated} is a {type(found).__name__}: name a class, as isles.{interface.__name__} describes")
+        raise ValueError(f"{stated} is a {type(found).__name__}: name a class, as {like} describes")
     if not is_protocol and not issubclass(found, interface):
-        raise ValueError(f"{stated}: derive the class from isles.{interface.__name__}")
+        raise ValueError(f"{stated}: derive the class from {like}")
     made, lacked = None, sorted(getattr(found, "__abstractmethods__", ()))
     if not lacked:
         _check_arguments(setting.options, target, list(signature(found).parameters.values())[len(first) :], options)
@@ -127,9 +129,7 @@ def make(axis: str, target: str, options: Mapping[str, Any] | None, *first: Any)
         stubs = [name for name, stub in own.items() if getattr(found, name, None) is stub]  # of a class derived from it
         lacked = stubs + [name for name in (*own, *setting.says) if not hasattr(made, name)]
     if lacked:
-        raise ValueError(
-            f"{stated} lacks {', '.join(lacked)}: isles.{interface.__name__} says what the class must have"
-        )
+        raise ValueError(f"{stated} lacks {', '.join(lacked)}: {like} says what the class must have")
     return made
 
 

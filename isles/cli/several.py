@@ -238,13 +238,13 @@ def of_runs(folders: Sequence[Path], out: Path, as_: str | None, over: Sequence[
 
 def estimate(configs: Configs) -> Table:
     """What is to be run, a line a row, and about how long it takes here. Measures a step."""
-    measured, lines, total = dict[object, float](), [], 0.0
+    measured, lines, total = dict[str, float](), [], 0.0
     for label in dict.fromkeys(label for label, _ in configs):
         group = [one for (name, _), one in configs.items() if name == label]
         one = group[0]
         readers = one.replicas_in_all * one.world.inner
         sequences = one.data.batch_size_per_worker(readers) * one.inner.accumulation
-        key = (one.model, one.inner, sequences)
+        key = str((one.model, one.inner, sequences))  # options are tables, which have no hash
         if key not in measured:
             measured[key] = measured_step(one, sequences, limits(one.model).context)
         at_once = min(readers, os.cpu_count() or 1) if one.world.has_processes else 1

@@ -162,7 +162,7 @@ def router_config(own: SmalltalkConfig, base: Config, pool: Path) -> Config:
         path=str(pool),
         model=vars(own.router),
         data={"batch_size": own.router_batch},
-        inner={"lr": own.router_lr, "warmup_steps": own.router_warmup, "final_lr_fraction": 1.0, "accumulation": 1},
+        inner={"lr": own.router_lr, "warmup_steps": own.router_warmup, "schedule": "constant", "accumulation": 1},
         world={"workers": 1},
     )
 

@@ -16,7 +16,7 @@ from isles.base.imports import on_first_use
 
 if TYPE_CHECKING:
     from isles.models.config import ModelConfig
-    from isles.models.decoder import Decoder, Output, next_token_loss
+    from isles.models.decoder import Decoder, Output, next_token_loss, output_of
     from isles.models.factory import autocast, build, choose_device, sketch
     from isles.models.model_limits import limits
     from isles.models.sizes import SIZES, Shape, flops_per_token, non_embedding_parameters, parameters, shape_of

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from isles.base.errors import demand
 from isles.base.imports import is_import_target
 from isles.models.sizes import Shape, shape_of
 
@@ -62,6 +64,10 @@ class ModelConfig:
     """cpu; cuda (a machine's workers take its GPUs in turn); cuda:1 (all take that one); auto (a GPU, else the CPU)."""
     dtype: DType = "float32"
     """Format of the weights, and so of the gradients and of the optimizer's state."""
+    logits_megabytes: float = 512.0
+    """Of how many logits (in float32) the loss may hold at a time; of more it is computed in chunks of tokens, whose
+    logits are computed once more in the backward pass. 0: no bound.
+    """
     options: dict[str, Any] | None = None
     """Keyword arguments of the factory, as a table: [model.options]."""
 
@@ -73,6 +79,7 @@ class ModelConfig:
                 raise ValueError(f"model.{key} = {value!r} is not known; use one of {', '.join(get_args(choices))}")
         if not isinstance(self.compile, bool):
             raise ValueError(f"model.compile = {self.compile!r} is not known; use true or false")
+        demand(self, "logits_megabytes", lambda x: 0 <= x < math.inf, "choose 0 (no bound) or more")
         if self.autocast == "fp16" and self.device == "cpu":
             raise ValueError('model.autocast = "fp16" needs a GPU; use "bf16" or "none" with model.device = "cpu"')
         if self.autocast != "none" and self.dtype != "float32":
@@ -111,12 +118,18 @@ class ModelConfig:
                 raise ValueError("model.options are for model.factory: remove them, and edit model.hf's config.json")
             return
         assert self.factory is not None
+        if self.logits_megabytes != type(self).logits_megabytes:
+            raise ValueError("model.logits_megabytes: a model of your own calls isles.models.output_of; leave it out")
         if not is_import_target(self.factory):
             raise ValueError(f"model.factory = {self.factory!r}: write package.module:function")
         if self.context is None:
             raise ValueError(
                 "model.context is missing: beside model.factory, say how long a sequence is, in tokens, such as 128"
             )
+
+    def loss_tokens(self, vocab: int) -> int:
+        """Of how many tokens the loss may hold the logits of `vocab` ids at a time; 0: of all."""
+        return max(int(self.logits_megabytes * 1e6) // (4 * vocab), 1) if self.logits_megabytes else 0
 
     @property
     def name(self) -> str:

@@ -27,13 +27,15 @@ multiplication. Hugging Face's Llama pairs (i, i + C/2), so the rows of query an
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
 
 from isles.base.modes import generator_of
@@ -89,10 +91,12 @@ STREAM_WRITER_SCALE = 0.1  # see the module docstring
 
 
 class Output(NamedTuple):
-    """The result of a forward pass: the mean next-token cross-entropy in nats (a scalar), and the logits (B, T, V)."""
+    """The result of a forward pass: the mean next-token cross-entropy in nats (a scalar), and the logits (B, T, V), or
+    None if the loss was computed in chunks.
+    """
 
     loss: Tensor
-    logits: Tensor
+    logits: Tensor | None
 
 
 class _Linear(nn.Linear):
@@ -173,6 +177,8 @@ class Decoder(nn.Module):
     """Names, in a block, of the matrices that write to the stream."""
     entry: ClassVar = "embed"
     """Name of the embedding."""
+    loss_tokens = 0
+    """See `output_of`."""
 
     def __init__(
         self,
@@ -196,8 +202,7 @@ class Decoder(nn.Module):
 
     def forward(self, tokens: Tensor) -> Output:
         """Loss and logits of windows `tokens` (B, T+1), int64. Each of the first T tokens predicts the next one."""
-        logits_BTV = self.logits(tokens[:, :-1])
-        return Output(next_token_loss(logits_BTV, tokens[:, 1:]), logits_BTV)
+        return output_of(self.leave, self._stream(tokens[:, :-1]), tokens[:, 1:], self.loss_tokens)
 
     def logits(self, tokens_BT: Tensor, order: Sequence[int] | None = None) -> Tensor:
         """Scores (B, T, V) for the token after each of `tokens_BT`, int64; generation calls this. order: numbers of the
@@ -205,10 +210,14 @@ class Decoder(nn.Module):
         """
         if order is not None:
             check_order("order", order, len(self.blocks), "block")
+        return self.leave(self._stream(tokens_BT, order))
+
+    def _stream(self, tokens_BT: Tensor, order: Sequence[int] | None = None) -> Tensor:
+        """The stream (B, T, D) after the last block."""
         x_BTD = self.enter(tokens_BT)
         for block in self.blocks if order is None else [self.blocks[number] for number in order]:
             x_BTD = self.through(block, x_BTD)
-        return self.leave(x_BTD)
+        return x_BTD
 
     def enter(self, tokens_BT: Tensor) -> Tensor:
         """Tokens (B, T), int64, to the stream (B, T, D) that the first block reads."""
@@ -238,8 +247,34 @@ class Decoder(nn.Module):
 
 def next_token_loss(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
     """Mean cross-entropy in nats over B T predictions, in float32 or wider whatever the logits' format."""
-    wide = torch.promote_types(logits_BTV.dtype, torch.float32)
-    return F.cross_entropy(logits_BTV.flatten(0, 1).to(wide), targets_BT.flatten())
+    return F.cross_entropy(logits_BTV.flatten(0, 1).to(_at_least_float32(logits_BTV.dtype)), targets_BT.flatten())
+
+
+def output_of(leave: Callable[[Tensor], Tensor], x_BTD: Tensor, targets_BT: Tensor, loss_tokens: int = 0) -> Output:
+    """The loss, and the logits if all of them may be held at a time.
+
+    Args:
+        leave: maps the stream (..., D) after the last block to logits (..., V), each token by itself.
+        x_BTD: the stream.
+        targets_BT: the next tokens, int64.
+        loss_tokens: of so many tokens logits may be held. For more, the loss is summed over chunks of tokens, whose
+            logits are computed once more in the backward pass. 0: of all.
+
+    Returns:
+        The mean loss in nats, the same up to the order of a sum, and the logits (B, T, V) or None.
+    """
+    if not 0 < loss_tokens < targets_BT.numel():
+        logits_BTV = leave(x_BTD)
+        return Output(next_token_loss(logits_BTV, targets_BT), logits_BTV)
+    chunks = -(-targets_BT.numel() // loss_tokens)
+    pairs = zip(x_BTD.flatten(0, 1).chunk(chunks), targets_BT.flatten().chunk(chunks), strict=True)
+    again = partial(checkpoint, _summed_loss, leave, use_reentrant=False, preserve_rng_state=False)
+    return Output(torch.stack([again(x_ND, targets_N) for x_ND, targets_N in pairs]).sum() / targets_BT.numel(), None)
+
+
+def _summed_loss(leave: Callable[[Tensor], Tensor], x_ND: Tensor, targets_N: Tensor) -> Tensor:
+    logits_NV = leave(x_ND)
+    return F.cross_entropy(logits_NV.to(_at_least_float32(logits_NV.dtype)), targets_N, reduction="sum")
 
 
 def initialise(module: nn.Module, shape: Shape, seed: int) -> None:

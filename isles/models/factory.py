@@ -174,9 +174,14 @@ def _create(config: ModelConfig, seed: int, device: torch.device) -> nn.Module:
     dtype = DTYPES[config.dtype]
     if config.factory is not None:
         return make(config.factory, config.options or {}, seed).to(device=device, dtype=dtype)
-    if config.hf is not None:
-        return load_hf(config.hf, seed=seed, dtype=dtype, device=device, vocab=config.vocab)
-    return Decoder(config.shape(), seed=seed, device=device, dtype=dtype)
+    if config.hf is None:
+        decoder = Decoder(config.shape(), seed=seed, device=device, dtype=dtype)
+        decoder.loss_tokens = config.loss_tokens(decoder.shape.vocab)
+        return decoder
+    made = load_hf(config.hf, seed=seed, dtype=dtype, device=device, vocab=config.vocab)
+    made.loss_tokens = config.loss_tokens(made.model.config.get_text_config().vocab_size)
+    made.has_plain_head = made.ends_in_head()
+    return made
 
 
 def autocast(config: ModelConfig, device: torch.device) -> AbstractContextManager[object]:

@@ -6,6 +6,7 @@ Training needs the extra `hf`; the export does not need transformers. Everything
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, cast
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 from isles.base.durable import plain_mode
 from isles.models.blocks import blocks_of, module_at
-from isles.models.decoder import BASE, NORM_EPS, Block, Decoder, Output, next_token_loss
+from isles.models.decoder import BASE, NORM_EPS, Block, Decoder, Output, next_token_loss, output_of
 
 _WRITERS = ("self_attn.o_proj", "mlp.down_proj")
 
@@ -23,9 +24,24 @@ _WRITERS = ("self_attn.o_proj", "mlp.down_proj")
 class HuggingFaceLM(nn.Module):
     """A causal LM of transformers with the interface of `Decoder`: windows (B, T+1) in, loss and logits out."""
 
+    loss_tokens = 0
+    """See `isles.models.decoder.output_of`."""
+    has_plain_head = True
+    """Whether that may be done: see `ends_in_head`."""
+
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model: Any = model
+
+    @torch.no_grad()
+    def ends_in_head(self) -> bool:
+        """Whether its scores are its head of the last hidden state, and nothing else; of a sketch, by shape."""
+        head, mode = self.model.get_output_embeddings(), self.model.training
+        ids = torch.arange(4, dtype=torch.int64, device=self.model.device)[None]  # several: one may be of padding
+        self.model.eval()
+        scores, ours = self.logits(ids), None if head is None else head(self._hidden(ids))
+        self.model.train(mode)
+        return ours is not None and ours.shape == scores.shape and (ours.is_meta or torch.equal(ours, scores))
 
     @property
     def blocks(self) -> nn.ModuleList:
@@ -50,8 +66,17 @@ class HuggingFaceLM(nn.Module):
 
     def forward(self, tokens: Tensor) -> Output:
         """As Decoder.forward. It does not use the model's own loss, which may shift or mask differently."""
+        if 0 < self.loss_tokens < tokens[:, 1:].numel():
+            if self.has_plain_head:
+                head, x_BTD = self.model.get_output_embeddings(), self._hidden(tokens[:, :-1])
+                return output_of(head, x_BTD, tokens[:, 1:], self.loss_tokens)
+            kind = type(self.model).__name__
+            warnings.warn(f"model.logits_megabytes: not held, as a {kind} does more than its head", stacklevel=2)
         logits_BTV = self.logits(tokens[:, :-1])
         return Output(next_token_loss(logits_BTV, tokens[:, 1:]), logits_BTV)
+
+    def _hidden(self, tokens_BT: Tensor) -> Tensor:
+        return self.model.base_model(input_ids=tokens_BT, use_cache=False).last_hidden_state
 
     def logits(self, tokens_BT: Tensor) -> Tensor:
         """Scores (B, T, V) for the token after each of `tokens_BT`, int64."""

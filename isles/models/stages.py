@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from isles.models.blocks import check_order, sharing
 from isles.models.cuts import Piece, PieceCosts, pieces
-from isles.models.decoder import Decoder, next_token_loss
+from isles.models.decoder import Decoder, output_of
 from isles.models.factory import next_token_scores
 from isles.models.hf import HuggingFaceLM, HuggingFacePieces
 from isles.models.sizes import Shape
@@ -95,21 +95,22 @@ class Stage(nn.Module):
         if not leave:
             return x
         assert targets is not None
-        return loss_of(whole)(whole.leave(x), targets)
+        own: Any = whole
+        if hasattr(whole, "loss"):
+            return own.loss(whole.leave(x), targets)
+        return output_of(whole.leave, x, targets, getattr(whole, "loss_tokens", 0)).loss
 
     def logits(self, x_BTD: Tensor) -> Tensor:
         """Scores (B, T, V) of the stream after the last block; only at the stage that leaves the stream."""
         return self._whole[0].leave(x_BTD)
 
 
-def loss_of(model: Any) -> Callable[[Tensor, Tensor], Tensor]:
-    """The loss as a function of the logits of `leave` and the targets: the model's `loss`, or the next-token loss."""
-    return getattr(model, "loss", next_token_loss)
-
-
 def cuttable(model: nn.Module) -> Cuttable:
     """`model` with its forward pass in pieces. ValueError, with advice, if it has no pieces."""
-    part: Any = HuggingFacePieces(model.model) if type(model) is HuggingFaceLM else model
+    part: Any = model
+    if type(model) is HuggingFaceLM:
+        part = HuggingFacePieces(model.model)
+        part.loss_tokens = model.loss_tokens
     if not isinstance(part, Cuttable):
         raise ValueError(
             f"a {type(model).__name__} cannot be cut into stages: give it `blocks` (an nn.ModuleList), "
@@ -120,10 +121,19 @@ def cuttable(model: nn.Module) -> Cuttable:
 
 
 def decoder_stage(
-    shape: Shape, piece: Piece, *, seed: int, device: torch.device, dtype: torch.dtype | None = None
+    shape: Shape,
+    piece: Piece,
+    *,
+    seed: int,
+    device: torch.device,
+    dtype: torch.dtype | None = None,
+    loss_tokens: int = 0,
 ) -> Stage:
-    """A piece of the decoder of `shape`, allocated and drawn alone, with the values of the whole decoder."""
+    """A piece of the decoder of `shape`, allocated and drawn alone, with the values of the whole decoder. loss_tokens:
+    see `isles.models.decoder.output_of`.
+    """
     whole = Decoder(shape, device="meta", dtype=dtype)
+    whole.loss_tokens = loss_tokens
     stage = Stage(whole, piece)
     if device.type != "meta":
         cast(Decoder, stage._whole[0]).allocate(device, seed)

@@ -31,10 +31,9 @@ from isles.pipeline.wire import StageForm
 from isles.plan.record import RunPlan, RunTime, WorkerPlan
 from isles.plan.replay import TimeAccount
 from isles.training.clusters.stage_server import cluster_cuts, model_load, shared_segments
-from isles.training.config.inner import inner_kind
 from isles.training.config.sections import Config
 from isles.training.memory.plans import step_seconds
-from isles.training.optimizer import inner_bytes
+from isles.training.optimizer import inner_bytes, inner_optimizer, moments
 from isles.training.stage_runner import planned_cut, run_scheme
 from isles.training.swarm.step import origin_room
 
@@ -157,7 +156,7 @@ class _SwarmPlanner:
             memory=WorkerMemory(
                 weights=sum(parameter.nbytes for parameter in stage.parameters()),
                 gradients=self.sums[at],
-                inner=inner_bytes(trained, inner_kind(self.config.inner, "adamw")),
+                inner=inner_bytes(trained, inner_optimizer(stage, self.config.inner, "adamw")),
                 held=tuple(items),
             ),
             microbatches=counted,
@@ -184,7 +183,8 @@ def plan_clusters(config: Config) -> RunPlan:
     settled = agreed_bytes(world.workers, 0)  # in an agreement on the remaining workers
     vote = settled + agreed_bytes(world.workers, 1)  # in the agreements of an average
     weighed = getattr(config.replicas, "weights", "equal") == "samples"
-    copies = 3 if pipeline.ravnest.average_optimizer and inner_kind(config.inner, "adamw") == "adamw" else 1
+    states = moments(inner_optimizer(model, config.inner, "adamw")) if pipeline.ravnest.average_optimizer else {}
+    copies = {name: 1 + states.get(id(parameter), 0) for name, parameter in model.named_parameters()}
     dtype = next(model.parameters()).dtype
     workers = []
     for number, cut in enumerate(cuts):
@@ -192,7 +192,7 @@ def plan_clusters(config: Config) -> RunPlan:
         form = form_of(first, scheme, pipeline, batch_size=sequences, context=context, vocab=vocab)
         for stage in range(len(cut.pieces)):
             stage_segments = [segment for segment in segments if segment.holders[number] == stage]
-            counts = [copies * sum(sizes[name] for name in segment.names) + weighed for segment in stage_segments]
+            counts = [sum(copies[name] * sizes[name] for name in one.names) + weighed for one in stage_segments]
             average = vote + sum(_mean_bytes(count, dtype, clusters, number) for count in counts)
             position = number, stage, len(workers)
             workers.append(_worker(config, cut, load, form, position, average if clusters > 1 else 0))

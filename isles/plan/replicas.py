@@ -41,7 +41,6 @@ from isles.plan.worker_classes import wanted_rate
 from isles.replicas.exchange_schedule import Outline
 from isles.replicas.sync import ReplicaSync
 from isles.training.config.conflicts import plan_of
-from isles.training.config.inner import inner_kind
 from isles.training.config.reading import resolve
 from isles.training.config.sections import Config
 from isles.training.config.world import WorldConfig
@@ -368,7 +367,7 @@ def worker_memory(config: Config, optimizer: ReplicaSync) -> WorkerMemory:
         weights=sum(parameter.nbytes for parameter in optimizer.model.parameters()),
         tables=basis + sum(buffer.nbytes for buffer in optimizer.model.buffers()),
         gradients=sum(parameter.nbytes for parameter in optimizer.parameters),
-        inner=inner_bytes(optimizer.parameters, inner_kind(config.inner, optimizer.usual_inner)),
+        inner=inner_bytes(optimizer.parameters, optimizer),
         held=tuple(item for item in optimizer.memory() if item.when != "pinned" or device_of(config) != "cpu"),
     )
 

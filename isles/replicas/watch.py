@@ -450,7 +450,7 @@ _LOOKED_AT = 512  # entries of each parameter that are compared: all of them wou
 def copies_of(inner: Optimizer, parameters: Sequence[nn.Parameter]) -> list[WeightCopies]:
     """Of each optimizer below `inner` that may keep some. A plan of memory keeps what torch's own do."""
     each = [one for one in each_of(innermost(inner)) if not isinstance(one, Deferred)]
-    return [WeightCopies(one, parameters) for one in each if not type(one).__module__.startswith("torch.optim.")]
+    return [WeightCopies(one, parameters) for one in each if not f"{type(one).__module__}.".startswith("torch.optim.")]
 
 
 class WeightCopies:

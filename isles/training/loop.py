@@ -21,6 +21,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
 
 from isles.base.memory import free_memory
 from isles.base.schema import Metrics
@@ -42,6 +44,12 @@ from isles.training.step import WAITS, Text, draws_state, restore_draws
 def checkpoint_steps(run: RunConfig) -> int:
     """Steps between checkpoints that workers write by themselves; 0: none."""
     return run.checkpoint_every if isinstance(run.checkpoint_every, int) else 0
+
+
+def rate_schedule(optimizer: Optimizer, config: Config) -> LambdaLR:
+    """The learning rate schedule, stepped after each inner step. A delayed update has the rate of its own step."""
+    late = config.pipeline.swarm.delay_updates
+    return LambdaLR(optimizer, lambda done: lr_factor(max(done + 1 - late, 1), config.run.steps, config.inner))
 
 
 class StepClock:

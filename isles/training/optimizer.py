@@ -1,6 +1,4 @@
-"""The optimizer of a run: the configured method around the inner optimizer of `[inner]`, the schedule of its learning
-rate, and the bytes of its state.
-"""
+"""The optimizer of a run: the configured method around the inner optimizer of `[inner]`, and the bytes of its state."""
 
 from __future__ import annotations
 
@@ -14,43 +12,110 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR
 
 from isles.base.errors import in_section
+from isles.base.imports import describe
+from isles.base.parts import make, names_code
 from isles.base.tables import non_defaults
+from isles.base.wrapping import SeveralOptimizers, each_of, innermost
 from isles.comm.group import Group
 from isles.comm.mesh import Mesh
 from isles.comm.roster import Roster, as_roster
 from isles.memory.disk import disk_vectors
 from isles.models import choose_device
+from isles.models.blocks import blocks_of
+from isles.models.subspace import held_inside
 from isles.pipeline.rowwise import RowwiseAdamW, by_rows, settled
 from isles.replicas import method
 from isles.replicas.replica import Plain, StageCopy, SuppliedNorm
 from isles.replicas.sync import ReplicaSync
-from isles.training.config.inner import InnerConfig, inner_kind, inner_notices, lr_factor
+from isles.training.config.inner import InnerConfig, inner_kind, inner_notices
 from isles.training.config.sections import Config
 from isles.training.setup import has_own_gpu
 
 
 def inner_optimizer(model: nn.Module, config: InnerConfig, usual: Literal["adamw", "sgd"]) -> Optimizer:
     """The configured optimizer of the trainable parameters; no weight decay on vectors (norm gains). usual: the kind of
-    "auto". Full-size weights in a subspace stay in it, see `isles.pipeline.rowwise`.
+    "auto". Full-size weights in a subspace stay in it, see `isles.pipeline.rowwise`. Muon steps the matrices of the
+    blocks, AdamW all others (embeddings, head, norms). ValueError if the model or this torch has no place for it.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    kind = inner_kind(config, usual)
+    hidden = _hidden(model) if kind == "muon" else set[int]()
+    first = [] if not hidden else [_muon([p for p in trained if id(p) in hidden], config)]
     groups = [
-        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in trained if p.ndim >= 2 and id(p) not in hidden], "weight_decay": config.weight_decay},
         {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
-    rows, sgd = by_rows(groups, model), inner_kind(config, usual) == "sgd"
+    if names_code("optimizer", kind):
+        return settled(own_optimizer(config, groups), model)
+    rows, sgd = by_rows(groups, model), kind == "sgd"
     if any(parameter.is_meta for parameter in trained):
-        kind = torch.optim.SGD if sgd else torch.optim.AdamW if rows is None else RowwiseAdamW
-        return _sketched(kind, groups if sgd or rows is None else rows, config.lr)
-    if sgd:
-        return settled(torch.optim.SGD(groups, lr=config.lr, fused=True), model)
-    if rows is not None:
+        made = torch.optim.SGD if sgd else torch.optim.AdamW if rows is None else RowwiseAdamW
+        rest = [_sketched(made, groups if sgd or rows is None else rows, config.lr)] if groups else []
+    elif sgd:
+        rest = [torch.optim.SGD(groups, lr=config.lr, fused=True)]
+    elif rows is not None:
         return RowwiseAdamW(rows, lr=config.lr, betas=config.betas)
-    return settled(torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, fused=True), model)
+    else:
+        rest = [torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, fused=True)] if groups else []
+    each = first + rest
+    return settled(each[0] if len(each) == 1 else SeveralOptimizers(each), model)
+
+
+def own_optimizer(config: InnerConfig, groups: list[dict[str, Any]]) -> Optimizer:
+    """The user's class, called with parameter groups, lr and [inner.options]. ValueError if that fails, or if the class
+    cannot do what [inner] asks for.
+    """
+    options = {"lr": config.lr, **(config.options or {})}
+    made: Optimizer = make("optimizer", config.optimizer, options, groups)
+    stated = f'optimizer = "{config.optimizer}"'
+    if "weight_decay" not in made.defaults and config.weight_decay != InnerConfig.weight_decay:
+        raise ValueError(f"weight_decay = {config.weight_decay:g}: {stated} has no weight decay; leave it out")
+    if hasattr(made, "train") and hasattr(made, "eval"):
+        raise ValueError(f"{stated} wants train() and eval() around evaluations: use it in a loop of your own")
+    return made
+
+
+def check_own_optimizer(config: InnerConfig) -> None:
+    """ValueError as `own_optimizer`, or if it cannot step a matrix and a vector of zeros."""
+    zeros = [torch.zeros(2, 2, device="cpu", dtype=torch.float32), torch.zeros(2, device="cpu", dtype=torch.float32)]
+    groups = [{"params": [nn.Parameter(own)], "weight_decay": config.weight_decay} for own in zeros]
+    made = own_optimizer(config, groups)
+    for group, own in zip(groups, zeros, strict=True):
+        group["params"][0].grad = torch.zeros_like(own)
+    try:
+        made.step()
+    except Exception as error:  # the class is the user's: whatever it raises
+        raise ValueError(f'optimizer = "{config.optimizer}" fails in a step: {describe(error)}') from error
+
+
+def _hidden(model: nn.Module) -> set[int]:
+    """The matrices of the blocks, by id: all but embeddings."""
+    if any(True for _ in held_inside(model)):
+        raise ValueError('inner.optimizer = "muon" would leave the subspace of pipeline.boundary.kind; choose "adamw"')
+    tables = {id(own) for one in model.modules() if isinstance(one, nn.Embedding) for own in one.parameters()}
+    inside = [parameter for block in blocks_of(model)[1] for parameter in block.parameters()]
+    found = {id(own) for own in inside if own.ndim == 2 and own.requires_grad} - tables
+    if not found:
+        raise ValueError(
+            'inner.optimizer = "muon": the model has no nn.ModuleList of blocks with matrices; use "adamw"'
+        )
+    return found
+
+
+def _muon(matrices: list[nn.Parameter], config: InnerConfig) -> Optimizer:
+    """With the size of AdamW's updates (`adjust_lr_fn`), so that lr and weight_decay mean the same for both."""
+    kind = getattr(torch.optim, "Muon", None)
+    if kind is None:
+        raise ValueError(
+            f'inner.optimizer = "muon" needs torch 2.9 or later, this is {torch.__version__}: update torch'
+        )
+    options = {"weight_decay": config.weight_decay, "adjust_lr_fn": "match_rms_adamw", **(config.options or {})}
+    if any(parameter.is_meta for parameter in matrices):
+        return _sketched(kind, [{"params": matrices, **options}], config.lr)
+    return kind(matrices, lr=config.lr, **options)
 
 
 def _sketched(kind: type[Optimizer], groups: list[dict[str, Any]], lr: float) -> Optimizer:
@@ -68,19 +133,20 @@ def _sketched(kind: type[Optimizer], groups: list[dict[str, Any]], lr: float) ->
     return made
 
 
-def inner_bytes(parameters: Iterable[Tensor], optimizer: Literal["adamw", "sgd"]) -> int:
-    """Bytes of the optimizer's state. AdamW: two moments of each trainable parameter, and a float32 step count. SGD:
-    none.
+def moments(optimizer: Optimizer) -> dict[int, int]:
+    """By parameter (its id), how many tensors of its size are in the optimizer's state: AdamW 2, Muon 1, SGD 0; for
+    one's own as many as for AdamW.
     """
-    if optimizer == "sgd":
-        return 0
-    return sum(2 * parameter.nbytes + 4 for parameter in parameters if parameter.requires_grad)
+    counts = {"SGD": 0, "Muon": 1}
+    each = [(counts.get(type(one).__name__, 2), one.param_groups) for one in each_of(innermost(optimizer))]
+    return {id(own): count for count, groups in each for group in groups for own in group["params"]}
 
 
-def rate_schedule(optimizer: Optimizer, config: Config) -> LambdaLR:
-    """The learning rate schedule, stepped after each inner step. A delayed update has the rate of its own step."""
-    late = config.pipeline.swarm.delay_updates
-    return LambdaLR(optimizer, lambda done: lr_factor(max(done + 1 - late, 1), config.run.steps, config.inner))
+def inner_bytes(parameters: Iterable[Tensor], optimizer: Optimizer) -> int:
+    """Bytes of the optimizer's state: `moments` of each trainable parameter, and beside two a float32 step count."""
+    counts = moments(optimizer)
+    trained = [(parameter.nbytes, counts[id(parameter)]) for parameter in parameters if parameter.requires_grad]
+    return sum(count * nbytes + 4 * (count == 2) for nbytes, count in trained)
 
 
 def wrapped(

@@ -83,7 +83,9 @@ def build_stage(
     device, piece = home or choose_device(config.model, rank), cut.pieces[stage]
     if config.model.own is None:
         dtype = DTYPES[config.model.dtype]
-        made = decoder_stage(config.model.shape(), piece, seed=config.run.seed, device=device, dtype=dtype)
+        shape = config.model.shape()
+        tokens = config.model.loss_tokens(shape.vocab)
+        made = decoder_stage(shape, piece, seed=config.run.seed, device=device, dtype=dtype, loss_tokens=tokens)
     else:
         made = Stage(on_host(config.model, config.run.seed), piece).to(device)
     scheme.fit(made)

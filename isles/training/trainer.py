@@ -19,8 +19,7 @@ from isles.comm.group import Group
 from isles.comm.mesh import Mesh
 from isles.network.routing.events import Span
 from isles.training.config.sections import Config
-from isles.training.loop import TrainingLoop
-from isles.training.optimizer import rate_schedule
+from isles.training.loop import TrainingLoop, rate_schedule
 from isles.training.records.replica_spread import Sample
 from isles.training.records.shard import save_model
 from isles.training.step import WAITS, TrainerParts, validation_loss

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from isles.base.modes import torch_threads
+from isles.memory.meter import MemoryMeter
 from isles.models import SIZES, Decoder, Shape, decoder, next_token_loss
 from isles.models.decoder import Block, initialise
 
@@ -209,6 +210,43 @@ def test_the_loss_of_bf16_logits_is_summed_in_float32() -> None:
     logits = torch.randn(1, 4, 31, generator=torch.Generator().manual_seed(0)).bfloat16()
     targets = tokens(1, 4)
     assert torch.equal(next_token_loss(logits, targets), next_token_loss(logits.float(), targets))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_loss_in_chunks_is_the_loss(dtype: torch.dtype) -> None:
+    """Of 32 tokens, 1, 5 or 31 at a time: loss and gradients but for the order of sums. All at once: to the bit."""
+    model, window = Decoder(SHAPE, dtype=dtype), tokens()
+    close = {torch.float32: 1e-6, torch.float64: 1e-14}[dtype]
+
+    def run(loss_tokens: int) -> list[Tensor]:
+        model.loss_tokens = loss_tokens
+        output = model(window)
+        output.loss.backward()
+        assert (output.logits is None) == (0 < loss_tokens < 32)
+        with torch.no_grad():
+            assert torch.equal(model(window).loss, output.loss)
+        made = [output.loss.detach(), *(p.grad for p in model.parameters())]
+        model.zero_grad()
+        return made
+
+    whole = run(0)
+    assert all(torch.equal(*pair) for pair in zip(run(32), whole, strict=True))
+    for loss_tokens in (1, 5, 31):
+        for found, expected in zip(run(loss_tokens), whole, strict=True):
+            assert (found - expected).norm() <= close * expected.norm()
+
+
+def test_a_loss_in_chunks_holds_the_logits_of_a_chunk() -> None:
+    """512 tokens of 1,000 ids are 2 MB of logits, which the plain loss has three times; of 16 tokens they are 64 kB."""
+    model = Decoder(Shape(d_model=8, layers=1, heads=1, ffn=8, vocab=1000, context=128, tie_embeddings=True))
+    window, peaks = torch.zeros(4, 129, dtype=torch.int64), []
+    for loss_tokens in (0, 16):
+        model.zero_grad()
+        model.loss_tokens, meter = loss_tokens, MemoryMeter()
+        with meter:
+            model(window).loss.backward()
+        peaks.append(meter.peak)
+    assert peaks[0] > 3 * 2_048_000 and peaks[1] < peaks[0] / 10
 
 
 def test_it_learns() -> None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from isles.models import ModelConfig, build
 from isles.models.cuts import pieces
-from isles.models.decoder import Decoder
+from isles.models.decoder import Decoder, next_token_loss
 from isles.models.hf import HuggingFaceLM, load_hf, save_as_llama
 from isles.models.sizes import Shape
 from isles.models.stages import Stage, check_stages
@@ -49,6 +51,22 @@ def test_a_configuration_alone_trains_from_the_seed(tmp_path: Path) -> None:
     output = first(tokens)
     expected = torch.nn.functional.cross_entropy(output.logits.flatten(0, 1), tokens[:, 1:].flatten())
     assert torch.equal(output.loss, expected)
+
+
+def test_a_loss_in_chunks_is_the_loss(tmp_path: Path, transformers: Any) -> None:
+    """Where scores are the head of the last hidden state. Gemma 2 bounds them by a tanh, so it keeps the plain loss."""
+    small = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 8}
+    small |= {"intermediate_size": 24, "num_key_value_heads": 2}
+    window = torch.randint(40, (2, 9), generator=torch.Generator().manual_seed(0))
+    for kind in ("Llama", "Gemma2"):
+        getattr(transformers, f"{kind}Config")(**small).save_pretrained(tmp_path / kind)
+        config = ModelConfig(hf=str(tmp_path / kind), dtype="float64", logits_megabytes=0.0009)
+        model = build(config, seed=0)
+        with nullcontext() if kind == "Llama" else pytest.warns(UserWarning, match="a Gemma2ForCausalLM does more"):
+            output = model(window)
+        assert model.loss_tokens == 5 and (output.logits is None) == (kind == "Llama")
+        expected = next_token_loss(model.logits(window[:, :-1]), window[:, 1:])
+        torch.testing.assert_close(output.loss, expected, rtol=1e-14, atol=0)
 
 
 def test_saved_weights_are_used(tmp_path: Path) -> None:

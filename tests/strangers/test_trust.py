@@ -120,7 +120,7 @@ SETTINGS = [
 
 def test_every_setting_that_may_name_code_is_in_this_list() -> None:
     replicas = [f"replicas.{axis}" for axis in ("cadence", "codec", "landing", "mixing", "reading", "rule")]
-    others = ["model.factory", "pipeline.boundary.kind", "pipeline.routing", "replicas.method"]
+    others = ["inner.optimizer", "model.factory", "pipeline.boundary.kind", "pipeline.routing", "replicas.method"]
     assert sorted(key for key, _ in SETTINGS) == sorted([*others, *replicas])
 
 

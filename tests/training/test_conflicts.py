@@ -51,6 +51,7 @@ SITUATIONS: dict[str, dict[str, Any]] = {
 }
 VALUES: dict[str, Any] = {
     "replicas.method": "demo",
+    "inner.optimizer": "torch.optim:NAdam",
     "replicas.mixing": "groups",
     "replicas.cadence": "isles.replicas.parts.choices:EveryH",
     "replicas.fragments": "strided",

@@ -38,6 +38,8 @@ MORE = {
     "diloco-bf16": ("diloco", ["replicas.codec=bf16"]),
     "noloco-single": ("noloco", ["replicas.exchange=single_vector"]),
     "noloco-late-anchors": ("noloco", ["replicas.prefetch_phi=false", "replicas.anchor_codec=int8"]),
+    "muon": ("diloco", ["inner.optimizer=muon"]),
+    "ist-muon": ("ist", ["inner.optimizer=muon", "replicas.split=ffn"]),
     "own-model": ("noloco", ["model.factory=tests.training.own_models:build"]),
 }
 CASES = {**{name: (name, []) for name in ON_VIRTUAL}, **MORE}
@@ -109,7 +111,7 @@ def owned(optimizer: ReplicaSync) -> int:
     return sum(storages.values())
 
 
-@pytest.mark.parametrize("case", share(CASES, 0, 3, ("ddp", "diloco", "noloco")))
+@pytest.mark.parametrize("case", share(CASES, 0, 3, ("ddp", "diloco", "muon", "noloco")))
 def test_memory_is_what_the_method_allocates(text: Path, case: str) -> None:
     """Counted between rounds on the running method, buffer by buffer; and the inner optimizer's state, exactly."""
     config = of_case(text, case, workers=2, steps=12)

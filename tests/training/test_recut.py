@@ -33,9 +33,10 @@ def begun(tmp_path_factory: pytest.TempPathFactory) -> Any:
     @cache
     def make(method: str, stages: int, *more: str) -> Path:
         own = [*SPLIT, f"pipeline.stages={stages}"] if stages > 1 else WHOLE
+        own += ["inner.optimizer=muon"] if method == "muon" else []
         settings = [*MORE, *own, f"run.checkpoint_every={AT}", *more]
         out = folder / f"{method}-{stages}-{len(more)}"
-        run(tiny(text, *settings, method=method, workers=REPLICAS * stages, steps=STEPS), out)
+        run(tiny(text, *settings, method=method.replace("muon", "noloco"), workers=REPLICAS * stages, steps=STEPS), out)
         return out
 
     return make
@@ -57,9 +58,9 @@ def go_on(path: Path, workers: int | None, stages: int | None) -> tuple[dict[str
     return summary, ready.notes
 
 
-METHODS = ("diloco", "noloco", "delayed", "eager")
+METHODS = ("diloco", "noloco", "delayed", "eager", "muon")  # muon: noloco, with two inner optimizers
 CHANGES = ((2, 1), (2, 4), (4, 2), (1, 2))
-QUICK = {("noloco", 2, 1), ("eager", 1, 2)}
+QUICK = {("noloco", 2, 1), ("eager", 1, 2), ("muon", 1, 2)}
 
 
 @pytest.mark.parametrize(

@@ -33,15 +33,17 @@ FEW = ["ddp", "streaming-diloco", "dilocox", "noloco", "ist"]
 
 STAGES = ["pipeline.stages=2", "pipeline.microbatches=2"]
 UNTIED = ["model.layers=3", "pipeline.loss_at=last", "model.tie_embeddings=false"]
+CHUNKED = "model.logits_megabytes=0.008"  # of 8 tokens
 FACTORY = "model.factory=tests.training.own_models"
 WORLDS: dict[str, tuple[int, list[str]]] = {
     "whole": (2, ["model.layers=2"]),
-    "three": (3, ["model.layers=2", "inner.accumulation=2"]),
+    "three": (3, ["model.layers=2", "inner.accumulation=2", CHUNKED]),
+    "muon": (2, ["model.layers=2", "inner.optimizer=muon"]),
     "unclipped": (2, ["model.layers=2", "inner.max_norm=0"]),
     "islands": (4, ["model.layers=2", "world.inner=2"]),
     "dropped": (4, ["model.layers=2", "world.inner=2", "world.drop_outer=0.5"]),
     "shards": (4, ["model.layers=2", "world.inner=2", "world.inside=fsdp"]),
-    "stages": (4, [*STAGES, *UNTIED]),
+    "stages": (4, [*STAGES, *UNTIED, CHUNKED]),
     "random": (4, [*STAGES, "model.layers=2", "pipeline.routing=random"]),
     "factory": (2, [f"{FACTORY}:build", "model.context=16"]),
     "gpt2": (2, ["model.hf={gpt2}", "model.context=16", "data.tokenizer=bytes"]),
@@ -111,7 +113,8 @@ def fits(row: Row) -> bool:
         and world in worlds.get(name, WORLDS)
         and (memory == "none" or (memories[memory] and world not in OWN))
         and not (name == "ist" and (plans or memory == "recompute"))
-        and not (name == "fsdp" and plans)
+        and not (name == "fsdp" and (plans or world == "muon"))
+        and not (world == "muon" and (plans or memory == "recompute" or name == "demo"))
         and not (plans and backend == "distributed")
         and not (world == "gpt2" and backend == "distributed")  # each process would load transformers
         and (backend == "distributed" or row.plain.backend == "virtual")

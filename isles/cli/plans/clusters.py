@@ -95,7 +95,7 @@ def _load(read: Config) -> ModelLoad:
     from isles.models import limits, sketch
     from isles.models.cuts import decoder_costs
     from isles.models.stages import costs_of, is_tied, load_of
-    from isles.training.config.inner import inner_kind
+    from isles.training.config.inner import most_moments
 
     model = sketch(read.model)
     if is_tied(model):
@@ -105,7 +105,7 @@ def _load(read: Config) -> ModelLoad:
         )
     costs = costs_of(model) if read.model.own is not None else decoder_costs(read.model.shape())
     sequences = max(1, read.data.batch_size // read.pipeline.microbatches)
-    states = 2.0 if inner_kind(read.inner, "adamw") == "adamw" else 0.0
+    states = float(most_moments(read.inner, "adamw"))
     return load_of(model, costs, sequences=sequences, length=limits(read.model).context, states=states)
 
 

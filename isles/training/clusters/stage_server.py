@@ -33,9 +33,10 @@ from isles.pipeline.ravnest.agreement import cluster_inbox
 from isles.pipeline.ravnest.assignment import ClusterAssignment
 from isles.pipeline.ravnest.averaging import SharedSegment, refinement
 from isles.pipeline.ravnest.stage import AsyncStage
-from isles.training.config.inner import inner_kind, inner_notices
+from isles.training.config.inner import inner_notices, most_moments
 from isles.training.config.sections import Config
-from isles.training.optimizer import inner_optimizer, rate_schedule, what_is_left_out
+from isles.training.loop import rate_schedule
+from isles.training.optimizer import inner_optimizer, what_is_left_out
 from isles.training.records.shard import save_model
 from isles.training.stage_runner import build_stage, hold_against_whole, on_host, planned_cut, run_scheme
 from isles.training.step import Text
@@ -66,8 +67,7 @@ def cuts_at(config: Config, clusters: Sequence[Sequence[int]]) -> list[Cut]:
 def model_load(config: Config, costs: PieceCosts) -> ModelLoad:
     """Memory and compute per block that the model needs of a cluster's nodes."""
     sequences = config.data.batch_size_per_worker(config.replicas_in_all) // config.pipeline.microbatches
-    states = 2.0 if inner_kind(config.inner, "adamw") == "adamw" else 0.0
-    context = limits(config.model).context
+    states, context = float(most_moments(config.inner, "adamw")), limits(config.model).context
     return load_of(sketch(config.model), costs, sequences=sequences, length=context, states=states)
 
 

@@ -59,7 +59,8 @@ def names_of(config: Config) -> dict[str, Any]:
     """`names_in` of a run's configuration."""
     pipeline = {**vars(config.pipeline), "boundary": vars(config.pipeline.boundary)}
     replicas = {"method": config.method, **vars(config.replicas)}
-    return names_in({"replicas": replicas, "model": vars(config.model), "pipeline": pipeline})
+    sections = {"replicas": replicas, "model": vars(config.model), "inner": vars(config.inner), "pipeline": pipeline}
+    return names_in(sections)
 
 
 def check_code(config: Config) -> None:
@@ -76,6 +77,11 @@ def check_code(config: Config) -> None:
         if name is None or not interface or axis == "boundary":
             continue
         try:
+            if axis == "optimizer":
+                from isles.training.optimizer import check_own_optimizer
+
+                check_own_optimizer(config.inner)
+                continue
             made = make(axis, name, named.get(f"{section}.{options}"))
             if axis in choice:
                 choice[axis] = member(axis, made)

@@ -38,6 +38,7 @@ from isles.membership.run_log import JOURNAL
 from isles.membership.session import RejectionRow, Rejections, read_rejections
 from isles.membership.state_transfer import BESIDE, COPIES, FetchRequest, StateServer, StateUnavailable, fetch_state
 from isles.membership.tls_session import open_router
+from isles.training.config.inner import most_moments
 from isles.training.config.reading import for_members, to_toml
 from isles.training.config.sections import Config
 from isles.training.elastic.support import rules
@@ -134,7 +135,7 @@ class LighthouseServer(ABC):
     @property
     def disk(self) -> int:
         """Bytes of a saved state, at most about; 0: none are saved, or the model's size is not known."""
-        moments = 0 if self.config.inner.optimizer == "sgd" else 2
+        moments = most_moments(self.config.inner, "adamw")
         whole = self.rules.weights * (1 + moments + self.vectors) * self.config.world.inner
         return whole if self.config.run.checkpoint_every else 0
 

@@ -65,7 +65,7 @@ from isles.training.step import carried_draws, new_draws
 
 _NORMS = ("progress", "left_ratio")  # gauges, norms of the last round's vectors
 _SHARED = ("lr", "initial_lr", "betas", "eps", "fused")
-"""Settings that are equal in all groups of an inner optimizer; others (weight decay, rows) differ."""
+"""Settings that are equal in all groups of one kind of inner optimizer; others (weight decay, rows) differ."""
 
 
 class StageLayout:
@@ -190,13 +190,12 @@ def recut(
     outers = _outer_states([optimizer["outer"] for optimizer in optimizers], before, after, kind)
     for number, (layout, outer) in enumerate(zip(after, outers, strict=True)):
         inner, schedule = first["optimizer"]["inner"], first["schedule"]
-        shared = {key: value for key, value in inner["param_groups"][0].items() if key in _SHARED}
         optimizer = {
             **first["optimizer"],
             "shapes": [list(shape) for shape in layout.trained.values()],
             "inner": {
                 "state": {index: moments[name] for index, name in enumerate(layout.stepped) if name in moments},
-                "param_groups": [group | shared for group in layout.groups],
+                "param_groups": [group | _shared(group, inner["param_groups"]) for group in layout.groups],
             },
             "outer": outer,
         }
@@ -210,6 +209,12 @@ def recut(
             "loader": first["loader"] if number == 0 else None,
         }
         yield inheriting(made, first, states if number == 0 else [], states)
+
+
+def _shared(group: dict[str, Any], saved: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The settings of the saved groups that are equal in all groups of the kind of `group`, such as Muon's."""
+    like = next((one for one in saved if one.keys() - {"initial_lr"} == group.keys()), saved[0])
+    return {key: like[key] for key in _SHARED if key in like and (key in group or key == "initial_lr")}
 
 
 def _outer_states(

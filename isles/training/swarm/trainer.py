@@ -39,8 +39,8 @@ from isles.pipeline.swarm.outer import SwarmRoster
 from isles.replicas.sync import ReplicaSync
 from isles.training.config.inner import lr_factor
 from isles.training.config.sections import Config
-from isles.training.loop import checkpoint_steps
-from isles.training.optimizer import rate_schedule, wrapped
+from isles.training.loop import checkpoint_steps, rate_schedule
+from isles.training.optimizer import wrapped
 from isles.training.records.shard import StateCopy, state_from_bytes
 from isles.training.stage_runner import broadcast_from_first, build_stage, run_scheme
 from isles.training.step import Left, StepRunner, Text

@@ -110,6 +110,20 @@ def test_joins_deaths_pauses_leaves_and_outages(tmp_path: Path) -> None:
     assert 0.5 < one.summary["goodput"] < 1.0
 
 
+def test_a_joiner_takes_the_state_of_both_inner_optimizers(tmp_path: Path) -> None:
+    """Muon keeps one tensor for each matrix of the blocks where AdamW keeps two and a step count."""
+    sizes = dict[str, int]()
+    for kind in ("adamw", "muon"):
+        config = small(tmp_path, 2, 12, method="diloco", model=SMALL | {"ffn": 24})
+        config = replace(config, inner=replace(config.inner, optimizer=kind))
+        run = churned(config, [ChurnEvent(30.0, "join", 1)], tmp_path, kind)
+        assert set(run.results) == {0, 1, 2}
+        sizes[kind] = next(line.size for line in recorded(run.out)[1] if isinstance(line, StartRecord) and line.size)
+    entries = 3 * 16 * 16 + 16 * 16 + 3 * 16 * 24
+    entries = 3 * 16 * 16 + 16 * 16 + 3 * 16 * 24
+    assert 0 < sizes["adamw"] - sizes["muon"] - 4 * (entries + 5) < 3000, sizes  # beside the tensors: their names
+
+
 def test_without_churn_it_is_the_fixed_world(tmp_path: Path) -> None:
     """Weights to the bit."""
     from isles.running.run import launch

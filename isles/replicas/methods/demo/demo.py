@@ -75,10 +75,12 @@ class DeMo(StepsAlike):
         self._settings_now = start.SettingsHash()
 
     def _refuse(self) -> None:
-        if not all(isinstance(one, torch.optim.SGD) for one in each_of(innermost(self.inner))):
+        each = each_of(innermost(self.inner))
+        if not all(isinstance(one, torch.optim.SGD) for one in each):
+            name = " and ".join(type(one).__name__ for one in each)
             raise ValueError(
                 f"DeMo has a momentum of its own, and its inner optimizer is torch.optim.SGD(lr, weight_decay), not "
-                f'{type(self.inner).__name__}: wrap that one (isles train: inner.optimizer = "sgd")'
+                f'{name}: wrap that one (isles train: inner.optimizer = "sgd")'
             )
         self._refuse_momentum()
         if any(isinstance(module, nn.parallel.DistributedDataParallel) for module in self.model.modules()):

@@ -37,6 +37,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from isles.base.modes import HostCopies, arena, is_away, pinned_bytes, to_host
+from isles.base.wrapping import SeveralOptimizers
 from isles.comm.codecs import codec
 from isles.comm.collectives.basic import Stamp, packed
 from isles.comm.collectives.mean import pattern, working_bytes
@@ -132,10 +133,7 @@ class Subnet:
         return found
 
 
-_SKETCHED: dict[type[Optimizer], tuple[str, ...]] = {
-    torch.optim.AdamW: ("exp_avg", "exp_avg_sq"),
-    torch.optim.SGD: (),
-}  # as `isles train` makes them
+_SKETCHED = {"AdamW": ("exp_avg", "exp_avg_sq"), "SGD": (), "Muon": ("momentum_buffer",)}  # as `isles train` makes them
 _SIDE = 2  # entries a dimension of the stand-ins
 _HINT = 'set optimizer_state = "reset", or take another inner optimizer'
 
@@ -145,9 +143,11 @@ def moments_of(inner: Optimizer) -> dict[int, dict[str, torch.dtype]]:
     momentum, nothing for plain SGD or for a frozen parameter. Found by one step of a copy of `inner` on small
     stand-ins; `inner` is not touched. ValueError: it cannot be copied, or has state of whole rows or columns.
     """
+    if isinstance(inner, SeveralOptimizers):
+        return {own: slots for one in inner.optimizers for own, slots in moments_of(one).items()}
     owners = [parameter for group in inner.param_groups for parameter in group["params"]]
-    if type(inner) in _SKETCHED and all(parameter.is_meta for parameter in owners):
-        return {id(parameter): dict.fromkeys(_SKETCHED[type(inner)], parameter.dtype) for parameter in owners}
+    if type(inner).__name__ in _SKETCHED and all(parameter.is_meta for parameter in owners):
+        return {id(own): dict.fromkeys(_SKETCHED[type(inner).__name__], own.dtype) for own in owners}
     stand_ins = {id(parameter): _stand_in(parameter) for parameter in owners}
     memo = {**stand_ins, id(inner.state): defaultdict(dict)}
     name = type(inner).__name__
