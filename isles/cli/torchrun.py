@@ -22,6 +22,11 @@ def size() -> int | None:
     return int(os.environ["WORLD_SIZE"]) if all(name in os.environ for name in _VARIABLES) else None
 
 
+def restarts() -> bool:
+    """Whether torchrun (--max-restarts) or Slurm (--requeue) has started this command before."""
+    return any(os.environ.get(name, "0") != "0" for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
+
+
 def is_main_process() -> bool:
     """Whether this process is the one that talks to the user."""
     return size() is None or os.environ["RANK"] == "0"

@@ -83,6 +83,14 @@ def rate_schedule(optimizer: Optimizer, config: Config) -> LambdaLR:
     return LambdaLR(optimizer, lambda done: lr_factor(max(done + 1 - late, 1), config.run.steps, config.inner))
 
 
+def load_schedule(schedule: LambdaLR, state: dict[str, Any]) -> None:
+    """Continue from `state`, also if the run has another last step since: the next step has its schedule's rate."""
+    schedule.load_state_dict(state)
+    rows = zip(schedule.optimizer.param_groups, schedule.base_lrs, schedule.lr_lambdas, strict=True)
+    for group, rate, factor in rows:
+        group["lr"] = rate * factor(schedule.last_epoch)
+
+
 def wrapped(
     config: Config,
     model: nn.Module,
