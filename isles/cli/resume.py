@@ -48,6 +48,8 @@ def resume(
     from isles.training.records.tokens import read_token
 
     node_spec = NodeSpec(nodes=nodes, node=node, rendezvous=rendezvous, token=read_token(token, nodes))
+    if nodes == 1:
+        torchrun.adopt()
     end_in_order()
     complete, comes_and_goes = (run / "summary.json").exists(), (run / "members.jsonl").exists()
     if comes_and_goes and (step, steps, stages, device, nodes) != (None, None, None, None, 1):

@@ -82,6 +82,8 @@ def train(
     from isles.training.records.tokens import read_token
 
     node_spec = NodeSpec(nodes=nodes, node=node, rendezvous=rendezvous, token=read_token(token, nodes))
+    if nodes == 1:
+        torchrun.adopt()
     if preset is not None:
         from isles.training.config.presets import preset_file
 
@@ -101,7 +103,8 @@ def train(
     if dry_run:
         from isles.cli.plan_printer import show
 
-        show(resolved, probe=probe, as_json=json, machines=nodes, machine=gpu)
+        if torchrun.is_main_process():
+            show(resolved, probe=probe, as_json=json, machines=nodes, machine=gpu)
         return
     if out is not None and nodes == 1 and (resume or torchrun.restarts()) and (out / "config.toml").exists():
         if (ready := _found(out, resolved, trust=trust)) is None:
@@ -112,6 +115,7 @@ def train(
         from isles.plan.run_plan import refuse
 
         refuse(resolved)
+    torchrun.note_other_workers(config)
     file = f"{preset or config} over the defaults of isles config --method {resolved.method}"
     report_device(resolved, nodes, node, f"; settings: {'the built-in small run' if config is None else file}")
     run(resolved, lambda: out or new_directory(resolved.method), node_spec)
