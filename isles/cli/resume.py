@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from isles.cli import torchrun
 from isles.cli.terminal import OwnDevice, Trust, end_in_order
-from isles.cli.train import Node, Nodes, Rendezvous, TokenText, report_device
-from isles.cli.train import run as run_with_progress
+from isles.cli.train import Node, Nodes, Rendezvous, TokenText, go_on
+
+if TYPE_CHECKING:
+    from isles.training.config.sections import Config
 
 
 def resume(
@@ -22,6 +23,9 @@ def resume(
     ] = None,
     step: Annotated[
         int | None, typer.Option(help="Go back to the checkpoint of this inner step. Default: the newest.")
+    ] = None,
+    steps: Annotated[
+        int | None, typer.Option(help="Go on to this inner step, also after the end. Default: as the run was begun.")
     ] = None,
     stages: Annotated[
         int | None, typer.Option(help="Go on with each replica in so many stages, the same bits by name.")
@@ -35,6 +39,8 @@ def resume(
 ) -> None:
     """Go on from the newest checkpoint of a run; with as many workers, to the same result as if it had not stopped.
 
+    A complete run: --steps N trains on to step N, --step K goes back to a checkpoint; the later ones are deleted.
+
     A run whose workers come and go: its lighthouse restarts at the same address, with as many workers here as before.
     """
     from isles.cli.elastic.lighthouse import restart_lighthouse
@@ -42,12 +48,19 @@ def resume(
     from isles.training.records.tokens import read_token
 
     node_spec = NodeSpec(nodes=nodes, node=node, rendezvous=rendezvous, token=read_token(token, nodes))
+    if nodes == 1:
+        torchrun.adopt()
     end_in_order()
-    if (run / "summary.json").exists():
-        raise ValueError(f"{run}: this run is complete; there is nothing to resume")
-    if (run / "members.jsonl").exists():
-        if (step, stages, device, nodes) != (None, None, None, 1):
-            raise ValueError(f"{run}: its workers come and go: leave --step, --stages, --device and --nodes out")
+    complete, comes_and_goes = (run / "summary.json").exists(), (run / "members.jsonl").exists()
+    if comes_and_goes and (step, steps, stages, device, nodes) != (None, None, None, None, 1):
+        options = "--step, --steps, --stages, --device and --nodes"
+        raise ValueError(
+            f"{run}: its workers come and go: leave {options} out; run.start begins another from its model"
+        )
+    if complete and (comes_and_goes or (step, steps) == (None, None)):
+        more = "begin another with run.start" if comes_and_goes else "go on with --steps N, or go back with --step K"
+        raise ValueError(f"{run}: this run is complete; {more}")
+    if comes_and_goes:
         restart_lighthouse(run, workers)
         return
     if (workers, stages) != (None, None) and (node_spec.nodes > 1 or torchrun.size() is not None):
@@ -63,9 +76,22 @@ def resume(
         start_server()
     ready = prepare(run, workers, stages, step, trust=trust)
     torchrun.check(ready.config.world.workers)
-    if torchrun.is_main_process():
-        for note in (*ready.notes, f"resuming {run} after step {ready.step}"):
-            print(note, file=sys.stderr)
-    config = ready.config if device is None else replace(ready.config, model=replace(ready.config.model, device=device))
-    report_device(config, nodes, node)
-    run_with_progress(config, lambda: run, node_spec, resume=ready.step)
+    config, notes = ready.config, ready.notes
+    if steps is not None:
+        config = replace(config, run=replace(config.run, steps=steps, tokens=0))
+        notes = [*notes, _longer(ready.config, steps, ready.step)]
+    config = config if device is None else replace(config, model=replace(config.model, device=device))
+    go_on(replace(ready, config=config, notes=notes), run, node_spec)
+
+
+def _longer(config: Config, steps: int, done: int) -> str:
+    """What `steps` inner steps instead of those of `config` mean after `done`. ValueError if they are fewer."""
+    from isles.training.config.inner import lr_factor
+
+    if steps <= done:
+        raise ValueError(f"--steps {steps}: the checkpoint is of step {done}; choose more, or an earlier one by --step")
+    before, after = (config.inner.lr * lr_factor(done + 1, last, config.inner) for last in (config.run.steps, steps))
+    return (
+        f"run.steps = {steps} instead of {config.run.steps}: the schedule is that of a run of {steps} steps from its "
+        f"beginning, so the learning rate of step {done + 1} is {after:.3g} (instead of {before:.3g})"
+    )

@@ -330,6 +330,8 @@ def run_all(
                 about = "" if left is None else f", {format_seconds(left)} left"
                 title = f"{name} ({labels.index(name) + 1} of {len(labels)}), seed {seed}{about}:"
                 done += work[name, seed]
+                if one.world.has_processes and one.run.checkpoint_every == "auto":
+                    one = changed(one, {"run.checkpoint_every": 0})  # states of all rows would fill the disk
                 with Progress(title, one.world.workers, one.run.steps, plain=f"{title} ") as progress:
                     summaries[name].append(begin(one, folder, progress.line, progress.notice))
                 write_report(folder)

@@ -33,6 +33,7 @@ TokenText = Annotated[
 if TYPE_CHECKING:
     from isles.launch.nodes import NodeSpec
     from isles.training.config.sections import Config
+    from isles.training.records.reshard import Resumption
 
 
 def train(
@@ -49,6 +50,10 @@ def train(
         str | None, typer.Option(help="A named configuration instead of CONFIG.toml: see isles config --presets.")
     ] = None,
     out: Annotated[Path | None, typer.Option(help="New run directory. Default: runs/METHOD-DATE-TIME.")] = None,
+    resume: Annotated[
+        str | None,
+        typer.Option(metavar="auto", help="auto: go on with the run that --out holds, if any; nothing if complete."),
+    ] = None,
     nodes: Nodes = 1,
     node: Node = 0,
     rendezvous: Rendezvous = "",
@@ -66,12 +71,19 @@ def train(
     if (probe or json or gpu) and not dry_run:
         option = "--probe" if probe else "--json" if json else "--gpu"
         raise ValueError(f"{option} goes with --dry-run: add it, or take it out")
+    if resume not in (None, "auto"):
+        raise ValueError(f"--resume {resume}: write --resume auto, or isles resume {resume}")
+    if resume and (out is None or nodes > 1):
+        why = "name the run directory with --out" if out is None else "--nodes has a directory a machine; start by srun"
+        raise ValueError(f"--resume auto: {why}")
     from isles.launch.nodes import NodeSpec
     from isles.running.backends import start_server
     from isles.training.config.reading import gather, resolve
     from isles.training.records.tokens import read_token
 
     node_spec = NodeSpec(nodes=nodes, node=node, rendezvous=rendezvous, token=read_token(token, nodes))
+    if nodes == 1:
+        torchrun.adopt()
     if preset is not None:
         from isles.training.config.presets import preset_file
 
@@ -91,15 +103,57 @@ def train(
     if dry_run:
         from isles.cli.plan_printer import show
 
-        show(resolved, probe=probe, as_json=json, machines=nodes, machine=gpu)
+        if torchrun.is_main_process():
+            show(resolved, probe=probe, as_json=json, machines=nodes, machine=gpu)
         return
+    if out is not None and nodes == 1 and (resume or torchrun.restarts()) and (out / "config.toml").exists():
+        if (ready := _found(out, resolved, trust=trust)) is None:
+            return
+        if ready.step:
+            return go_on(ready, out, node_spec)
     if torchrun.size() is None:
         from isles.plan.run_plan import refuse
 
         refuse(resolved)
+    torchrun.note_other_workers(config)
     file = f"{preset or config} over the defaults of isles config --method {resolved.method}"
     report_device(resolved, nodes, node, f"; settings: {'the built-in small run' if config is None else file}")
     run(resolved, lambda: out or new_directory(resolved.method), node_spec)
+
+
+def _found(out: Path, config: Config, *, trust: bool) -> Resumption | None:
+    """The run that `out` holds, ready to go on; of step 0 if it must begin again; None if it is complete. ValueError if
+    it is not a run of `config`.
+    """
+    from isles.running.agree import described, differences
+    from isles.training.config.reading import read_config
+    from isles.training.records.checkpoint import Checkpoints
+    from isles.training.records.reshard import Resumption, prepare
+    from isles.training.records.rundir import discard_beginning
+
+    if (out / "members.jsonl").exists():
+        raise ValueError(f"--out {out}: holds a run whose workers come and go; go on with isles resume {out}")
+    there = described(read_config(str(out / "config.toml"), {}, [], trust=trust))
+    if different := differences(described(config), there, "here"):
+        raise ValueError(f"--out {out}: holds another run ({different}); name another directory, or use isles resume")
+    if (out / "summary.json").exists():
+        if torchrun.is_main_process():
+            print(f"{out}: this run is complete")
+        return None
+    if Checkpoints(out).steps():
+        return prepare(out, None, trust=trust)
+    if torchrun.is_main_process():
+        discard_beginning(out)
+    return Resumption(config, 0, [])
+
+
+def go_on(ready: Resumption, out: Path, node_spec: NodeSpec) -> None:
+    """Run on from a checkpoint of the run in `out`."""
+    if torchrun.is_main_process():
+        for note in (*ready.notes, f"resuming {out} after step {ready.step}"):
+            print(note, file=sys.stderr)
+    report_device(ready.config, node_spec.nodes, node_spec.node)
+    run(ready.config, lambda: out, node_spec, resume=ready.step)
 
 
 def run(config: Config, choose: Callable[[], Path], node_spec: NodeSpec, resume: int | None = None) -> None:

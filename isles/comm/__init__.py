@@ -2,6 +2,7 @@
 
 `transport`    what a transport must be (a Protocol); `gloo` and `virtual` are two, `isles.membership.p2p` has a third
 `mesh`         the ranks of a run on axes, and the world of a process, such as torchrun's; `layout`: the same as data
+`environment`  how torchrun, srun and mpirun describe it
 `group`        ranks that exchange; `tags`, `call`: addresses of messages and operations; `traffic`: counts
 `collectives`  means, gathering and ragged messages, written once for all transports
 `codecs`       the form of a vector on the wire

@@ -47,7 +47,7 @@ from isles.training.config.sections import Config
 from isles.training.interrupts import Interrupts, first_interrupt
 from isles.training.records.checkpoint import Checkpoints
 from isles.training.records.reshard import prepare
-from isles.training.records.rundir import CONFIG, METRICS, SUMMARY, TIMELINE, lock_run
+from isles.training.records.rundir import CONFIG, SUMMARY, discard_beginning
 
 CARD, WEIGHTS = "expert.json", "model.safetensors"
 # What may differ where a run was made on another machine: where things lie, and how its workers were run.
@@ -125,9 +125,7 @@ def train(job: ExpertJob, folder: Path, progress: JobProgress) -> dict[str, Any]
     if steps:
         _refuse_other(job, out)
     elif out.exists():  # cut off before its first checkpoint; held: ValueError while it still goes on
-        with lock_run(out):
-            for name in (METRICS, TIMELINE, CONFIG):
-                (out / name).unlink(missing_ok=True)
+        discard_beginning(out)
     if job.parents:
         make_average(job.parents, folder, Path(job.config.run.start), job.config.data)
     name = f"{folder.name}/{job.name}"

@@ -56,7 +56,7 @@ def meet_nodes(
             "of all of them; raise it"
         )
     description = {
-        "config": parse_toml(to_toml(config, referenced_names(config))),
+        "config": described(config),
         "checkpoints": None if resume is None else [step for step in Checkpoints(out).steps() if step <= resume],
         "out": None if node_spec.shared_directory else [uuid.getnode(), str(out.resolve())],
     }
@@ -118,19 +118,22 @@ def _disagreement(mine: Mapping[str, Any], theirs: Mapping[str, Any], node: int)
             for description in (theirs, mine)
         ]
         return f"node {node} was started with `{commands[0]}`, node 0 with `{commands[1]}`: use the same on both"
-    if different := _differences(mine["config"], theirs.get("config")):
-        more = f" (and {len(different) - _SHOWN} more keys)" if len(different) > _SHOWN else ""
+    if different := differences(mine["config"], theirs.get("config"), "on node 0"):
         return (
-            f"node {node} has another configuration: {'; '.join(different[:_SHOWN])}{more}: start all nodes with the "
-            "same CONFIG.toml and flags"
+            f"node {node} has another configuration: {different}: start all nodes with the same CONFIG.toml and flags"
         )
     if mine["out"] is not None and theirs.get("out") == mine["out"]:
         return f"node {node} writes into the same directory as node 0, {mine['out'][1]}: give each its own --out"
     return ""
 
 
-def _differences(mine: Mapping[str, Any], theirs: Any) -> list[str]:
-    """The differing keys as texts, such as "run.steps = 20 there, 10 on node 0"."""
+def described(config: Config) -> dict[str, Any]:
+    """The configuration as tables that are equal on all machines and in the run directory."""
+    return parse_toml(to_toml(config, referenced_names(config)))
+
+
+def differences(mine: Mapping[str, Any], theirs: Any, here: str) -> str:
+    """The first differing keys, such as "run.steps = 20 there, 10 on node 0"; empty if none differ. here: of `mine`."""
 
     def flat(tables: Any) -> dict[str, Any]:
         sections = tables.items() if isinstance(tables, Mapping) else ()
@@ -141,12 +144,13 @@ def _differences(mine: Mapping[str, Any], theirs: Any) -> list[str]:
             for key, value in table.items()
         }
 
-    here, there = flat(mine), flat(theirs)
-    return [
-        f"{key} = {there.get(key, 'not set')!r} there, {here.get(key, 'not set')!r} on node 0"
-        for key in sorted({*here, *there}, key=list({**here, **there}).index)
-        if here.get(key) != there.get(key)
+    own, other = flat(mine), flat(theirs)
+    found = [
+        f"{key} = {other.get(key, 'not set')!r} there, {own.get(key, 'not set')!r} {here}"
+        for key in {**own, **other}
+        if own.get(key) != other.get(key)
     ]
+    return "; ".join(found[:_SHOWN]) + (f" (and {len(found) - _SHOWN} more keys)" if len(found) > _SHOWN else "")
 
 
 def _common_step(mine: Mapping[str, Any], descriptions: Mapping[int, Any]) -> int:

@@ -27,7 +27,7 @@ from isles.training.records.checkpoint import Checkpoints
 from isles.training.records.events import begun, checks_host_messages, committed
 from isles.training.records.rundir import LOGS, METRICS, run_directory
 from isles.training.records.tokens import forget
-from isles.training.records.writer import commit, write_config
+from isles.training.records.writer import commit, reopen, write_config
 from isles.training.worker import deadlines
 
 
@@ -84,6 +84,7 @@ def _work(config: Config, out: Path, on_metrics: Callable[[dict[str, Any]], None
     # Before the workers start, which write the checkpoints after `step` again.
     if step is not None:
         Checkpoints(out).go_back(step)
+        reopen(config, out)
     specs = worker_specs(
         node_group,
         world.workers,

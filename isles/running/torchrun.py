@@ -1,4 +1,4 @@
-"""A run in processes that torchrun has started: each is a worker, and rank 0's is also the launcher.
+"""A run in processes that torchrun, srun or mpirun has started: each is a worker, and rank 0's is also the launcher.
 
 rank 0     main thread: worker 0    <--pipe-->    a thread: `launch`, with its metrics, checkpoints and summary
 rank k     main thread: worker k    <--link-->    the same thread of rank 0
@@ -13,6 +13,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -25,6 +26,7 @@ from isles.base.scratch import scratch
 from isles.comm import credentials, mesh
 from isles.comm.credentials import parse_token
 from isles.comm.errors import WorkerFailed, to_plain
+from isles.comm.gloo.transport import failing_as
 from isles.comm.sockets.connection import LinkLost
 from isles.comm.tcp import interface_of, listen, loopback, own_address, written
 from isles.launch.handles import PipeHandle, await_outcome, order
@@ -55,8 +57,9 @@ def take_part(
     out: returns the run directory; called on rank 0 only. on_metrics, on_notice: called on rank 0. Errors as in
     `launch`, on every rank.
     """
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    store = next(iter(dist.rendezvous("env://")))[0]
+    rank, size, join = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), config.world.join_deadline
+    with failing_as(f"process {rank} of {size}: not all have come within {join:g} s (world.join_deadline)"):
+        store = next(iter(dist.rendezvous("env://", timeout=timedelta(seconds=join))))[0]
     try:
         with scratch() as folder:
             node_spec = _node_spec(rank, size, store, folder / "credentials")

@@ -52,6 +52,14 @@ def rate_schedule(optimizer: Optimizer, config: Config) -> LambdaLR:
     return LambdaLR(optimizer, lambda done: lr_factor(max(done + 1 - late, 1), config.run.steps, config.inner))
 
 
+def load_schedule(schedule: LambdaLR, state: dict[str, Any]) -> None:
+    """Continue from `state`, also if the run has another last step since: the next step has its schedule's rate."""
+    schedule.load_state_dict(state)
+    rows = zip(schedule.optimizer.param_groups, schedule.base_lrs, schedule.lr_lambdas, strict=True)
+    for group, rate, factor in rows:
+        group["lr"] = rate * factor(schedule.last_epoch)
+
+
 class StepClock:
     """Measures one worker's steps. seconds: of all steps so far (on a GPU: until the last `read`), including waits for
     other workers.
@@ -211,7 +219,7 @@ class TrainingLoop(ABC):
         if validating or step % run.log_every == 0 or ends:
             self.report(self.validate() if validating else None)
         stopping = self.world.stop_here(step) and not ends
-        due = not ends and self._saves_after(step)
+        due = self._saves_last() if ends else self._saves_after(step)
         if out is not None and (stopping or due):
             self._refuse_not_finite(step, self.losses)
             self._save(out, step)
@@ -220,6 +228,11 @@ class TrainingLoop(ABC):
     def _saves_after(self, step: int) -> bool:
         every = checkpoint_steps(self.config.run)
         return bool(every) and step % every == 0
+
+    def _saves_last(self) -> bool:
+        """Whether to save the state of the last step, from which `isles resume --steps` goes on."""
+        run = self.config.run
+        return self.config.world.has_processes if run.checkpoint_every == "auto" else self._saves_after(run.steps)
 
     def _save(self, out: Path, step: int) -> None:
         """Save this worker's part of the checkpoint of `step`."""

@@ -19,7 +19,7 @@ from isles.comm.group import Group
 from isles.comm.mesh import Mesh
 from isles.network.routing.events import Span
 from isles.training.config.sections import Config
-from isles.training.loop import TrainingLoop, rate_schedule
+from isles.training.loop import TrainingLoop, load_schedule, rate_schedule
 from isles.training.records.replica_spread import Sample
 from isles.training.records.shard import save_model
 from isles.training.step import WAITS, TrainerParts, validation_loss
@@ -83,7 +83,7 @@ class Trainer(TrainingLoop):
             ) from error
         self.optimizer.load_state_dict(state["optimizer"])
         self.optimizer.roster.load_state_dict({})  # every rank of a resumed run has a worker again
-        self.schedule.load_state_dict(state["schedule"])
+        load_schedule(self.schedule, state["schedule"])
         if self.scaler is not None:
             self.scaler.load_state_dict(state["scaler"])
         if self.recovery is not None:

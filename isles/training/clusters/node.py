@@ -208,6 +208,10 @@ class ClusterWorker(TrainingLoop):
         return super()._saves_after(step) or is_asked or bool(stuck - before)
 
     @override
+    def _saves_last(self) -> bool:
+        return not self._is_open and super()._saves_last()
+
+    @override
     def _save(self, out: Path, step: int) -> None:
         self.agreement.drain()
         self._saved_at = step

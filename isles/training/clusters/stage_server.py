@@ -35,7 +35,7 @@ from isles.pipeline.ravnest.averaging import SharedSegment, refinement
 from isles.pipeline.ravnest.stage import AsyncStage
 from isles.training.config.inner import inner_notices, most_moments
 from isles.training.config.sections import Config
-from isles.training.loop import rate_schedule
+from isles.training.loop import load_schedule, rate_schedule
 from isles.training.optimizer import inner_optimizer, what_is_left_out
 from isles.training.records.shard import save_model
 from isles.training.stage_runner import build_stage, hold_against_whole, on_host, planned_cut, run_scheme
@@ -284,7 +284,7 @@ class StageServer:
                 "config.toml back to what they were"
             ) from error
         self.optimizer.load_state_dict(state["inner"])
-        self.schedule.load_state_dict(state["schedule"])
+        load_schedule(self.schedule, state["schedule"])
         self.updates = state["updates"]
         if self.text is not None:
             self.text.load_state_dict(state["loader"])

@@ -52,8 +52,9 @@ class RunConfig:
     validate_every: int = 200
     """Steps between validations (0: only at the end)."""
     checkpoint_every: int | Literal["auto"] = "auto"
-    """Steps between checkpoints (0: only when interrupted). "auto": 0; with a lighthouse every 10 minutes, or every 5 %
-    of the run if that is shorter, but once a minute at most.
+    """Steps between checkpoints (0: only when interrupted). "auto": one after the last step, for `isles resume --steps`
+    (none on the virtual clock); with a lighthouse every 10 minutes, or every 5 % of the run if that is shorter, but
+    once a minute at most.
     """
     keep_checkpoints: int = 2
     """How many of the newest stay (0: all; with several machines at least two, so that all have one in common)."""

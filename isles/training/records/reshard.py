@@ -58,7 +58,7 @@ from isles.training.config.sections import Config
 from isles.training.kinds import kind_of
 from isles.training.optimizer import inner_optimizer
 from isles.training.records.checkpoint import Checkpoints
-from isles.training.records.rundir import RunLock
+from isles.training.records.rundir import SUMMARY, RunLock
 from isles.training.records.shard import State, join_state, split_state
 from isles.training.stage_runner import planned_cut, run_scheme
 from isles.training.step import carried_draws, new_draws
@@ -631,6 +631,8 @@ def _chosen(checkpoints: Checkpoints, run: Path, step: int | None) -> int:
     steps = checkpoints.steps()
     if not run.exists():
         raise ValueError(f"{run}: there is nothing of that name; give the directory of a run")
+    if not steps and (run / SUMMARY).exists():
+        raise ValueError(f"{run}: no checkpoint of this run is there: begin another from its model, run.start={run}")
     if not steps:
         raise ValueError(f"{run}: no complete checkpoint there; set run.checkpoint_every, or start again")
     chosen = steps[-1] if step is None else step

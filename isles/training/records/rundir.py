@@ -166,6 +166,13 @@ def claim(out: Path) -> None:
     (out / METRICS).touch()
 
 
+def discard_beginning(out: Path) -> None:
+    """Remove what a run leaves in `out` that was cut off before its first checkpoint. ValueError while it goes on."""
+    with lock_run(out):
+        for name in (METRICS, TIMELINE, CONFIG):
+            (out / name).unlink(missing_ok=True)
+
+
 def clean_up_failed(error: BaseException, out: Path, node_spec: NodeSpec) -> None:
     """After a failed run: delete useless files, and note on the error how to go on."""
     steps = Checkpoints(out).steps()

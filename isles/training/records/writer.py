@@ -11,6 +11,7 @@ from typing import Any, TextIO
 from isles.base.durable import write_text
 from isles.base.parsing import parse_json
 from isles.base.schema import SpreadMetrics
+from isles.base.tables import read_toml
 from isles.launch.nodes import NodeGroup
 from isles.training.config.reading import to_toml
 from isles.training.config.sections import Config
@@ -20,7 +21,7 @@ from isles.training.records.checkpoint import Checkpoints
 from isles.training.records.loggers import Loggers
 from isles.training.records.replica_spread import Spread
 from isles.training.records.reshard import run_facts
-from isles.training.records.rundir import CONFIG, METRICS, TIMELINE, RunLock, as_json, save_config
+from isles.training.records.rundir import CONFIG, METRICS, SUMMARY, TIMELINE, RunLock, as_json, save_config
 
 
 class Records:
@@ -76,20 +77,27 @@ class Records:
             self._log({key: value for key, value in event.items() if value is not None})
             self.on_metrics(event)
 
-    def _log(self, record: dict[str, Any]) -> None:
+    def _opened(self) -> TextIO:
+        """The file of metrics, from the first event on: a resume that is refused has changed nothing."""
         self.lock.keep(self.on_notice)
-        if self.file is None:  # not before: a resume that is refused has cut nothing
-            for name in (METRICS, TIMELINE) if self.resume is not None else ():
-                truncate_metrics(self.out / name, self.resume or 0)
+        if self.file is None:
+            if self.resume is not None:
+                for name in (METRICS, TIMELINE):
+                    truncate_metrics(self.out / name, self.resume)
+                reopen(self.config, self.out)
             self.file = (self.out / METRICS).open("a", encoding="utf-8")
-        self.file.write(as_json(record) + "\n")
-        self.file.flush()
+        return self.file
+
+    def _log(self, record: dict[str, Any]) -> None:
+        file = self._opened()
+        file.write(as_json(record) + "\n")
+        file.flush()
         self.loggers.log(record)
 
     def _commit(self, step: int) -> None:
         """Commit `step` once all remaining workers have written it. A lost worker's shard is not part of it."""
         if self.left and self.shards[step] >= self.left:
-            self.lock.keep(self.on_notice)
+            self._opened()
             del self.shards[step]
             ranks = sorted(self.left)
             self.node_group.tell({"command": {"commit": step, "ranks": ranks}})
@@ -137,6 +145,13 @@ def write_config(config: Config, out: Path) -> None:
             if not (out / names[key]).exists():
                 write_text(out / names[key], file.read_text(encoding="utf-8"))
         save_config(to_toml(config, names), out)
+
+
+def reopen(config: Config, out: Path) -> None:
+    """Make the run in `out` one that goes on to the last step of `config`: it is complete no more."""
+    if read_toml(str(out / CONFIG))["run"]["steps"] != config.run.steps:
+        write_text(out / CONFIG, to_toml(config, referenced_names(config)))
+    (out / SUMMARY).unlink(missing_ok=True)
 
 
 def commit(config: Config, out: Path, step: int, ranks: Sequence[int], node_group: NodeGroup) -> None:

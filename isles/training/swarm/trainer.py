@@ -492,6 +492,10 @@ class ElasticSwarmTrainer(SwarmTrainer, PeerWork):
         return step % every == 0 if every else self.model_step.swarm.saves
 
     @override
+    def _saves_last(self) -> bool:
+        return False
+
+    @override
     def _save(self, out: Path, step: int) -> None:
         """Publish the stage's state, at the first `HOLDERS` peers of the stage."""
         swarm, me = self.model_step.swarm, self.world.rank
