@@ -24,8 +24,17 @@ if TYPE_CHECKING:
     from isles.training.scoring import CurvePoint
 
 
+RunFolder = Annotated[
+    Path,
+    typer.Argument(
+        help="Directory of a finished run.",
+        callback=lambda run: run.parent if run.name == "model.safetensors" and run.is_file() else run,
+    ),
+]
+
+
 def generate(
-    run: Annotated[Path, typer.Argument(help="Directory of a finished run.")],
+    run: RunFolder,
     prompt: Annotated[str, typer.Option(help="Text to go on from.")],
     tokens: Annotated[int, typer.Option(help="New tokens.", min=1)] = 200,
     temperature: Annotated[float, typer.Option(help="0 takes the likeliest token each time.", min=0.0)] = 0.8,
@@ -52,7 +61,7 @@ def generate(
 
 
 def export(
-    run: Annotated[Path, typer.Argument(help="Directory of a finished run.")],
+    run: RunFolder,
     format: Annotated[str, typer.Option(help="hf: config.json and weights for transformers; safetensors.")] = "hf",
     out: Annotated[Path | None, typer.Option(help="Folder to write. Default: RUN/export-FORMAT.")] = None,
     device: Device = "auto",
@@ -98,7 +107,7 @@ def export(
 
 
 def evaluate(
-    run: Annotated[Path, typer.Argument(help="Directory of a finished run.")],
+    run: RunFolder,
     data: Annotated[str | None, typer.Option(help="Text to evaluate on. Default: the run's own.")] = None,
     questions: Annotated[
         Path | None, typer.Option(help="JSONL with multiple-choice questions (HellaSwag, PIQA or ARC layout).")

@@ -53,6 +53,7 @@ from isles.network.noise import hash64
 from isles.pipeline.config import PipelineConfig
 from isles.plan.memory_fit import measured_step
 from isles.plan.run_plan import plan_run, priced, refuse
+from isles.replicas import METHODS
 from isles.replicas.config import Dimension, settings_of
 from isles.report import write_report
 from isles.report.comparison import (
@@ -124,6 +125,18 @@ def rows_of(methods: str) -> list[ComparisonRow]:
     """The rows that --methods names."""
     parts = [part.split("@") for part in names(methods, "--methods")]
     return [ComparisonRow(name, tuple(settings)) for name, *settings in parts]
+
+
+def every_row(shared: SharedSettings) -> list[ComparisonRow]:
+    """A row of each method that goes with these settings; a note says which do not."""
+    rows = []
+    for row in map(ComparisonRow, METHODS):
+        try:
+            refuse(*read_all(shared, [row], [0]).values())
+            rows.append(row)
+        except ValueError as error:
+            print(f"note: without {row.name}: {error}", file=sys.stderr)
+    return rows
 
 
 class SharedSettings(NamedTuple):

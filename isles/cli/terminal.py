@@ -5,12 +5,16 @@ elsewhere), checks of `isles doctor`, and signals before a run has begun.
 from __future__ import annotations
 
 import gc
+import json
+import re
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import wraps
+from inspect import Parameter, signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Self
 
@@ -20,6 +24,7 @@ from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 from typing_extensions import override
 
+from isles.base.errors import nearest
 from isles.base.parsing import parse_json
 from isles.base.schema import USAGE
 from isles.report.panels import Table
@@ -71,6 +76,67 @@ As = Annotated[str | None, typer.Option("--as", metavar="MODEL", help='Time and 
 Trust = Annotated[
     bool, typer.Option("--trust", help="Import and run what the run's config.toml names, though it was made elsewhere.")
 ]
+
+
+def takes_settings(command: Callable[..., None]) -> Callable[..., None]:
+    """`command`, which has --set, with shorthands for the settings that are asked for most."""
+
+    @wraps(command)
+    def run(
+        *path: Any,
+        data: str | None = None,
+        lr: float | None = None,
+        model: str | None = None,
+        tokens: str | None = None,
+        set_: list[str] | None = None,
+        **own: Any,
+    ) -> None:
+        from isles.network.units import parse_count
+
+        kind = "hf" if model and ("/" in model or Path(model).is_dir()) else "factory" if ":" in str(model) else "size"
+        count = None if tokens is None else round(parse_count("--tokens", tokens))
+        values = {"data.path": data, "inner.lr": lr, f"model.{kind}": model, "run.tokens": count}
+        short = [f"{key}={json.dumps(value)}" for key, value in values.items() if value is not None]
+        command(*path, set_=[*short, *(set_ or [])] or None, **own)
+
+    own = signature(command, eval_str=True)
+    options = {
+        "data": (str | None, "Text to train on: a file or a folder (data.path)."),
+        "lr": (float | None, "Peak inner learning rate (inner.lr)."),
+        "model": (str | None, "A size such as 10M, a folder of transformers, or package.module:function (model)."),
+        "tokens": (str | None, "Tokens of all workers, such as 10M, instead of --steps (run.tokens)."),
+    }
+    more = [
+        Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind, typer.Option(help=text)])
+        for name, (kind, text) in options.items()
+    ]
+    run.__signature__ = own.replace(parameters=[*own.parameters.values(), *more])  # type: ignore[attr-defined]
+    run.__annotations__ = {name: one.annotation for name, one in run.__signature__.parameters.items()}  # type: ignore[attr-defined]
+    return run
+
+
+_VERBS = {"run": "train", "start": "train", "fit": "train", "test": "eval", "sample": "generate", "convert": "export"}
+
+
+def explain(error: Any) -> str:
+    """The message of click's usage error, with what the user may have meant."""
+    message, command = error.format_message(), getattr(error.ctx, "command", None)
+    if command is None:
+        return message
+    options = [name for one in command.params for name in one.opts if name.startswith("--")]
+    if below := re.match(r"No such command '(.+?)'", message):
+        name = below[1]
+        close = _VERBS[name] if _VERBS.get(name) in command.commands else nearest(name, command.commands)
+        return f"no such command {name!r}: {f'did you mean {close!r}? ' if close else ''}{', '.join(command.commands)}"
+    if extra := re.fullmatch(r"Got unexpected extra argument.*? \((.+)\)", message):
+        return f"{message}; write --data {extra[1]}" if "--data" in options and Path(extra[1]).exists() else message
+    if name := getattr(error, "option_name", None) if message.startswith("No such option") else None:
+        from isles.training.config.reading import setting_meant
+
+        close = nearest(name, options)
+        meant = setting_meant(name.lstrip("-")) if "--set" in options and close is None else None
+        return f"no such option {name}" + (f": did you mean {close or f'--set {meant}=...'}?" if close or meant else "")
+    return message
 
 
 def end_in_order() -> None:

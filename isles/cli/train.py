@@ -18,7 +18,7 @@ import typer
 from isles.base.memory import free_memory
 from isles.base.schema import backend_of
 from isles.cli import torchrun
-from isles.cli.terminal import As, ConfigFile, InnerSteps, Progress, Set, Trust, end_in_order
+from isles.cli.terminal import As, ConfigFile, InnerSteps, Progress, Set, Trust, end_in_order, takes_settings
 from isles.report import write_report
 from isles.report.units import format_bytes, format_seconds
 
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from isles.training.config.sections import Config
 
 
+@takes_settings
 def train(
     config: ConfigFile = None,
     method: Annotated[
@@ -67,11 +68,12 @@ def train(
         option = "--probe" if probe else "--json" if json else "--gpu"
         raise ValueError(f"{option} goes with --dry-run: add it, or take it out")
     from isles.launch.nodes import NodeSpec
-    from isles.running.backends import start_server
     from isles.training.config.reading import gather, resolve
-    from isles.training.records.tokens import read_token
+    from isles.training.records.tokens import node_token, read_token
 
     node_spec = NodeSpec(nodes=nodes, node=node, rendezvous=rendezvous, token=read_token(token, nodes))
+    if node > 0 and node_spec.token is None and not dry_run:
+        node_token(out or Path(), None)  # refuses before torch is loaded
     if preset is not None:
         from isles.training.config.presets import preset_file
 
@@ -86,6 +88,8 @@ def train(
         own = tables.get("world", {}).get("workers", 1)
         if isinstance(own, int):
             refuse_too_many(-(-own // nodes))
+        from isles.running.backends import start_server
+
         start_server()  # it loads torch while this process does
     resolved = resolve(tables)
     if dry_run:
@@ -236,6 +240,7 @@ def refuse_too_many(
         raise ValueError(f"{option} {workers}: more than {_A_CORE} a core of this machine's {cores}; {mend}")
     free = free_memory()
     if workers * _A_PROCESS > free:
+        mend = mend if workers > 1 else "end other programs here, or use a machine with more memory"
         raise ValueError(
             f"{option} {workers}: each takes 0.2 GB before it has a model, {free / 1e9:.1f} GB are free; {mend}"
         )

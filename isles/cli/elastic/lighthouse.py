@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from isles.base.parsing import parse_toml
-from isles.cli.terminal import ComingAndGoing, Set, end_in_order
+from isles.cli.terminal import ComingAndGoing, Set, end_in_order, takes_settings
 from isles.training.interrupts import first_interrupt
 
 if TYPE_CHECKING:
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 _ALONE = "127.0.0.1"
 
 
+@takes_settings
 def lighthouse(
     config: Annotated[
         str | None,

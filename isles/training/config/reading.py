@@ -25,14 +25,15 @@ from typing import Any
 
 import tomlkit
 
-from isles.base.errors import unknown_name
+from isles.base.errors import nearest, unknown_name
 from isles.base.imports import is_import_target
 from isles.base.parsing import parse_toml
 from isles.base.schema import backend_of
 from isles.base.tables import field_docs, in_tables, keys_of, parse_value, read_toml, tables_of, typed
 from isles.models.model_limits import limits
-from isles.replicas import METHODS, config_of, method
+from isles.replicas import METHODS, canonical, config_of, method
 from isles.training.config.conflicts import wanted
+from isles.training.config.presets import is_preset
 from isles.training.config.sections import ORDER, SECTIONS, Config
 from isles.training.config.trust import beside, check, check_code, referenced_names
 from isles.training.config.world import WorldConfig
@@ -153,6 +154,9 @@ def merged_tables(path: str | None, flags: Mapping[str, Any], assignments: Seque
         raw, flags = over(raw, _sectioned(name, rows[name])), {**flags, "replicas.method": None}
     if path is not None:
         beside(raw, Path(path).parent)
+        own = raw.get("replicas", {}).get("method", DEFAULT_METHOD)
+        if is_preset(path) and canonical(flags.get("replicas.method") or own) != own:
+            raw["replicas"] = {}  # the settings of the preset's method go with it
     for key, value in flags.items():
         if value is not None:
             raw = _assigned(raw, key, value)
@@ -219,13 +223,40 @@ def resolve(tables: Tables) -> Config:
 
 def sections(tables: Tables) -> dict[str, Any]:
     """Each section of the tables except [replicas] as its class, checked. Loads no torch."""
-    everywhere = [f"{section}.{key}" for section, cls in SECTIONS.items() for key in keys_of(cls)]
     for section, cls in SECTIONS.items():
         for key in tables.get(section, {}).keys() - {field.name for field in fields(cls)}:
-            for meant in everywhere:
-                if meant.rpartition(".")[2] == key:
-                    raise ValueError(f"unknown key '{section}.{key}': did you mean '{meant}'?")
+            if meant := _named_so(key, [f"{own}.{name}" for own, cls in SECTIONS.items() for name in keys_of(cls)]):
+                raise ValueError(f"unknown key '{section}.{key}': did you mean '{meant}'?")
     return {section: typed(section, cls, tables.get(section, {})) for section, cls in SECTIONS.items()}
+
+
+_ELSEWHERE = {
+    "inner.lr": "learning_rate",
+    "inner.max_norm": "grad_clip max_grad_norm",
+    "inner.accumulation": "gradient_accumulation_steps grad_accum",
+    "data.batch_size": "batch bs micro_batch_size per_device_train_batch_size",
+    "model.context": "block_size seq_len sequence_length",
+    "model.d_model": "n_embd dim hidden_size",
+    "run.tokens": "epochs num_train_epochs max_tokens",
+    "run.steps": "iters max_iters max_steps",
+    "replicas.sync_every": "h local_steps inner_steps",
+}
+"""Names of settings in other tools."""
+
+
+def setting_meant(key: str) -> str | None:
+    """The setting that a user may have meant by `key`, with or without its section; None if none is near."""
+    known = [f"{section}.{name}" for section, cls in SECTIONS.items() for name in keys_of(cls)]
+    known += [f"replicas.{name}" for name in METHODS for name in keys_of(config_of(name))]
+    key = key.casefold().replace("-", "_")
+    return key if key in known else _named_so(key, known) or nearest(key, known)
+
+
+def _named_so(key: str, known: Sequence[str]) -> str | None:
+    """The one of `known` whose last part, or whose name in another tool, is that of `key`."""
+    last = key.rpartition(".")[2]
+    same = [name for name in known if last in (name.rpartition(".")[2], *_ELSEWHERE.get(name, "").split())]
+    return same[0] if same else None
 
 
 def _foreign(key: str, name: str, known: Sequence[str]) -> str:
@@ -284,7 +315,13 @@ def _listed(value: Any) -> Any:
 
 
 def _parse_file(path: str) -> Tables:
-    tables = read_toml(path)
+    try:
+        tables = read_toml(path)
+    except ValueError as error:
+        if Path(path).suffix == ".toml" or not Path(path).exists():
+            raise
+        mend = "go on with the run: isles resume" if (Path(path) / "config.toml").exists() else "train on it: --data"
+        raise ValueError(f"{path}: is no CONFIG.toml; to {mend} {path}") from error
     for name, table in tables.items():
         if not isinstance(table, dict):
             raise ValueError(f"{path}: {name} stands outside a section; put it below [{'], ['.join(ORDER)}]")
@@ -293,7 +330,8 @@ def _parse_file(path: str) -> Tables:
 
 def _assigned(tables: Tables, key: str, value: Any) -> Tables:
     if "." not in key or key.endswith("."):
-        raise ValueError(f"{key}: write section.key, such as replicas.sync_every")
+        meant = setting_meant(key)
+        raise ValueError(f"{key}: {f'did you mean {meant!r}? ' if meant else ''}write section.key, such as inner.lr")
     return over(tables, in_tables({key: value}))
 
 
@@ -301,6 +339,7 @@ def _method_of(tables: Tables) -> str:
     name = tables.get("replicas", {}).get("method", DEFAULT_METHOD)
     if not isinstance(name, str):
         raise ValueError(f"replicas.method = {name!r}: write a name in quotes")
+    name = canonical(name)
     if ":" not in name and name not in METHODS:
         raise ValueError(unknown_name("method", name, METHODS) + ", or package.module:Class for your own")
     if ":" in name and not is_import_target(name):
@@ -328,25 +367,42 @@ def _inherited(name: str, tables: Tables) -> dict[str, Any]:
 _WIDTH = 100
 
 
-def template(name: str) -> str:
-    """TOML that `read_config` reads to the defaults of method `name`. Keys without a default are commented out."""
+_BRIEF = ["model.size", "data.path", "data.tokenizer", "data.batch_size", "inner.lr", "inner.warmup_steps"]
+_BRIEF += ["world.workers", "run.steps", "replicas.sync_every"]
+_LENGTH = 15
+
+
+def template(name: str, *, brief: bool = False) -> str:
+    """TOML that `read_config` reads to the defaults of method `name`. Keys without a default are commented out. brief:
+    only the settings that matter most.
+    """
+    name = canonical(name)
     config_class = config_of(name)
+    own = [f"replicas.{key}" for key in (*config_class.__annotations__, *keys_of(config_class))]  # its own first
+    shown = list(dict.fromkeys([*_BRIEF, *own]))[:_LENGTH] if brief else None
     lines = [
         f"# isles train THIS.toml    (method {name}: {METHODS[name].what})" if name in METHODS else f"# method {name}"
     ]
     for section in ORDER:
         cls = config_class if section == "replicas" else SECTIONS[section]
-        lines += ["", *commented(section, cls, {"method": name} if section == "replicas" else {})]
+        head = {"method": name} if section == "replicas" else {}
+        if shown is None or head or any(key.startswith(f"{section}.") for key in shown):
+            lines += ["", *commented(section, cls, head, shown)]
     return "\n".join(lines) + "\n"
 
 
-def commented(section: str, cls: type, raw: Mapping[str, Any] | None = None) -> list[str]:
-    """A section's lines: its head, the keys of `raw`, and those of the config class with defaults and docstrings."""
+def commented(
+    section: str, cls: type, raw: Mapping[str, Any] | None = None, shown: Sequence[str] | None = None
+) -> list[str]:
+    """A section's lines: its head, the keys of `raw`, and those of the config class with defaults and docstrings; or
+    only those that are `shown`.
+    """
     tables = tables_of(cls)
     lines = [f"[{section}]", *(f"{key} = {_toml(value)}" for key, value in (raw or {}).items())]
     for key, text in field_docs(cls).items():
-        lines += [] if key in tables else _entry(cls, key, text)
-    for key, table in tables.items():
+        left_out = key in tables or (shown is not None and f"{section}.{key}" not in shown)
+        lines += [] if left_out else _entry(cls, key, text)
+    for key, table in tables.items() if shown is None else ():
         lines += ["", *_comment(inspect.getdoc(table) or ""), *commented(f"{section}.{key}", table)]
     return lines
 

@@ -20,6 +20,11 @@ def presets() -> dict[str, str]:
     return found
 
 
+def is_preset(path: str) -> bool:
+    """Whether the file at `path` is one of these."""
+    return Path(path).parent == _FOLDER
+
+
 def preset_file(name: str) -> Path:
     """The TOML file of the preset `name`. ValueError with the nearest name, and all names, where there is none."""
     known = presets()
