@@ -24,14 +24,13 @@ def nearest(value: str, known: Iterable[str]) -> str | None:
     """The one of `known` that a user may have meant by `value`; None if none is near. Case does not matter. Keys with
     dots are compared by their last part; a number after a colon is kept as typed.
     """
-    folded = {name.casefold(): name for name in known}
-    if (asked := value.casefold()) in folded:
-        return folded[asked]
+    folded, asked = {name.casefold(): name for name in known}, value.casefold()
+    if close := get_close_matches(asked, folded, n=1, cutoff=0.85):
+        return folded[close[0]]
     kind, colon, number = value.partition(":")
     kinds = [name.partition(":")[0] for name in folded if ":" in name]
     if colon and (close := get_close_matches(kind.casefold(), kinds, n=1)):
-        exact = get_close_matches(asked, [name for name in folded if name.startswith(f"{close[0]}:")], n=1, cutoff=0.9)
-        return folded[exact[0]] if exact else f"{close[0]}:{number}"
+        return f"{close[0]}:{number}"
     ends = {name.rpartition(".")[2]: own for name, own in reversed(folded.items())}
     end = asked.rpartition(".")[2]
     close = get_close_matches(end, ends, n=1) or [name for name in ends if name.startswith(end) and len(end) > 1]

@@ -52,10 +52,8 @@ def methods(
     stages: Annotated[int, typer.Option(help="With --memory: stages that each replica is cut into.")] = 1,
 ) -> None:
     """List the methods, or describe one of them."""
-    if name is not None and (legal or memory):
-        raise ValueError(f"{name}: --legal and --memory are about all methods: leave them out")
-    if legal and memory:
-        raise ValueError("--legal and --memory are two tables: ask for one of them")
+    if sum((legal, memory, name is not None)) > 1:
+        raise ValueError("--legal, --memory and METHOD each print something else: ask for one of them")
     if stages != 1 and not memory:
         raise ValueError(f"--stages {stages} divides what --memory prints: add it, or leave --stages out")
     if name is not None:

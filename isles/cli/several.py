@@ -47,7 +47,7 @@ from isles.base.durable import write_text
 from isles.base.parsing import parse_toml
 from isles.base.tables import changed, parse_value
 from isles.cli.terminal import Progress, print_table
-from isles.cli.train import refuse_too_many, report_device
+from isles.cli.train import report_device
 from isles.models.model_limits import limits
 from isles.network.noise import hash64
 from isles.pipeline.config import PipelineConfig
@@ -70,6 +70,7 @@ from isles.report.comparison import (
 from isles.report.panels import Table
 from isles.report.rundir import read_run
 from isles.report.units import format_seconds
+from isles.running.python import refuse_too_many
 from isles.running.run import Interrupted, launch
 from isles.training.config.reading import ending, read_config, to_toml, tokens_a_step
 from isles.training.config.sections import Config

@@ -14,7 +14,7 @@ from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
-from inspect import Parameter, signature
+from inspect import Signature, signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Self
 
@@ -78,40 +78,32 @@ Trust = Annotated[
 ]
 
 
+def _shorthands(
+    data: Annotated[str | None, typer.Option(help="Text to train on: a file or a folder (data.path).")] = None,
+    lr: Annotated[float | None, typer.Option(help="Peak inner learning rate (inner.lr).")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="A size such as 10M, a folder of transformers, or package.module:function.")
+    ] = None,
+    tokens: Annotated[
+        str | None, typer.Option(help="Tokens of all workers, such as 10M, instead of --steps (run.tokens).")
+    ] = None,
+) -> list[str]:
+    from isles.training.config.reading import shorthands
+
+    return [f"{key}={json.dumps(value)}" for key, value in shorthands(data, lr, model, tokens).items()]
+
+
 def takes_settings(command: Callable[..., None]) -> Callable[..., None]:
     """`command`, which has --set, with shorthands for the settings that are asked for most."""
+    own, more = (signature(function, eval_str=True).parameters for function in (command, _shorthands))
 
     @wraps(command)
-    def run(
-        *path: Any,
-        data: str | None = None,
-        lr: float | None = None,
-        model: str | None = None,
-        tokens: str | None = None,
-        set_: list[str] | None = None,
-        **own: Any,
-    ) -> None:
-        from isles.network.units import parse_count
+    def run(*path: Any, set_: list[str] | None = None, **options: Any) -> None:
+        short = _shorthands(**{name: options.pop(name, None) for name in more})
+        command(*path, set_=[*short, *(set_ or [])] or None, **options)
 
-        kind = "hf" if model and ("/" in model or Path(model).is_dir()) else "factory" if ":" in str(model) else "size"
-        count = None if tokens is None else round(parse_count("--tokens", tokens))
-        values = {"data.path": data, "inner.lr": lr, f"model.{kind}": model, "run.tokens": count}
-        short = [f"{key}={json.dumps(value)}" for key, value in values.items() if value is not None]
-        command(*path, set_=[*short, *(set_ or [])] or None, **own)
-
-    own = signature(command, eval_str=True)
-    options = {
-        "data": (str | None, "Text to train on: a file or a folder (data.path)."),
-        "lr": (float | None, "Peak inner learning rate (inner.lr)."),
-        "model": (str | None, "A size such as 10M, a folder of transformers, or package.module:function (model)."),
-        "tokens": (str | None, "Tokens of all workers, such as 10M, instead of --steps (run.tokens)."),
-    }
-    more = [
-        Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind, typer.Option(help=text)])
-        for name, (kind, text) in options.items()
-    ]
-    run.__signature__ = own.replace(parameters=[*own.parameters.values(), *more])  # type: ignore[attr-defined]
-    run.__annotations__ = {name: one.annotation for name, one in run.__signature__.parameters.items()}  # type: ignore[attr-defined]
+    run.__signature__ = Signature([*own.values(), *more.values()])  # type: ignore[attr-defined]
+    run.__annotations__ = {name: one.annotation for name, one in {**own, **more}.items()}
     return run
 
 
@@ -131,11 +123,12 @@ def explain(error: Any) -> str:
     if extra := re.fullmatch(r"Got unexpected extra argument.*? \((.+)\)", message):
         return f"{message}; write --data {extra[1]}" if "--data" in options and Path(extra[1]).exists() else message
     if name := getattr(error, "option_name", None) if message.startswith("No such option") else None:
-        from isles.training.config.reading import setting_meant
+        from isles.training.config.reading import settings_like
 
         close = nearest(name, options)
-        meant = setting_meant(name.lstrip("-")) if "--set" in options and close is None else None
-        return f"no such option {name}" + (f": did you mean {close or f'--set {meant}=...'}?" if close or meant else "")
+        like = settings_like(name.lstrip("-")) if "--set" in options and close is None else []
+        meant = close or (f"--set {like[0]}=..." if like else "")
+        return f"no such option {name}" + (f": did you mean {meant}?" if meant else "")
     return message
 
 

@@ -80,7 +80,7 @@ REFUSED: list[tuple[str, list[str]]] = [
     ("train --method diloco --set replicas.codec=powersdg:4", ["did you mean 'powersgd:4'?"]),
     ("eval done my-text.txt", ["unexpected extra argument", "--data my-text.txt"]),
     ("methods nolocco", ["did you mean 'noloco'?"]),
-    ("methods noloco --memory", ["noloco: --legal and --memory are about all methods"]),
+    ("methods noloco --memory", ["--legal, --memory and METHOD each print something else"]),
     ("config --brief --presets", ["give one of them"]),
 ]
 
@@ -139,7 +139,7 @@ def test_brief_settings_are_fifteen_at_most(answer: Answer, method: str, folder:
 
 @pytest.mark.parametrize(("free", "words"), [(0.3e9, "start fewer"), (0.1e9, "end other programs")])
 def test_short_of_memory(answer: Answer, monkeypatch: pytest.MonkeyPatch, free: float, words: str) -> None:
-    monkeypatch.setattr("isles.cli.train.free_memory", lambda: free)
+    monkeypatch.setattr("isles.running.python.free_memory", lambda: free)
     workers = "2" if free > 0.2e9 else "1"
     code, _, error = answer("join", "127.0.0.1:9", "--workers", workers, "--token", "ab" * 32)
     assert code == 2 and f"--workers {workers}: each takes 0.2 GB" in error and words in error

@@ -47,8 +47,8 @@ def lighthouse(
     """Keep a run that workers join and leave (`isles join`, `isles swarm peer`), and show the command that they join
     with.
     """
-    from isles.cli.train import new_directory, refuse_too_many
     from isles.comm.tcp import outward_address, refuse_unknown
+    from isles.running.python import new_directory, refuse_too_many
     from isles.training.lighthouse.server import LighthouseAddress
 
     end_in_order()

@@ -31,9 +31,10 @@ from isles.base.parsing import parse_toml
 from isles.base.schema import backend_of
 from isles.base.tables import field_docs, in_tables, keys_of, parse_value, read_toml, tables_of, typed
 from isles.models.model_limits import limits
+from isles.network.units import parse_count
 from isles.replicas import METHODS, canonical, config_of, method
 from isles.training.config.conflicts import wanted
-from isles.training.config.presets import is_preset
+from isles.training.config.presets import FOLDER
 from isles.training.config.sections import ORDER, SECTIONS, Config
 from isles.training.config.trust import beside, check, check_code, referenced_names
 from isles.training.config.world import WorldConfig
@@ -71,10 +72,12 @@ DEFAULT_METHOD = "noloco"
 _DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 
 Tables = dict[str, dict[str, Any]]
+ConfigSource = str | Mapping[str, Any] | None
+"""The path of a CONFIG.toml, or its tables; None: the embedded run."""
 
 
 def read_config(
-    path: str | None,
+    path: ConfigSource,
     flags: Mapping[str, Any],
     assignments: Sequence[str],
     *,
@@ -105,14 +108,14 @@ def _without_others(tables: Tables, beside: Sequence[str]) -> Tables:
 
 
 def gather(
-    path: str | None, flags: Mapping[str, Any], assignments: Sequence[str], *, trust: bool = False, machines: int = 1
+    path: ConfigSource, flags: Mapping[str, Any], assignments: Sequence[str], *, trust: bool = False, machines: int = 1
 ) -> Tables:
     """The user's tables; without a file, laid over the embedded ones. Checks all sections except [replicas]. Arguments
     as in `read_config`. trust: import the code that the file names, whoever made the run. machines: number of machines
     that train together.
     """
     raw = merged_tables(path, flags, assignments)
-    if path is not None:
+    if isinstance(path, str):
         check(Path(path), raw, trust=trust)
     for name in raw:
         if name not in ORDER:
@@ -145,17 +148,17 @@ def gpus_here() -> int:
     return torch.cuda.device_count()
 
 
-def merged_tables(path: str | None, flags: Mapping[str, Any], assignments: Sequence[str]) -> Tables:
+def merged_tables(path: ConfigSource, flags: Mapping[str, Any], assignments: Sequence[str]) -> Tables:
     """A user's settings by section, unchecked, for commands with further sections. Arguments as in `read_config`."""
-    raw = _parse_file(path) if path is not None else {}
+    raw = _parse_file(path) if isinstance(path, str) else in_tables(path or {})
     rows = raw.pop("methods", {})
     name = flags.get("replicas.method") or raw.get("replicas", {}).get("method", DEFAULT_METHOD)
     if rows and name in _checked(rows):
         raw, flags = over(raw, _sectioned(name, rows[name])), {**flags, "replicas.method": None}
-    if path is not None:
+    if isinstance(path, str):
         beside(raw, Path(path).parent)
         own = raw.get("replicas", {}).get("method", DEFAULT_METHOD)
-        if is_preset(path) and canonical(flags.get("replicas.method") or own) != own:
+        if Path(path).parent == FOLDER and canonical(flags.get("replicas.method") or own) != own:
             raw["replicas"] = {}  # the settings of the preset's method go with it
     for key, value in flags.items():
         if value is not None:
@@ -171,6 +174,14 @@ def merged_tables(path: str | None, flags: Mapping[str, Any], assignments: Seque
     if "run.steps" in named_keys and tokens:
         raise ValueError(f"run.tokens = {tokens} and run.steps both say when the run ends: remove one of them")
     return raw
+
+
+def shorthands(data: Any, lr: Any, model: Any, tokens: Any) -> dict[str, Any]:
+    """The settings by their keys that --data, --lr, --model and --tokens stand for; None: not given."""
+    kind = "hf" if model and ("/" in model or Path(model).is_dir()) else "factory" if ":" in str(model) else "size"
+    count = None if tokens is None else round(parse_count("--tokens", tokens))
+    values = {"data.path": data, "inner.lr": lr, f"model.{kind}": model, "run.tokens": count}
+    return {key: value for key, value in values.items() if value is not None}
 
 
 def method_tables(path: str | None) -> list[str]:
@@ -225,38 +236,42 @@ def sections(tables: Tables) -> dict[str, Any]:
     """Each section of the tables except [replicas] as its class, checked. Loads no torch."""
     for section, cls in SECTIONS.items():
         for key in tables.get(section, {}).keys() - {field.name for field in fields(cls)}:
-            if meant := _named_so(key, [f"{own}.{name}" for own, cls in SECTIONS.items() for name in keys_of(cls)]):
-                raise ValueError(f"unknown key '{section}.{key}': did you mean '{meant}'?")
+            if meant := settings_like(f"{section}.{key}"):
+                raise ValueError(f"unknown key '{section}.{key}': did you mean '{meant[0]}'?")
     return {section: typed(section, cls, tables.get(section, {})) for section, cls in SECTIONS.items()}
 
 
-_ELSEWHERE = {
-    "inner.lr": "learning_rate",
-    "inner.max_norm": "grad_clip max_grad_norm",
-    "inner.accumulation": "gradient_accumulation_steps grad_accum",
-    "data.batch_size": "batch bs micro_batch_size per_device_train_batch_size",
-    "model.context": "block_size seq_len sequence_length",
-    "model.d_model": "n_embd dim hidden_size",
-    "run.tokens": "epochs num_train_epochs max_tokens",
-    "run.steps": "iters max_iters max_steps",
-    "replicas.sync_every": "h local_steps inner_steps",
-}
-"""Names of settings in other tools."""
+_ELSEWHERE = {"learning_rate": "lr", "grad_clip": "max_norm", "block_size": "context", "seq_len": "context"}
+_ELSEWHERE |= {"n_embd": "d_model", "hidden_size": "d_model", "max_steps": "steps", "local_steps": "sync_every"}
 
 
-def setting_meant(key: str) -> str | None:
-    """The setting that a user may have meant by `key`, with or without its section; None if none is near."""
+def settings_like(key: str) -> list[str]:
+    """The settings that a user may have meant by `key`, with or without a section: those with its last part, here or in
+    another tool, or the nearest one.
+    """
     known = [f"{section}.{name}" for section, cls in SECTIONS.items() for name in keys_of(cls)]
-    known += [f"replicas.{name}" for name in METHODS for name in keys_of(config_of(name))]
-    key = key.casefold().replace("-", "_")
-    return key if key in known else _named_so(key, known) or nearest(key, known)
+    known += {f"replicas.{name}": 0 for method in METHODS for name in keys_of(config_of(method))}
+    section, _, last = key.casefold().replace("-", "_").rpartition(".")
+    last = _ELSEWHERE.get(last, last)
+    near = nearest(last, [name for name in known if name.startswith(section)])
+    return [name for name in known if name.rpartition(".")[2] == last] or ([near] if near else [])
 
 
-def _named_so(key: str, known: Sequence[str]) -> str | None:
-    """The one of `known` whose last part, or whose name in another tool, is that of `key`."""
-    last = key.rpartition(".")[2]
-    same = [name for name in known if last in (name.rpartition(".")[2], *_ELSEWHERE.get(name, "").split())]
-    return same[0] if same else None
+def settings_named(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings by their keys, of those that are given by key, by a name that only one section has, or by a shorthand.
+    ValueError for any other name, or for a setting that is given twice.
+    """
+    short = {name: values.get(name) for name in ("data", "lr", "model", "tokens")}
+    found, named = shorthands(**short), {"method": "replicas.method", "seed": "run.seed"}
+    for name in [name for name in values if name not in short]:
+        like = [name] if "." in name else [named[name]] if name in named else settings_like(name)
+        if not like or like[0] in found or [key.rpartition(".")[2] for key in like] != [name.rpartition(".")[2]]:
+            hint = f"did you mean {' or '.join(like)}? " if like else ""
+            raise ValueError(
+                f"{name} = {values[name]!r}: {hint}write the key of a setting, once: **{{'inner.lr': 0.01}}"
+            )
+        found[like[0]] = values[name]
+    return found
 
 
 def _foreign(key: str, name: str, known: Sequence[str]) -> str:
@@ -330,8 +345,8 @@ def _parse_file(path: str) -> Tables:
 
 def _assigned(tables: Tables, key: str, value: Any) -> Tables:
     if "." not in key or key.endswith("."):
-        meant = setting_meant(key)
-        raise ValueError(f"{key}: {f'did you mean {meant!r}? ' if meant else ''}write section.key, such as inner.lr")
+        like = settings_like(key)
+        raise ValueError(f"{key}: {f'did you mean {like[0]!r}? ' if like else ''}write section.key, such as inner.lr")
     return over(tables, in_tables({key: value}))
 
 
@@ -369,7 +384,6 @@ _WIDTH = 100
 
 _BRIEF = ["model.size", "data.path", "data.tokenizer", "data.batch_size", "inner.lr", "inner.warmup_steps"]
 _BRIEF += ["world.workers", "run.steps", "replicas.sync_every"]
-_LENGTH = 15
 
 
 def template(name: str, *, brief: bool = False) -> str:
@@ -379,7 +393,7 @@ def template(name: str, *, brief: bool = False) -> str:
     name = canonical(name)
     config_class = config_of(name)
     own = [f"replicas.{key}" for key in (*config_class.__annotations__, *keys_of(config_class))]  # its own first
-    shown = list(dict.fromkeys([*_BRIEF, *own]))[:_LENGTH] if brief else None
+    shown = list(dict.fromkeys([*_BRIEF, *own]))[:15] if brief else None
     lines = [
         f"# isles train THIS.toml    (method {name}: {METHODS[name].what})" if name in METHODS else f"# method {name}"
     ]
@@ -391,9 +405,7 @@ def template(name: str, *, brief: bool = False) -> str:
     return "\n".join(lines) + "\n"
 
 
-def commented(
-    section: str, cls: type, raw: Mapping[str, Any] | None = None, shown: Sequence[str] | None = None
-) -> list[str]:
+def commented(section: str, cls: type, raw: Mapping[str, Any] | None = None, shown: Any = None) -> list[str]:
     """A section's lines: its head, the keys of `raw`, and those of the config class with defaults and docstrings; or
     only those that are `shown`.
     """
