@@ -36,7 +36,7 @@ from isles.experts.reading import read
 from isles.experts.routing import route
 from isles.experts.smalltalk_run import Smalltalk
 from isles.report.comparison import paired
-from isles.training.records.saved_run import load_run
+from isles.training.records.saved_run import load_saved
 
 PAGE, ROOT = "experts.md", Path("runs", "experts-dense")
 EXPERTS = "experts"
@@ -104,7 +104,7 @@ def losses(name: str, row: str, seed: int, rate: float, part: DomainPart) -> dic
     needs = [f"seed-{seed}/{need}" for one in needed for need in jobs[one][0].needs]
     if left := [one for one in dict.fromkeys([*needs, *needed]) if jobs[one][1] != "done"]:
         system.train(JobProgress(), left)
-    runs = [load_run(folder / one) for one in names]
+    runs = [load_saved(folder / one) for one in names]
     found = {}
     for domain, text in system.texts.items():
         tokens = text.sequences(part, system.own.sequences)

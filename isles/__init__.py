@@ -82,6 +82,7 @@ if TYPE_CHECKING:
     )
     from isles.replicas.replica import Plain
     from isles.replicas.sync import ReplicaSync, unwrap
+    from isles.running.python import Run, load_run, simulate, train
     from isles.training.config.reading import read_config
     from isles.training.elastic.replay import repeat as replay_run
     from isles.training.elastic.support import going_on

@@ -15,10 +15,26 @@ from typing import Any
 def unknown_name(key: str, value: str, known: Iterable[str]) -> str:
     """The line for a name that is not in `known`: the closest one first, then all."""
     names = sorted(known)
-    folded = {name.casefold(): name for name in names}
-    close = get_close_matches(value.casefold(), folded, n=1)
-    hint = f"did you mean {folded[close[0]]!r}? " if close else ""
+    close = nearest(value, names)
+    hint = f"did you mean {close!r}? " if close else ""
     return f"unknown {key} {value!r}: {hint}choose one of {', '.join(names)}"
+
+
+def nearest(value: str, known: Iterable[str]) -> str | None:
+    """The one of `known` that a user may have meant by `value`; None if none is near. Case does not matter. Keys with
+    dots are compared by their last part; a number after a colon is kept as typed.
+    """
+    folded, asked = {name.casefold(): name for name in known}, value.casefold()
+    if close := get_close_matches(asked, folded, n=1, cutoff=0.85):
+        return folded[close[0]]
+    kind, colon, number = value.partition(":")
+    kinds = [name.partition(":")[0] for name in folded if ":" in name]
+    if colon and (close := get_close_matches(kind.casefold(), kinds, n=1)):
+        return f"{close[0]}:{number}"
+    ends = {name.rpartition(".")[2]: own for name, own in reversed(folded.items())}
+    end = asked.rpartition(".")[2]
+    close = get_close_matches(end, ends, n=1) or [name for name in ends if name.startswith(end) and len(end) > 1]
+    return ends[close[0]] if close else None
 
 
 def in_section(section: str, message: str, keys: Iterable[str]) -> str:

@@ -22,6 +22,7 @@ from isles.base.version import __version__
 from isles.cli import compare, doctor, experts, model, resume, settings, simulate, token, torchrun, train, tune
 from isles.cli.elastic import join, lighthouse, status
 from isles.cli.plans import family
+from isles.cli.terminal import explain
 from isles.training.interrupts import Interrupts
 
 app = typer.Typer(
@@ -81,7 +82,7 @@ def _run() -> int:
         with notify_warnings(_note), Interrupts():
             return _command()(standalone_mode=False) or 0
     except _UsageError as error:
-        message = error.format_message()  # type: ignore[attr-defined]
+        message = explain(error)
         return _fail(message, 2) if message else 0  # none: a room such as `isles experts` has shown its help
     except ValueError as error:
         return _fail(str(error), 2)

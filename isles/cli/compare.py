@@ -10,16 +10,18 @@ from typing import Annotated
 
 import typer
 
-from isles.cli.terminal import As, InnerSteps, Set, end_in_order, print_table
+from isles.cli.terminal import As, InnerSteps, Set, end_in_order, print_table, takes_settings
 from isles.report import write_picture, write_report
 
 
+@takes_settings
 def compare(
     sources: Annotated[
         list[str] | None, typer.Argument(metavar="[CONFIG.toml | RUN...]", help="Settings, or finished runs.")
     ] = None,
     methods: Annotated[
-        str | None, typer.Option(help="Rows: diloco,diloco@replicas.outer_lr=0.4,NAME of a table \\[methods.NAME].")
+        str | None,
+        typer.Option(help="Rows: diloco,diloco@replicas.outer_lr=0.4,NAME of \\[methods.NAME]; or all."),
     ] = None,
     seeds: Annotated[str, typer.Option(help="Seeds, separated by commas.")] = "0,1,2,3,4",
     sweep: Annotated[list[str] | None, typer.Option(metavar="KEY=A,B,C", help="Rows by value; repeatable.")] = None,
@@ -63,8 +65,9 @@ def compare(
     flags = several.quick() if quick else {}
     flags |= {} if as_ is None else {"run.priced_as": as_, "world.backend": "virtual"}
     flags = flags | {key: n for key, n in (("world.workers", workers), ("run.steps", steps)) if n is not None}
-    chosen = several.rows_of(methods or ",".join(method_tables(config)) or several.USUAL)
     shared = several.SharedSettings(config, flags, set_ or [])
+    named = methods or ",".join(method_tables(config)) or several.USUAL
+    chosen = several.every_row(shared) if named == "all" else several.rows_of(named)
     for one in sweep or []:
         chosen = several.swept(shared, chosen, one)
     read = partial(several.read_beside, shared, chosen, seeds_of(seeds))

@@ -36,9 +36,9 @@ def generate(
 ) -> None:
     """Continue a prompt with the run's consolidated model."""
     from isles.models.factory import generate as sample
-    from isles.training.records.saved_run import encoded, load_run
+    from isles.training.records.saved_run import encoded, load_saved
 
-    saved = load_run(run, device=device, trust=trust)
+    saved = load_saved(run, device=device, trust=trust)
     ids = sample(
         saved.logits,
         encoded(saved.tokenizer, prompt),
@@ -63,12 +63,13 @@ def export(
     from isles.models.hf import save_as_llama
     from isles.pipeline.boundaries.names import boundary_name
     from isles.training.config.trust import SAVED_WITH_RUN
-    from isles.training.records.saved_run import load_run
+    from isles.training.records.saved_run import load_saved
 
     if format not in ("hf", "safetensors"):
         raise ValueError(unknown_name("--format", format, ("hf", "safetensors")))
+    run = run.parent if run.is_file() else run
     folder = out or run / f"export-{format}"
-    saved = load_run(run, device=device, trust=trust)
+    saved = load_saved(run, device=device, trust=trust)
     own, boundary = saved.config.model.own, saved.config.pipeline.boundary.kind
     if format == "hf" and boundary_name(boundary).kind in ("dct", "bottleneck", "maxout", "own"):
         raise ValueError(
@@ -116,7 +117,7 @@ def evaluate(
     trust: Trust = False,
 ) -> None:
     """Judge the run's consolidated model. Stages are those of the run; of one that was not cut, its blocks."""
-    from isles.training.records.saved_run import load_run
+    from isles.training.records.saved_run import load_saved
 
     options = {"drop": drop_stages, "leave": early_exit, "order": order}
     partial = curves or any(part is not None for part in options.values())
@@ -124,7 +125,7 @@ def evaluate(
         raise ValueError("--curves evaluates many orders by itself: leave --drop-stages, --early-exit and --order out")
     if partial and questions is not None:
         raise ValueError("--questions are asked of the whole model: leave the options about stages out")
-    saved = load_run(run, device=device, trust=trust, masked=not without_mask)
+    saved = load_saved(run, device=device, trust=trust, masked=not without_mask)
     if questions is not None:
         from isles.training.scoring import accuracies, read_questions
 

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from isles.cli.terminal import print_named
-from isles.replicas import METHODS
+from isles.replicas import METHODS, canonical
 
 
 def config(
@@ -19,13 +19,14 @@ def config(
     ] = None,
     preset: Annotated[str | None, typer.Option(help="Print this preset instead, to change it.")] = None,
     presets: Annotated[bool, typer.Option("--presets", help="List the presets.")] = False,
+    brief: Annotated[bool, typer.Option("--brief", help="Only the 15 settings that matter most.")] = False,
 ) -> None:
     """Print every setting with its default and what it means, as a CONFIG.toml for `isles train`."""
     from isles.training.config.presets import preset_file
     from isles.training.config.presets import presets as known
 
-    if sum((method is not None, preset is not None, presets)) > 1:
-        raise ValueError("--method, --preset and --presets each print something else: give one of them")
+    if sum((method is not None or brief, preset is not None, presets)) > 1:
+        raise ValueError("--method (or --brief), --preset and --presets each print something else: give one of them")
     if presets:
         print_named(known())
         print("isles train --preset NAME runs one, isles config --preset NAME prints it")
@@ -34,13 +35,14 @@ def config(
     else:
         from isles.training.config.reading import template
 
-        print(template(method or "noloco"), end="")
+        print(template(method or "noloco", brief=brief), end="")
 
 
 _WORKERS = 4  # of the memory table: buffers for messages depend on it a little
 
 
 def methods(
+    name: Annotated[str | None, typer.Argument(metavar="[METHOD]", help="Describe this one.")] = None,
     legal: Annotated[
         bool, typer.Option("--legal", help="Print what does not go together, and why: parts of a method, and settings.")
     ] = False,
@@ -49,12 +51,15 @@ def methods(
     ] = False,
     stages: Annotated[int, typer.Option(help="With --memory: stages that each replica is cut into.")] = 1,
 ) -> None:
-    """List the methods."""
-    if legal and memory:
-        raise ValueError("--legal and --memory are two tables: ask for one of them")
+    """List the methods, or describe one of them."""
+    if sum((legal, memory, name is not None)) > 1:
+        raise ValueError("--legal, --memory and METHOD each print something else: ask for one of them")
     if stages != 1 and not memory:
         raise ValueError(f"--stages {stages} divides what --memory prints: add it, or leave --stages out")
-    if legal:
+    if name is not None:
+        config(method=name, brief=True)
+        print(f"# all settings: isles config --method {canonical(name)}")
+    elif legal:
         _legal()
     elif memory:
         _memory(stages)

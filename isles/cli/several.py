@@ -47,12 +47,13 @@ from isles.base.durable import write_text
 from isles.base.parsing import parse_toml
 from isles.base.tables import changed, parse_value
 from isles.cli.terminal import Progress, print_table
-from isles.cli.train import refuse_too_many, report_device
+from isles.cli.train import report_device
 from isles.models.model_limits import limits
 from isles.network.noise import hash64
 from isles.pipeline.config import PipelineConfig
 from isles.plan.memory_fit import measured_step
 from isles.plan.run_plan import plan_run, priced, refuse
+from isles.replicas import METHODS
 from isles.replicas.config import Dimension, settings_of
 from isles.report import write_report
 from isles.report.comparison import (
@@ -69,6 +70,7 @@ from isles.report.comparison import (
 from isles.report.panels import Table
 from isles.report.rundir import read_run
 from isles.report.units import format_seconds
+from isles.running.python import refuse_too_many
 from isles.running.run import Interrupted, launch
 from isles.training.config.reading import ending, read_config, to_toml, tokens_a_step
 from isles.training.config.sections import Config
@@ -124,6 +126,18 @@ def rows_of(methods: str) -> list[ComparisonRow]:
     """The rows that --methods names."""
     parts = [part.split("@") for part in names(methods, "--methods")]
     return [ComparisonRow(name, tuple(settings)) for name, *settings in parts]
+
+
+def every_row(shared: SharedSettings) -> list[ComparisonRow]:
+    """A row of each method that goes with these settings; a note says which do not."""
+    rows = []
+    for row in map(ComparisonRow, METHODS):
+        try:
+            refuse(*read_all(shared, [row], [0]).values())
+            rows.append(row)
+        except ValueError as error:
+            print(f"note: without {row.name}: {error}", file=sys.stderr)
+    return rows
 
 
 class SharedSettings(NamedTuple):

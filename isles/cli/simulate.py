@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from isles.cli.terminal import As, ConfigFile, InnerSteps, Set, end_in_order
+from isles.cli.terminal import As, ConfigFile, InnerSteps, Set, end_in_order, takes_settings
 
 if TYPE_CHECKING:
     from isles.cli.several import Configs, OnMetrics, OnNotice, Start
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from isles.training.records.summary import SummaryTable
 
 
+@takes_settings
 def simulate(
     config: ConfigFile = None,
     methods: Annotated[

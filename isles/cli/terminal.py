@@ -5,12 +5,16 @@ elsewhere), checks of `isles doctor`, and signals before a run has begun.
 from __future__ import annotations
 
 import gc
+import json
+import re
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import wraps
+from inspect import Signature, signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Self
 
@@ -20,6 +24,7 @@ from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 from typing_extensions import override
 
+from isles.base.errors import nearest
 from isles.base.parsing import parse_json
 from isles.base.schema import USAGE
 from isles.report.panels import Table
@@ -71,6 +76,60 @@ As = Annotated[str | None, typer.Option("--as", metavar="MODEL", help='Time and 
 Trust = Annotated[
     bool, typer.Option("--trust", help="Import and run what the run's config.toml names, though it was made elsewhere.")
 ]
+
+
+def _shorthands(
+    data: Annotated[str | None, typer.Option(help="Text to train on: a file or a folder (data.path).")] = None,
+    lr: Annotated[float | None, typer.Option(help="Peak inner learning rate (inner.lr).")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="A size such as 10M, a folder of transformers, or package.module:function.")
+    ] = None,
+    tokens: Annotated[
+        str | None, typer.Option(help="Tokens of all workers, such as 10M, instead of --steps (run.tokens).")
+    ] = None,
+) -> list[str]:
+    from isles.training.config.reading import shorthands
+
+    return [f"{key}={json.dumps(value)}" for key, value in shorthands(data, lr, model, tokens).items()]
+
+
+def takes_settings(command: Callable[..., None]) -> Callable[..., None]:
+    """`command`, which has --set, with shorthands for the settings that are asked for most."""
+    own, more = (signature(function, eval_str=True).parameters for function in (command, _shorthands))
+
+    @wraps(command)
+    def run(*path: Any, set_: list[str] | None = None, **options: Any) -> None:
+        short = _shorthands(**{name: options.pop(name, None) for name in more})
+        command(*path, set_=[*short, *(set_ or [])] or None, **options)
+
+    run.__signature__ = Signature([*own.values(), *more.values()])  # type: ignore[attr-defined]
+    run.__annotations__ = {name: one.annotation for name, one in {**own, **more}.items()}
+    return run
+
+
+_VERBS = {"run": "train", "start": "train", "fit": "train", "test": "eval", "sample": "generate", "convert": "export"}
+
+
+def explain(error: Any) -> str:
+    """The message of click's usage error, with what the user may have meant."""
+    message, command = error.format_message(), getattr(error.ctx, "command", None)
+    if command is None:
+        return message
+    options = [name for one in command.params for name in one.opts if name.startswith("--")]
+    if below := re.match(r"No such command '(.+?)'", message):
+        name = below[1]
+        close = _VERBS[name] if _VERBS.get(name) in command.commands else nearest(name, command.commands)
+        return f"no such command {name!r}: {f'did you mean {close!r}? ' if close else ''}{', '.join(command.commands)}"
+    if extra := re.fullmatch(r"Got unexpected extra argument.*? \((.+)\)", message):
+        return f"{message}; write --data {extra[1]}" if "--data" in options and Path(extra[1]).exists() else message
+    if name := getattr(error, "option_name", None) if message.startswith("No such option") else None:
+        from isles.training.config.reading import settings_like
+
+        close = nearest(name, options)
+        like = settings_like(name.lstrip("-")) if "--set" in options and close is None else []
+        meant = close or (f"--set {like[0]}=..." if like else "")
+        return f"no such option {name}" + (f": did you mean {meant}?" if meant else "")
+    return message
 
 
 def end_in_order() -> None:

@@ -8,19 +8,16 @@ import math
 import os
 import sys
 from collections.abc import Callable
-from datetime import datetime
-from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from isles.base.memory import free_memory
-from isles.base.schema import backend_of
 from isles.cli import torchrun
-from isles.cli.terminal import As, ConfigFile, InnerSteps, Progress, Set, Trust, end_in_order
+from isles.cli.terminal import As, ConfigFile, InnerSteps, Progress, Set, Trust, end_in_order, takes_settings
 from isles.report import write_report
 from isles.report.units import format_bytes, format_seconds
+from isles.running.python import new_directory, ready
 
 Nodes = Annotated[int, typer.Option(help="Machines that train together; the same command on each.")]
 Node = Annotated[int, typer.Option(help="Which of them this is, from 0.")]
@@ -36,6 +33,7 @@ if TYPE_CHECKING:
     from isles.training.records.reshard import Resumption
 
 
+@takes_settings
 def train(
     config: ConfigFile = None,
     method: Annotated[
@@ -77,13 +75,14 @@ def train(
         why = "name the run directory with --out" if out is None else "--nodes has a directory a machine; start by srun"
         raise ValueError(f"--resume auto: {why}")
     from isles.launch.nodes import NodeSpec
-    from isles.running.backends import start_server
     from isles.training.config.reading import gather, resolve
-    from isles.training.records.tokens import read_token
+    from isles.training.records.tokens import node_token, read_token
 
     node_spec = NodeSpec(nodes=nodes, node=node, rendezvous=rendezvous, token=read_token(token, nodes))
     if nodes == 1:
         torchrun.adopt()
+    if node > 0 and node_spec.token is None and not dry_run:
+        node_token(out or Path(), None)  # refuses before torch is loaded
     if preset is not None:
         from isles.training.config.presets import preset_file
 
@@ -94,12 +93,7 @@ def train(
     flags = {"replicas.method": method, "world.workers": torchrun.workers(workers), "run.steps": steps}
     flags["run.priced_as"] = as_
     tables = gather(config, flags, set_ or [], trust=trust, machines=nodes)
-    if not dry_run and torchrun.size() is None and backend_of(tables).has_processes:
-        own = tables.get("world", {}).get("workers", 1)
-        if isinstance(own, int):
-            refuse_too_many(-(-own // nodes))
-        start_server()  # it loads torch while this process does
-    resolved = resolve(tables)
+    resolved = resolve(tables) if dry_run or torchrun.size() is not None else ready(tables, nodes)
     if dry_run:
         from isles.cli.plan_printer import show
 
@@ -107,14 +101,10 @@ def train(
             show(resolved, probe=probe, as_json=json, machines=nodes, machine=gpu)
         return
     if out is not None and nodes == 1 and (resume or torchrun.restarts()) and (out / "config.toml").exists():
-        if (ready := _found(out, resolved, trust=trust)) is None:
+        if (found := _found(out, resolved, trust=trust)) is None:
             return
-        if ready.step:
-            return go_on(ready, out, node_spec)
-    if torchrun.size() is None:
-        from isles.plan.run_plan import refuse
-
-        refuse(resolved)
+        if found.step:
+            return go_on(found, out, node_spec)
     torchrun.note_other_workers(config)
     file = f"{preset or config} over the defaults of isles config --method {resolved.method}"
     report_device(resolved, nodes, node, f"; settings: {'the built-in small run' if config is None else file}")
@@ -208,21 +198,6 @@ def _at_once(out: Path | None, node_spec: NodeSpec) -> str:
     return f"ended at once; saved after step {steps[-1]}, go on with: isles resume {out}{node_spec.flags}"
 
 
-def new_directory(method: str) -> Path:
-    """runs/METHOD-DATE-TIME, made here, so that no other run can take it."""
-    name = f"{method.replace(':', '.')}-{datetime.now():%Y%m%d-%H%M%S}"
-    for number in count(1):
-        out = Path("runs") / (name if number == 1 else f"{name}-{number}")
-        try:
-            out.mkdir(parents=True)
-        except FileExistsError:
-            continue
-        except OSError as error:
-            raise ValueError(f"{out}: cannot be made ({error.strerror}); name a directory with --out") from error
-        return out
-    raise AssertionError
-
-
 def print_summary(summary: dict[str, Any], out: Path) -> None:
     """Write the report of the run in `out`, and print what the run came to."""
     from rich.console import Console
@@ -273,23 +248,3 @@ def summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
     if summary["virtual_seconds"] is not None:
         rows.append(("virtual clock", format_seconds(summary["virtual_seconds"])))
     return rows
-
-
-_A_CORE = 8
-_A_PROCESS = 200e6  # bytes that a worker takes before it has a model: torch and its libraries, after sharing
-
-
-def refuse_too_many(
-    workers: int, option: str = "world.workers =", mend: str = 'world.backend = "virtual" trains them in one process'
-) -> None:
-    """ValueError for more workers of this machine than 8 a core, or than its free memory holds. option: how they were
-    asked for.
-    """
-    cores = os.cpu_count() or 1
-    if workers > _A_CORE * cores:
-        raise ValueError(f"{option} {workers}: more than {_A_CORE} a core of this machine's {cores}; {mend}")
-    free = free_memory()
-    if workers * _A_PROCESS > free:
-        raise ValueError(
-            f"{option} {workers}: each takes 0.2 GB before it has a model, {free / 1e9:.1f} GB are free; {mend}"
-        )

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from isles.base.tables import parse_value
-from isles.cli.terminal import ConfigFile, Progress, Set, end_in_order, print_table
+from isles.cli.terminal import ConfigFile, Progress, Set, end_in_order, print_table, takes_settings
 from isles.report import write_report
 from isles.report.comparison import ALONE, NEVER, complete, read_tuning, subtitle, trials_table
 from isles.report.units import format_seconds
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 _AT = ("tokens", "steps", "seconds")
 
 
+@takes_settings
 def tune(
     config: ConfigFile = None,
     method: Annotated[str | None, typer.Option(help="Or one-worker. Default: the configuration's.")] = None,

@@ -47,7 +47,7 @@ from isles.experts.routing import (
     updating,
     weights_of,
 )
-from isles.training.records.saved_run import SavedRun, encoded, load_run
+from isles.training.records.saved_run import SavedRun, encoded, load_saved
 from isles.training.records.shard import save_model
 from isles.training.records.writer import write_config
 
@@ -229,7 +229,7 @@ class Speaker:
         expert = int(route(gate, tokens[None], joined.prefix)[0])
         chance = float(gate.log_chances(gate.scores(tokens[None], joined.prefix))[expert, 0].exp())
         member = joined.forest.experts[expert]
-        run, read = load_run(member.run), min(joined.prefix, len(tokens))  # no other one is loaded
+        run, read = load_saved(member.run), min(joined.prefix, len(tokens))  # no other one is loaded
         note = (
             f"by {member.name}, to which the prompt's first {read} tokens are routed with a probability of {chance:.3f}"
         )

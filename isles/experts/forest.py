@@ -31,7 +31,7 @@ from isles.data.tokenizer import Tokenizer
 from isles.experts import mixture
 from isles.models import limits
 from isles.training.config.reading import read_config
-from isles.training.records.saved_run import SavedRun, load_run
+from isles.training.records.saved_run import SavedRun, load_saved
 
 _FORMAT = 1
 
@@ -164,7 +164,7 @@ class Served:
     @classmethod
     def load(cls, members: Sequence[ForestMember]) -> Served:
         """The models of `members`. ValueError where one is missing or damaged."""
-        return cls([member.name for member in members], [load_run(member.run) for member in members])
+        return cls([member.name for member in members], [load_saved(member.run) for member in members])
 
     def __len__(self) -> int:
         return len(self.runs)

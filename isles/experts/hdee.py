@@ -76,7 +76,7 @@ from isles.experts.routing import cached
 from isles.experts.system import System
 from isles.models import Shape, flops_per_token, parameters
 from isles.training.config.sections import Config
-from isles.training.records.saved_run import SavedRun, load_run
+from isles.training.records.saved_run import SavedRun, load_saved
 
 Branch = Literal["own", "average"]
 Baseline = Literal["random", "dense"]
@@ -468,7 +468,7 @@ class _SeedScores:
 
     def run(self, name: str) -> SavedRun:
         if name not in self.runs:
-            self.runs[name] = load_run(self.folder / name)
+            self.runs[name] = load_saved(self.folder / name)
         return self.runs[name]
 
     def one(self, name: str, domain: str, part: DomainPart) -> Tensor:

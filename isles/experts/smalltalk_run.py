@@ -48,7 +48,7 @@ from isles.training.config.sections import Config
 from isles.training.interrupts import first_interrupt
 from isles.training.records.checkpoint import Checkpoints
 from isles.training.records.rundir import clear_logs
-from isles.training.records.saved_run import SavedRun, load_run
+from isles.training.records.saved_run import SavedRun, load_saved
 from isles.training.records.writer import write_config
 
 ROUTED, ROUNDS, CLUSTERS = "routers.json", "rounds.jsonl", "clusters.safetensors"
@@ -209,7 +209,7 @@ def evaluate_seed(seed: SmalltalkSeed, texts: Mapping[str, DomainText]) -> dict[
     forest.check()
     forest.save(seed.folder / "forests" / "smalltalk.json")
     gate, experts = seed.gate(), Served.load(forest.experts)
-    dense: dict[str, SavedRun] = {form: load_run(seed.folder / f"dense-{form}") for form in own.dense}
+    dense: dict[str, SavedRun] = {form: load_saved(seed.folder / f"dense-{form}") for form in own.dense}
     by_domain = {
         name: _scored(seed, gate, experts, dense, text.sequences("test", own.sequences)) for name, text in texts.items()
     }

@@ -23,10 +23,11 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess, current_process
 from pathlib import Path
+from types import ModuleType
 from typing import Annotated, Any, Literal, cast
 
 from typing_extensions import override
@@ -121,15 +122,15 @@ class WorkerProcesses:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["isles.launch.workers", "isles.launch.preload"])
         self.handles: list[PipeHandle] = []
-        _refuse_unreachable(worker)
         _shorten_sockets()
         work = ByValue((worker, tuple(args)))
-        for spec in worker_specs:
-            ours, theirs = context.Pipe()
-            process = context.Process(target=serve, args=(spec, theirs, work), name=f"isles-worker-{spec.rank}")
-            process.start()
-            theirs.close()
-            self.handles.append(PipeHandle(spec.rank, ours, process, spec.log, spec.deadlines))
+        with _main_for(worker, args):
+            for spec in worker_specs:
+                ours, theirs = context.Pipe()
+                process = context.Process(target=serve, args=(spec, theirs, work), name=f"isles-worker-{spec.rank}")
+                process.start()
+                theirs.close()
+                self.handles.append(PipeHandle(spec.rank, ours, process, spec.log, spec.deadlines))
         self.processes = [handle.process for handle in self.handles if handle.process is not None]
 
     def end(self, patience: float) -> None:
@@ -145,6 +146,22 @@ class WorkerProcesses:
                 process.join()
         for handle in self.handles:
             handle.pipe.close()
+
+
+@contextlib.contextmanager
+def _main_for(worker: Callable[..., Any], args: Sequence[Any]) -> Iterator[None]:
+    """Context in which processes start. multiprocessing runs the caller's script in each of them again; this hides it
+    from a worker of Isles that needs nothing of it, so notebooks, and scripts without `if __name__`, can train.
+    """
+    main = sys.modules["__main__"]
+    if worker.__module__.startswith("isles.") and "__main__:" not in repr(args):
+        sys.modules["__main__"] = ModuleType("__main__")
+    else:
+        _refuse_unreachable(worker)
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
 
 
 def _refuse_unreachable(worker: Callable[..., Any]) -> None:

@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 
 from isles.base.errors import demand
 from isles.base.imports import is_import_target
-from isles.models.sizes import Shape, shape_of
+from isles.models.sizes import Shape, shape_of, size_name
 
 Autocast = Literal["none", "bf16", "fp16"]
 DType = Literal["float32", "bfloat16", "float64"]
@@ -23,7 +23,8 @@ _DECODER_KEYS = ("size", "d_model", "layers", "heads", "ffn", "tie_embeddings") 
 def check_device(device: object, key: str = "model.device") -> None:
     """ValueError unless `device` is the name of a device. This machine need not have it."""
     if not (isinstance(device, str) and re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", device)):
-        raise ValueError(f"{key} = {device!r} is not known; use one of auto, cpu, cuda, cuda:N")
+        mac = "; the GPU of a Mac is not used: auto trains on its CPU" if device == "mps" else ""
+        raise ValueError(f"{key} = {device!r} is not known; use one of auto, cpu, cuda, cuda:N{mac}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,9 +93,9 @@ class ModelConfig:
             return
         if self.options is not None:
             raise ValueError("model.options are the arguments of model.factory: set a factory, or remove them")
-        if self.size is None:
-            object.__setattr__(self, "size", DEFAULT_SIZE)  # so that a saved configuration names it
-        self.shape()  # refuses an unknown size and impossible numbers
+        # So that a saved configuration names it.
+        object.__setattr__(self, "size", DEFAULT_SIZE if self.size is None else size_name(self.size))
+        self.shape()  # refuses impossible numbers
 
     @property
     def own(self) -> Literal["factory", "hf"] | None:

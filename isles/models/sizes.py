@@ -24,9 +24,12 @@ A size whose name is a number has that many parameters, within 3 %. The labels o
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from typing import Any
+
+from isles.base.errors import nearest
+from isles.network.units import parse_count
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,12 +112,21 @@ SIZES: dict[str, Shape] = {
 
 
 def shape_of(size: str) -> Shape:
-    """The shape called `size`. The ValueError for an unknown name has the closest name and all names."""
-    if isinstance(size, str) and size in SIZES:
-        return SIZES[size]
-    by_fold = {name.casefold(): name for name in SIZES}
-    close = get_close_matches(str(size).casefold(), by_fold, n=1)
-    hint = f"did you mean {by_fold[close[0]]!r}? " if close else ""
+    """The shape called `size`, in whatever case. ValueError as of `size_name`."""
+    return SIZES[size_name(size)]
+
+
+def size_name(size: str) -> str:
+    """The name that is `size` but for its case. The ValueError for an unknown one has the closest name, by parameters
+    where it is a number, and all names.
+    """
+    close = nearest(str(size), SIZES)
+    if close is not None and close.casefold() == str(size).casefold():
+        return close
+    with suppress(ValueError):
+        count = parse_count("model.size", str(size))
+        close = min(SIZES, key=lambda name: abs(math.log(parameters(SIZES[name]) / count)))
+    hint = f"did you mean {close!r}? " if close else ""
     raise ValueError(f"model.size = {size!r} is not known: {hint}choose one of {', '.join(SIZES)}")
 
 

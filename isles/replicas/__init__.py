@@ -113,13 +113,20 @@ METHODS: dict[str, MethodRow] = {
 }
 
 
+def canonical(name: str) -> str:
+    """A name of `METHODS` in whatever case, such as "DiLoCo", as it stands there; any other text as it is."""
+    return name.casefold() if name.casefold() in METHODS else name
+
+
 def config_of(name: str) -> type[MethodConfig]:
     """The class of the settings of `name`, as in `method`. Loads no torch for a name of `METHODS`."""
+    name = canonical(name)
     return import_target(f"settings of {name}", METHODS[name].config) if name in METHODS else method(name).Config
 
 
 def method(name: str) -> type[ReplicaSync]:
     """The class behind a name of `METHODS`, or behind "package.module:Class". ValueError names what is wrong."""
+    name = canonical(name)
     target = METHODS[name].target if name in METHODS else name
     if ":" not in target:
         raise ValueError(unknown_name("method", name, METHODS) + ", or package.module:Class for your own")

@@ -28,7 +28,7 @@ from isles.report.panels import (
     quantile,
     thin,
 )
-from isles.report.rundir import Run, TimelineSpan
+from isles.report.rundir import RunFiles, TimelineSpan
 from isles.report.units import compare, format_bytes, format_number, format_percent, format_seconds, time_unit
 
 # All worker lines together hold about this many points, so 64 workers make no larger a page than one.
@@ -43,7 +43,7 @@ def short(value: float) -> str:
     return f"{value:.4g}"
 
 
-def loss_panel(run: Run) -> Panel | None:
+def loss_panel(run: RunFiles) -> Panel | None:
     """One thin line a worker, their mean and the validation losses; None when there are none."""
     series = {worker: _points(log.loss) for worker, log in run.workers.items() if log.loss}
     mean = mean_over(series.values())
@@ -76,7 +76,7 @@ def loss_panel(run: Run) -> Panel | None:
     return Panel(heading="Loss against steps, nats per token", picture=chart, keys=keys, notes=notes)
 
 
-def loss_cost_panels(run: Run) -> list[Panel]:
+def loss_cost_panels(run: RunFiles) -> list[Panel]:
     """The mean loss against the bytes that a worker has sent, and against the clock; those that are known."""
     panels = []
     for against in (by_bytes, by_clock):
@@ -105,19 +105,19 @@ class CostAxis:
         self.noun, self.label, self.points, self.form = noun, label, points, form
 
 
-def by_step(run: Run) -> CostAxis:
+def by_step(run: RunFiles) -> CostAxis:
     """The inner step itself."""
     steps = sorted({float(step) for log in run.workers.values() for step in log.loss})
     return CostAxis("steps", "inner step", [(step, step) for step in steps], plain)
 
 
-def by_bytes(run: Run) -> CostAxis:
+def by_bytes(run: RunFiles) -> CostAxis:
     """Bytes sent."""
     points = mean_of_totals([_points(log.bytes_sent) for log in run.workers.values() if log.bytes_sent])
     return CostAxis("bytes", "sent per worker", points, lambda count: format_bytes(count, trim=True))
 
 
-def by_clock(run: Run, unit: tuple[float, str] | None = None) -> CostAxis:
+def by_clock(run: RunFiles, unit: tuple[float, str] | None = None) -> CostAxis:
     """Time since the start until the last worker was there, in `unit` (default: the one that suits it)."""
     points = latest_of([_points(log.clock) for log in run.workers.values()])
     seconds, name = unit or time_unit(points[-1][1] if points else 0.0)
@@ -126,14 +126,14 @@ def by_clock(run: Run, unit: tuple[float, str] | None = None) -> CostAxis:
     return CostAxis("time", label, [(step, value / seconds) for step, value in points], lambda value: f"{value:,.6g}")
 
 
-def loss_against(run: Run, cost: CostAxis) -> list[Point]:
+def loss_against(run: RunFiles, cost: CostAxis) -> list[Point]:
     """Mean training loss over the workers, by cost instead of by step."""
     cost_at = dict(cost.points)
     loss = mean_over([_points(log.loss) for log in run.workers.values()])
     return [(cost_at[step], value) for step, value in loss if step in cost_at]
 
 
-def bytes_panel(run: Run) -> Panel | None:
+def bytes_panel(run: RunFiles) -> Panel | None:
     """The bytes each worker sent so far, beside data parallel's; None when none were counted."""
     series = {worker: _points(log.bytes_sent) for worker, log in run.workers.items() if log.bytes_sent}
     mean = mean_of_totals(series.values())
@@ -184,7 +184,7 @@ def bytes_panel(run: Run) -> Panel | None:
     return Panel(heading=heading, picture=chart, keys=keys, notes=notes)
 
 
-def spread_panel(run: Run) -> Panel | None:
+def spread_panel(run: RunFiles) -> Panel | None:
     """How far the replicas are apart, and the learning rate on a scale of its own; None without a record."""
     if not run.spread:
         return None
@@ -239,7 +239,7 @@ def _worker_lines(
     ]
 
 
-def _validation(run: Run) -> list[Point]:
+def _validation(run: RunFiles) -> list[Point]:
     """The validation losses of metrics.jsonl, and the summary's at the last step unless it is there already."""
     steps, loss = run.number("steps"), run.number("val_loss")
     dots = list(run.validation)
@@ -270,7 +270,7 @@ _TRAINING = ("outer", "inner", "pipeline")  # channels of the method; the rest i
 _WITHOUT_GAP = 400
 
 
-def time_panel(run: Run) -> Panel | None:
+def time_panel(run: RunFiles) -> Panel | None:
     """One bar a worker: seconds computing, then blocked on the network; None when unknown."""
     bars = []
     for worker, log in run.workers.items():
@@ -288,7 +288,7 @@ def time_panel(run: Run) -> Panel | None:
     return Panel(heading=title, picture=Bars(title=title, bars=bars), keys=keys)
 
 
-def lanes_panel(run: Run, workers: int = LANES) -> Panel | None:
+def lanes_panel(run: RunFiles, workers: int = LANES) -> Panel | None:
     """The last exchanges of the record on one clock, a lane for each of the first `workers`; None without a record."""
     window = _window(run)
     if window is None:
@@ -322,7 +322,7 @@ def lanes_panel(run: Run, workers: int = LANES) -> Panel | None:
     return Panel(heading="Timeline of the workers", picture=picture, keys=keys, notes=notes)
 
 
-def step_panel(run: Run) -> Panel | None:
+def step_panel(run: RunFiles) -> Panel | None:
     """Every task of one step, a lane for each of the first workers; None where replicas do not lie in stages."""
     spans = [span for own in run.tasks.values() for span in own]
     if not spans:
@@ -369,7 +369,7 @@ def step_panel(run: Run) -> Panel | None:
     return Panel(heading="One step through the stages", picture=picture, keys=keys, notes=notes)
 
 
-def _steps(run: Run) -> dict[int, tuple[float, float]]:
+def _steps(run: RunFiles) -> dict[int, tuple[float, float]]:
     """When the step of each worker's pipeline began and ended: that of all that share microbatches with it."""
     joined: list[tuple[set[int], set[int]]] = []  # microbatches, workers
     for worker, own in run.tasks.items():
@@ -390,7 +390,7 @@ def _steps(run: Run) -> dict[int, tuple[float, float]]:
     return found
 
 
-def _window(run: Run) -> tuple[float, float] | None:
+def _window(run: RunFiles) -> tuple[float, float] | None:
     """From a little before the exchanges to show until the end of the training on record."""
     recent = {worker: spans[-_WITHOUT_GAP:] for worker, spans in run.spans.items()}
     computing = [span for spans in recent.values() for span in spans if span.kind == "compute"]

@@ -34,7 +34,7 @@ from isles.report.charts import MEAN_POINTS, CostAxis, by_bytes, by_clock, by_st
 from isles.report.draw.style import SERIES
 from isles.report.page import Report, document, section, wide_table
 from isles.report.panels import Chart, Panel, Polyline, Table, average, chart_panel, plain
-from isles.report.rundir import Run, read_run
+from isles.report.rundir import RunFiles, read_run
 from isles.report.units import format_bytes, format_number, format_percent, format_seconds, format_seeds, time_unit
 
 CLAIMS = (
@@ -121,7 +121,7 @@ COLUMNS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("virtual_seconds", "virtual time", format_seconds),
 )
 
-Runs = dict[str, list[Run]]
+Runs = dict[str, list[RunFiles]]
 
 
 def run_folder(method: str, seed: int) -> str:
@@ -210,7 +210,7 @@ def comparison_panels(runs: Runs) -> list[Panel]:
 
 
 def _panel(
-    runs: dict[str, Run], cost_of: Callable[[Run], CostAxis], *, log_x: bool = False, whole_x: bool = False
+    runs: dict[str, RunFiles], cost_of: Callable[[RunFiles], CostAxis], *, log_x: bool = False, whole_x: bool = False
 ) -> Panel | None:
     lines, keys = [], []
     cost = CostAxis("", "", [], plain)

@@ -24,7 +24,7 @@ from isles.membership.run_log import (
     read_record,
 )
 from isles.report.panels import Chart, Lane, Lanes, LaneSegment, Panel, Point, Polyline, chart_panel
-from isles.report.rundir import Run, finite
+from isles.report.rundir import RunFiles, finite
 
 MAX_LANES = 32
 _LOOKS = {WHOLE: "compute", LATE: "transfer"}
@@ -47,13 +47,13 @@ MAX_MARKS = 200
 T = TypeVar("T")
 
 
-def elastic_panels(run: Run) -> list[Panel]:
+def elastic_panels(run: RunFiles) -> list[Panel]:
     """None for a run in which nobody comes and goes."""
     start, lines, there = _history(run)
     return [_members(there, start), _member_lanes(there, lines, start)] if there.end > start else []
 
 
-def marked(run: Run, losses: Panel) -> Panel:
+def marked(run: RunFiles, losses: Panel) -> Panel:
     """The chart of losses against steps, with a mark at each step at which the run began again."""
     *_, there = _history(run)
     if not there.again or not isinstance(losses.picture, Chart):
@@ -68,7 +68,7 @@ def marked(run: Run, losses: Panel) -> Panel:
     return replace(losses, picture=picture, keys=[*losses.keys, key])
 
 
-def _history(run: Run) -> tuple[float, list[RoundRecord | StartRecord], RunHistory]:
+def _history(run: RunFiles) -> tuple[float, list[RoundRecord | StartRecord], RunHistory]:
     """(when it began, its records, who was there)."""
     entries, lines = list(_usable(run.path / JOURNAL, _entry)), list(_usable(run.path / EXCHANGES, read_record))
     there = read_history(entries, lines, int(finite(run.setting("replicas", "sync_every")) or 1))

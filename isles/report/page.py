@@ -22,7 +22,7 @@ from isles.report.charts import (
 from isles.report.draw.style import STYLE
 from isles.report.draw.svg import draw
 from isles.report.panels import Panel, Table
-from isles.report.rundir import Run, finite
+from isles.report.rundir import RunFiles, finite
 from isles.report.units import (
     compare,
     format_bytes,
@@ -158,7 +158,7 @@ class Report(NamedTuple):
     table: Table | None = None
 
 
-def run_report(run: Run) -> Report:
+def run_report(run: RunFiles) -> Report:
     """Of one run."""
     heading, below, shown = title(run), subtitle(run), panels(run)
     charts = "\n".join(map(section, shown))
@@ -166,7 +166,7 @@ def run_report(run: Run) -> Report:
     return Report(page, heading, below, [panel for panel in shown if panel.picture is not None])
 
 
-def panels(run: Run) -> list[Panel]:
+def panels(run: RunFiles) -> list[Panel]:
     """The pictures of a run, those for which it has the data."""
     elastic, losses = [], loss_panel(run)
     if (run.path / JOURNAL).is_file():  # its reading loads the lighthouse's messages, a third of a page's time
@@ -223,7 +223,7 @@ def document(title: str, subtitle: str, body: str) -> str:
     )
 
 
-def _summary(run: Run) -> dict[str, Any]:
+def _summary(run: RunFiles) -> dict[str, Any]:
     """The summary, or what can be said of a run that has none yet from its configuration and its last lines."""
     if run.summary is not None:
         return run.summary
@@ -242,7 +242,7 @@ def _summary(run: Run) -> dict[str, Any]:
     return {key: value for key, value in known.items() if value is not None}
 
 
-def title(run: Run) -> str:
+def title(run: RunFiles) -> str:
     """Method, workers, steps."""
     summary = _summary(run)
     parts = str(summary.get("method", run.path.resolve().name))
@@ -257,7 +257,7 @@ def title(run: Run) -> str:
     return parts + run.price if run.summary is not None else f"{parts} so far"
 
 
-def subtitle(run: Run) -> str:
+def subtitle(run: RunFiles) -> str:
     """Parameters, tokens, backend, name of the directory."""
     summary = _summary(run)
     parts = []
@@ -270,7 +270,7 @@ def subtitle(run: Run) -> str:
     return " · ".join(parts)
 
 
-def _notes(run: Run) -> str:
+def _notes(run: RunFiles) -> str:
     notes = list(run.notes)
     if run.summary is None and not any("summary.json" in note for note in notes):
         notes.insert(
@@ -291,7 +291,7 @@ def _notes(run: Run) -> str:
     return "".join(f'<p class="note">{escape(note)}</p>' for note in notes)
 
 
-def _headline(run: Run) -> str:
+def _headline(run: RunFiles) -> str:
     """The three or four figures that a reader wants first."""
     summary = _summary(run)
     cards: list[tuple[str, str]] = []
@@ -313,7 +313,7 @@ def _headline(run: Run) -> str:
     return f'<div class="cards">{boxes}</div>' if boxes else ""
 
 
-def _table(run: Run) -> str:
+def _table(run: RunFiles) -> str:
     """Every key of the summary, and the means of what workers' GPUs did, in human units and, where those round it away,
     the exact number beside them.
     """
@@ -346,7 +346,7 @@ def _row(key: str, name: str, value: Any, form: Callable[[Any], str]) -> str:
     )
 
 
-def _config(run: Run) -> str:
+def _config(run: RunFiles) -> str:
     if not run.config_text:
         return ""
     text = escape(run.config_text)

@@ -53,7 +53,7 @@ class TaskSpan(NamedTuple):
 
 
 @dataclass(slots=True)
-class Run:
+class RunFiles:
     """A run directory as read. `summary` is None while the run has not ended; `notes` say what could not be used.
 
     spread: (step, standard deviation between the replicas). spans: by worker, in the order of the file. tasks: of the
@@ -102,11 +102,11 @@ class Run:
         return table.get(key) if isinstance(table, dict) else None
 
 
-def read_run(run_dir: str | Path, summary: dict[str, Any] | None = None) -> Run:
+def read_run(run_dir: str | Path, summary: dict[str, Any] | None = None) -> RunFiles:
     """Read a run directory. summary: in the place of its own, such as one that is priced otherwise.
 
     A run that is still going (no `summary.json`, a last line of `metrics.jsonl` cut in two) is read as far as it got.
-    Files or lines that cannot be used are left out, and `Run.notes` says so.
+    Files or lines that cannot be used are left out, and `RunFiles.notes` says so.
 
     Raises ValueError when `run_dir` is no folder or holds none of the three files.
     """
@@ -117,7 +117,7 @@ def read_run(run_dir: str | Path, summary: dict[str, Any] | None = None) -> Run:
         raise ValueError(f"{path} is a file; name the run directory that holds it")
     if not any((path / name).is_file() for name in FILES):
         raise ValueError(f"{path} is not a run directory: it has none of {', '.join(FILES)}")
-    run = Run(path)
+    run = RunFiles(path)
     _read_summary(run)
     _read_config(run)
     _read_metrics(run)
@@ -130,7 +130,7 @@ def read_run(run_dir: str | Path, summary: dict[str, Any] | None = None) -> Run:
     return run
 
 
-def _read_summary(run: Run) -> None:
+def _read_summary(run: RunFiles) -> None:
     file = run.path / "summary.json"
     if not file.is_file():
         return
@@ -145,7 +145,7 @@ def _read_summary(run: Run) -> None:
         run.notes.append("summary.json holds no table and was left out.")
 
 
-def _read_config(run: Run) -> None:
+def _read_config(run: RunFiles) -> None:
     file = run.path / "config.toml"
     if not file.is_file():
         return
@@ -156,7 +156,7 @@ def _read_config(run: Run) -> None:
         run.notes.append(f"config.toml is damaged ({error}); it is shown below as it is.")
 
 
-def _read_metrics(run: Run) -> None:
+def _read_metrics(run: RunFiles) -> None:
     file = run.path / "metrics.jsonl"
     if not file.is_file():
         run.notes.append("There is no metrics.jsonl, so there are no curves.")
@@ -187,7 +187,7 @@ def _read_metrics(run: Run) -> None:
         run.notes.append(f"{not_finite} loss{'es' * (not_finite > 1)} not finite (nan or inf): not drawn.")
 
 
-def _read_timeline(run: Run) -> None:
+def _read_timeline(run: RunFiles) -> None:
     file = run.path / "timeline.jsonl"
     for record in _records(file) if file.is_file() else []:
         record = record or {}

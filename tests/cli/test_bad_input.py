@@ -125,7 +125,7 @@ NODES = ["--rendezvous", "localhost:29400", "--nodes"]
 
 # (arguments, words of the answer)
 MISTAKES: list[tuple[list[str], list[str]]] = [
-    (["bogus"], ["No such command 'bogus'"]),
+    (["bogus"], ["no such command 'bogus'"]),
     (["--bogus"], ["--bogus"]),
     # isles train: the words
     (["train", "--metod", "diloco"], ["--metod"]),

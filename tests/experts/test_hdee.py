@@ -26,7 +26,7 @@ from isles.experts.reading import keep, read, template
 from isles.experts.system import System
 from isles.models.factory import generate
 from isles.report import write_report
-from isles.training.records.saved_run import load_run
+from isles.training.records.saved_run import load_saved
 from tests.experts.small import HDEE, asked, made, write_domains
 
 
@@ -70,7 +70,7 @@ def test_shared_experts_are_one_run_and_variants_change_the_others_alone(
             card = json.loads((member.run / "expert.json").read_text())
             summary = json.loads((member.run / "summary.json").read_text())
             assert card["bytes_to_other_experts"] == 0 and summary["bytes_sent_per_worker"] == 0
-            seed = member.run.parent / f"seed-f{load_run(member.run).config.model.ffn}"
+            seed = member.run.parent / f"seed-f{load_saved(member.run).config.model.ffn}"
             assert card["seed_sha256"] == weights_sha256(seed)
             assert card["domains"] == list(member.domains) and len(member.domains) == 1
     # In another directory, alone: the same bytes.
@@ -213,7 +213,7 @@ def test_the_seed_starts_where_the_run_that_it_names_ended(built: tuple[System[A
     train(still, system.out / "other", JobProgress())
     tokens = system.texts["easy"].sequences("test", 4)
     assert torch.equal(
-        score(load_run(system.out / "other" / "still"), tokens), score(load_run(Path(job.config.run.start)), tokens)
+        score(load_saved(system.out / "other" / "still"), tokens), score(load_saved(Path(job.config.run.start)), tokens)
     )
 
 

@@ -27,7 +27,7 @@ from isles.experts.routing import (
     texts_of,
 )
 from isles.experts.system import System
-from isles.training.records.saved_run import load_run
+from isles.training.records.saved_run import load_saved
 from tests.experts.small import made, write_domains
 
 BTM = ["hdee.variants=['m-ho-i-he']", "hdee.iterations=2", "hdee.branch=average", "hdee.baselines=[]"]
@@ -185,7 +185,7 @@ def test_priors_while_speaking(branched: Built) -> None:
     difficult = str(folder / "difficult.txt")
     speaker = Speaker(path, Joining(prior="cached", top=1), difficult)
     assert speaker.voice("x").note.startswith("mixed from 1 of 3 experts") and "difficult" in speaker.voice("x").note
-    expert = load_run(forest(system, 1).experts[2].run)
+    expert = load_saved(forest(system, 1).experts[2].run)
     tokens = system.texts["difficult"].sequences("test", 1)
     alone = expert.logits(tokens[:, :16])[:, -1].log_softmax(-1).double()
     torch.testing.assert_close(speaker.voice("x").logits(tokens[:, :16])[:, 0], alone, rtol=0, atol=1e-6)
@@ -229,7 +229,7 @@ def test_a_forest_of_one_is_its_expert_to_the_bit_and_the_shortest_context_count
 ) -> None:
     system, _ = branched
     member = forest(system, 1).experts[1]
-    run, tokens = load_run(member.run), system.texts["medium"].sequences("test", 5)
+    run, tokens = load_saved(member.run), system.texts["medium"].sequences("test", 5)
     joined = Joined(Forest(system="hdee", experts=(member,)), Joining())
     scores = joined.experts.scores(tokens)
     assert torch.equal(mixture.mix(scores, joined.weights(tokens, scores, None)), score(run, tokens))

@@ -95,8 +95,11 @@ def test_an_unknown_size_names_the_closest() -> None:
     with pytest.raises(ValueError, match=r"model\.size = 'noloco-smal' .*did you mean 'noloco-small'\?") as error:
         shape_of("noloco-smal")
     assert "\n" not in str(error.value)
-    with pytest.raises(ValueError, match="did you mean '35M'"):
-        shape_of("35m")
+    assert shape_of("35m") == SIZES["35M"]
+    with pytest.raises(ValueError, match="did you mean 'noloco-medium'"):
+        shape_of("2B")  # by its parameters
+    with pytest.raises(ValueError, match="known: choose one of"):
+        shape_of("big")
 
 
 @pytest.mark.parametrize("size", ["0.53M", "10M", "35M"])

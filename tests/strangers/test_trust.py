@@ -14,7 +14,7 @@ from isles.base.parts import CODE
 from isles.cli import app
 from isles.training.config.reading import gather, read_config
 from isles.training.config.trust import TYPED, names_in
-from isles.training.records.saved_run import load_run
+from isles.training.records.saved_run import load_saved
 from isles.training.records.writer import write_config
 
 EVIL = """
@@ -64,7 +64,7 @@ def test_a_record_that_was_not_written_here_is_none(downloaded: tuple[Path, Path
     run, _ = downloaded
     (run / TYPED).write_text(record, encoding="latin-1")
     with pytest.raises(ValueError, match="was not made here"):
-        load_run(run)
+        load_saved(run)
 
 
 def test_experts_take_the_word_of_all_their_runs(downloaded: tuple[Path, Path]) -> None:

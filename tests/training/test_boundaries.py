@@ -29,7 +29,7 @@ from isles.training.config.sections import Config
 from isles.training.kinds import layout_of
 from isles.training.records.checkpoint import Checkpoints
 from isles.training.records.reshard import cut_notes, first_blocks, prepare, with_boundary, with_stages
-from isles.training.records.saved_run import load_run
+from isles.training.records.saved_run import load_saved
 from isles.training.step import validation_loss
 from isles.training.worker import train_worker, trainer_of
 from tests.training.runs import Told, run, tiny, write_text
@@ -169,7 +169,7 @@ def test_the_one_model_is_what_the_stages_computed(text: Path, tmp_path: Path, b
     told = Told()
     summary = run(of(text, f"pipeline.boundary.kind={name}", *more, method="none", workers=2), tmp_path / "run", told)
     assert summary["val_loss"] == pytest.approx(summary["val_loss_replicas"], abs=1e-5)
-    saved = load_run(tmp_path / "run")
+    saved = load_saved(tmp_path / "run")
     batches = list(Loader(load_corpus(saved.config.data), saved.config.data, context=16).validation_batches())
     assert validation_loss(saved.model, batches, nullcontext()) == pytest.approx(summary["val_loss"], abs=1e-6)
     assert (f'lossy between stages: pipeline.boundary.kind = "{name}"' in told.notices) == ("subspace" not in name)
@@ -178,7 +178,7 @@ def test_the_one_model_is_what_the_stages_computed(text: Path, tmp_path: Path, b
         plain.load_state_dict(load_file(tmp_path / "run" / "model.safetensors"))
         assert validation_loss(plain, batches, nullcontext()) == pytest.approx(summary["val_loss"], abs=1e-6)
     if name.startswith("dct"):
-        bare = load_run(tmp_path / "run", masked=False)
+        bare = load_saved(tmp_path / "run", masked=False)
         assert abs(validation_loss(bare.model, batches, nullcontext()) - summary["val_loss"]) > 1e-3
 
 

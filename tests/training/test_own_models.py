@@ -17,7 +17,7 @@ from isles.models import ModelConfig, build, limits
 from isles.running.run import launch
 from isles.training.config.reading import read_config, to_toml
 from isles.training.config.sections import Config
-from isles.training.records.saved_run import load_run
+from isles.training.records.saved_run import load_saved
 from tests.cli.command import isles
 from tests.training.own_models import save_gpt2
 from tests.training.runs import (
@@ -74,7 +74,7 @@ def test_it_learns_resumes_and_is_judged(
 
     evaluate(whole, None, None)
     assert f"{summary['val_loss']:.4f}" in capsys.readouterr().out
-    saved = load_run(whole)
+    saved = load_saved(whole)
     scores = saved.logits(torch.tensor([[1, 2, 3]]))
     assert scores.shape == (1, 3, 256 if kind == "factory" else 300)
     assert torch.equal(scores[:, :2], saved.logits(torch.tensor([[1, 2]])))  # nothing looks ahead
@@ -104,7 +104,7 @@ def test_a_transformers_model_exports_to_where_it_came_from(text: Path, tmp_path
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, local_files_only=True).eval()
     tokens = torch.randint(256, (2, 16), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        assert torch.equal(theirs(tokens).logits, load_run(tmp_path / "run").logits(tokens))
+        assert torch.equal(theirs(tokens).logits, load_saved(tmp_path / "run").logits(tokens))
     again = run(tiny(text, [f"model.hf={folder}", *gpt2[1:]], "inner.lr=1e-9", steps=3), tmp_path / "again")
     assert again["val_loss"] == pytest.approx(summary["val_loss"], abs=1e-4)
 
@@ -240,7 +240,7 @@ def test_what_a_model_cannot_give_is_refused_later(text: Path, tmp_path: Path) -
     path = tmp_path / "run"
     assert run(tiny(text, [*FACTORY, "model.options.scores=false"]), path)["val_loss"] > 0
     with pytest.raises(ValueError, match=r"returns no \.logits"):
-        load_run(path).logits(torch.tensor([[1]]))
+        load_saved(path).logits(torch.tensor([[1]]))
     with pytest.raises(ValueError, match=r"model\.factory; write it with --format safetensors"):
         export(path, "hf", None)
     export(path, "safetensors", tmp_path / "weights")

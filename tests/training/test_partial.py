@@ -24,7 +24,7 @@ from isles.running.run import launch
 from isles.training.config.conflicts import plan_of
 from isles.training.config.reading import read_config, run_name
 from isles.training.config.trust import settled
-from isles.training.records.saved_run import load_run
+from isles.training.records.saved_run import load_saved
 from tests.network.routing.instances import drawn, reference
 from tests.training.runs import Told, metrics, run, tiny, without_clocks, write_text
 from tests.training.test_stage_loss import CHANCE, STEPS, seed_of
@@ -109,7 +109,7 @@ def test_a_run_by_a_plan_goes_on_elsewhere_with_the_same_bits_and_is_judged_in_f
     if method != "noloco":  # whose replicas differ from the one model
         # As many rows as the one model is judged on by itself, in the order of all its blocks.
         assert summary["val_loss"] == pytest.approx(summary["val_loss_replicas"], abs=1e-6)
-    assert load_run(whole).model is not None
+    assert load_saved(whole).model is not None
     shutil.copytree(whole, copy)
     (copy / "summary.json").unlink()
     again = read_config(str(copy / "config.toml"), {}, [])

@@ -314,7 +314,7 @@ def test_impossible_combinations() -> None:
 def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     missing = tmp_path / "nosuch.toml"
     assert refused(path=missing).startswith(f"{missing}: cannot be read")
-    assert "Is a directory" in refused(path=tmp_path)
+    assert refused(path=tmp_path) == f"{tmp_path}: is no CONFIG.toml; to train on it: --data {tmp_path}"
     binary = tmp_path / "binary.toml"
     binary.write_bytes(b"\xff\xfe\x00")
     assert "not valid TOML" in refused(path=binary)

@@ -68,7 +68,7 @@ def join(
     """Join a run: the configuration comes from the lighthouse, the state from another worker. Ctrl-C leaves the run
     after the present round.
     """
-    from isles.cli.train import refuse_too_many
+    from isles.running.python import refuse_too_many
     from isles.training.elastic.connect import as_arguments
 
     end_in_order()

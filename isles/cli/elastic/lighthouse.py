@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from isles.base.parsing import parse_toml
-from isles.cli.terminal import ComingAndGoing, Set, end_in_order
+from isles.cli.terminal import ComingAndGoing, Set, end_in_order, takes_settings
 from isles.training.interrupts import first_interrupt
 
 if TYPE_CHECKING:
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 _ALONE = "127.0.0.1"
 
 
+@takes_settings
 def lighthouse(
     config: Annotated[
         str | None,
@@ -46,8 +47,8 @@ def lighthouse(
     """Keep a run that workers join and leave (`isles join`, `isles swarm peer`), and show the command that they join
     with.
     """
-    from isles.cli.train import new_directory, refuse_too_many
     from isles.comm.tcp import outward_address, refuse_unknown
+    from isles.running.python import new_directory, refuse_too_many
     from isles.training.lighthouse.server import LighthouseAddress
 
     end_in_order()

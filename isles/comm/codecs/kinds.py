@@ -97,7 +97,7 @@ def read_form(name: str) -> CodecName:
     kind, number, values = _split_name(name)
     if kind == "powersgd":
         return CodecName(KINDS[kind].target, _number(name, kind, number), values or None)
-    if kind or name in CODECS:
+    if kind in KINDS or name in CODECS or names_code("codec", name):
         return read_codec(name)
     raise ValueError(unknown_name("codec", name, FORMS) + _OR_CODE)
 

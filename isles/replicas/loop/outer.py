@@ -509,8 +509,11 @@ class OuterSync(ReplicaSync):
     def advise(self, steps: int) -> list[str]:
         cadence = self.parts.cadence
         rounds = (_rounds if isinstance(cadence, Hashable) else _rounds.__wrapped__)(cadence, steps)
+        if not rounds and self.group.size == 1 and not self.roster.grows:
+            return super().advise(steps)  # there is nobody to exchange with
         if not rounds:
-            raise ValueError(f"sync_every: no exchange falls into a run of {steps} steps; choose sync_every <= {steps}")
+            mend = f"choose sync_every <= {steps} (--set replicas.sync_every={steps})"
+            raise ValueError(f"sync_every: no exchange falls into a run of {steps} steps; {mend}")
         if self.parts.on_peer_failure == "solo":
             largest = max(fragment.flat.numel for fragment in self.fragments)
             rounds_to_leave_behind(rounds, len(self.fragments), largest)

@@ -25,14 +25,16 @@ from typing import Any
 
 import tomlkit
 
-from isles.base.errors import unknown_name
+from isles.base.errors import nearest, unknown_name
 from isles.base.imports import is_import_target
 from isles.base.parsing import parse_toml
 from isles.base.schema import backend_of
 from isles.base.tables import field_docs, in_tables, keys_of, parse_value, read_toml, tables_of, typed
 from isles.models.model_limits import limits
-from isles.replicas import METHODS, config_of, method
+from isles.network.units import parse_count
+from isles.replicas import METHODS, canonical, config_of, method
 from isles.training.config.conflicts import wanted
+from isles.training.config.presets import FOLDER
 from isles.training.config.sections import ORDER, SECTIONS, Config
 from isles.training.config.trust import beside, check, check_code, referenced_names
 from isles.training.config.world import WorldConfig
@@ -70,10 +72,12 @@ DEFAULT_METHOD = "noloco"
 _DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 
 Tables = dict[str, dict[str, Any]]
+ConfigSource = str | Mapping[str, Any] | None
+"""The path of a CONFIG.toml, or its tables; None: the embedded run."""
 
 
 def read_config(
-    path: str | None,
+    path: ConfigSource,
     flags: Mapping[str, Any],
     assignments: Sequence[str],
     *,
@@ -104,14 +108,14 @@ def _without_others(tables: Tables, beside: Sequence[str]) -> Tables:
 
 
 def gather(
-    path: str | None, flags: Mapping[str, Any], assignments: Sequence[str], *, trust: bool = False, machines: int = 1
+    path: ConfigSource, flags: Mapping[str, Any], assignments: Sequence[str], *, trust: bool = False, machines: int = 1
 ) -> Tables:
     """The user's tables; without a file, laid over the embedded ones. Checks all sections except [replicas]. Arguments
     as in `read_config`. trust: import the code that the file names, whoever made the run. machines: number of machines
     that train together.
     """
     raw = merged_tables(path, flags, assignments)
-    if path is not None:
+    if isinstance(path, str):
         check(Path(path), raw, trust=trust)
     for name in raw:
         if name not in ORDER:
@@ -144,15 +148,18 @@ def gpus_here() -> int:
     return torch.cuda.device_count()
 
 
-def merged_tables(path: str | None, flags: Mapping[str, Any], assignments: Sequence[str]) -> Tables:
+def merged_tables(path: ConfigSource, flags: Mapping[str, Any], assignments: Sequence[str]) -> Tables:
     """A user's settings by section, unchecked, for commands with further sections. Arguments as in `read_config`."""
-    raw = _parse_file(path) if path is not None else {}
+    raw = _parse_file(path) if isinstance(path, str) else in_tables(path or {})
     rows = raw.pop("methods", {})
     name = flags.get("replicas.method") or raw.get("replicas", {}).get("method", DEFAULT_METHOD)
     if rows and name in _checked(rows):
         raw, flags = over(raw, _sectioned(name, rows[name])), {**flags, "replicas.method": None}
-    if path is not None:
+    if isinstance(path, str):
         beside(raw, Path(path).parent)
+        own = raw.get("replicas", {}).get("method", DEFAULT_METHOD)
+        if Path(path).parent == FOLDER and canonical(flags.get("replicas.method") or own) != own:
+            raw["replicas"] = {}  # the settings of the preset's method go with it
     for key, value in flags.items():
         if value is not None:
             raw = _assigned(raw, key, value)
@@ -167,6 +174,14 @@ def merged_tables(path: str | None, flags: Mapping[str, Any], assignments: Seque
     if "run.steps" in named_keys and tokens:
         raise ValueError(f"run.tokens = {tokens} and run.steps both say when the run ends: remove one of them")
     return raw
+
+
+def shorthands(data: Any, lr: Any, model: Any, tokens: Any) -> dict[str, Any]:
+    """The settings by their keys that --data, --lr, --model and --tokens stand for; None: not given."""
+    kind = "hf" if model and ("/" in model or Path(model).is_dir()) else "factory" if ":" in str(model) else "size"
+    count = None if tokens is None else round(parse_count("--tokens", tokens))
+    values = {"data.path": data, "inner.lr": lr, f"model.{kind}": model, "run.tokens": count}
+    return {key: value for key, value in values.items() if value is not None}
 
 
 def method_tables(path: str | None) -> list[str]:
@@ -219,13 +234,44 @@ def resolve(tables: Tables) -> Config:
 
 def sections(tables: Tables) -> dict[str, Any]:
     """Each section of the tables except [replicas] as its class, checked. Loads no torch."""
-    everywhere = [f"{section}.{key}" for section, cls in SECTIONS.items() for key in keys_of(cls)]
     for section, cls in SECTIONS.items():
         for key in tables.get(section, {}).keys() - {field.name for field in fields(cls)}:
-            for meant in everywhere:
-                if meant.rpartition(".")[2] == key:
-                    raise ValueError(f"unknown key '{section}.{key}': did you mean '{meant}'?")
+            if meant := settings_like(f"{section}.{key}"):
+                raise ValueError(f"unknown key '{section}.{key}': did you mean '{meant[0]}'?")
     return {section: typed(section, cls, tables.get(section, {})) for section, cls in SECTIONS.items()}
+
+
+_ELSEWHERE = {"learning_rate": "lr", "grad_clip": "max_norm", "block_size": "context", "seq_len": "context"}
+_ELSEWHERE |= {"n_embd": "d_model", "hidden_size": "d_model", "max_steps": "steps", "local_steps": "sync_every"}
+
+
+def settings_like(key: str) -> list[str]:
+    """The settings that a user may have meant by `key`, with or without a section: those with its last part, here or in
+    another tool, or the nearest one.
+    """
+    known = [f"{section}.{name}" for section, cls in SECTIONS.items() for name in keys_of(cls)]
+    known += {f"replicas.{name}": 0 for method in METHODS for name in keys_of(config_of(method))}
+    section, _, last = key.casefold().replace("-", "_").rpartition(".")
+    last = _ELSEWHERE.get(last, last)
+    near = nearest(last, [name for name in known if name.startswith(section)])
+    return [name for name in known if name.rpartition(".")[2] == last] or ([near] if near else [])
+
+
+def settings_named(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings by their keys, of those that are given by key, by a name that only one section has, or by a shorthand.
+    ValueError for any other name, or for a setting that is given twice.
+    """
+    short = {name: values.get(name) for name in ("data", "lr", "model", "tokens")}
+    found, named = shorthands(**short), {"method": "replicas.method", "seed": "run.seed"}
+    for name in [name for name in values if name not in short]:
+        like = [name] if "." in name else [named[name]] if name in named else settings_like(name)
+        if not like or like[0] in found or [key.rpartition(".")[2] for key in like] != [name.rpartition(".")[2]]:
+            hint = f"did you mean {' or '.join(like)}? " if like else ""
+            raise ValueError(
+                f"{name} = {values[name]!r}: {hint}write the key of a setting, once: **{{'inner.lr': 0.01}}"
+            )
+        found[like[0]] = values[name]
+    return found
 
 
 def _foreign(key: str, name: str, known: Sequence[str]) -> str:
@@ -284,7 +330,13 @@ def _listed(value: Any) -> Any:
 
 
 def _parse_file(path: str) -> Tables:
-    tables = read_toml(path)
+    try:
+        tables = read_toml(path)
+    except ValueError as error:
+        if Path(path).suffix == ".toml" or not Path(path).exists():
+            raise
+        mend = "go on with the run: isles resume" if (Path(path) / "config.toml").exists() else "train on it: --data"
+        raise ValueError(f"{path}: is no CONFIG.toml; to {mend} {path}") from error
     for name, table in tables.items():
         if not isinstance(table, dict):
             raise ValueError(f"{path}: {name} stands outside a section; put it below [{'], ['.join(ORDER)}]")
@@ -293,7 +345,8 @@ def _parse_file(path: str) -> Tables:
 
 def _assigned(tables: Tables, key: str, value: Any) -> Tables:
     if "." not in key or key.endswith("."):
-        raise ValueError(f"{key}: write section.key, such as replicas.sync_every")
+        like = settings_like(key)
+        raise ValueError(f"{key}: {f'did you mean {like[0]!r}? ' if like else ''}write section.key, such as inner.lr")
     return over(tables, in_tables({key: value}))
 
 
@@ -301,6 +354,7 @@ def _method_of(tables: Tables) -> str:
     name = tables.get("replicas", {}).get("method", DEFAULT_METHOD)
     if not isinstance(name, str):
         raise ValueError(f"replicas.method = {name!r}: write a name in quotes")
+    name = canonical(name)
     if ":" not in name and name not in METHODS:
         raise ValueError(unknown_name("method", name, METHODS) + ", or package.module:Class for your own")
     if ":" in name and not is_import_target(name):
@@ -328,25 +382,39 @@ def _inherited(name: str, tables: Tables) -> dict[str, Any]:
 _WIDTH = 100
 
 
-def template(name: str) -> str:
-    """TOML that `read_config` reads to the defaults of method `name`. Keys without a default are commented out."""
+_BRIEF = ["model.size", "data.path", "data.tokenizer", "data.batch_size", "inner.lr", "inner.warmup_steps"]
+_BRIEF += ["world.workers", "run.steps", "replicas.sync_every"]
+
+
+def template(name: str, *, brief: bool = False) -> str:
+    """TOML that `read_config` reads to the defaults of method `name`. Keys without a default are commented out. brief:
+    only the settings that matter most.
+    """
+    name = canonical(name)
     config_class = config_of(name)
+    own = [f"replicas.{key}" for key in (*config_class.__annotations__, *keys_of(config_class))]  # its own first
+    shown = list(dict.fromkeys([*_BRIEF, *own]))[:15] if brief else None
     lines = [
         f"# isles train THIS.toml    (method {name}: {METHODS[name].what})" if name in METHODS else f"# method {name}"
     ]
     for section in ORDER:
         cls = config_class if section == "replicas" else SECTIONS[section]
-        lines += ["", *commented(section, cls, {"method": name} if section == "replicas" else {})]
+        head = {"method": name} if section == "replicas" else {}
+        if shown is None or head or any(key.startswith(f"{section}.") for key in shown):
+            lines += ["", *commented(section, cls, head, shown)]
     return "\n".join(lines) + "\n"
 
 
-def commented(section: str, cls: type, raw: Mapping[str, Any] | None = None) -> list[str]:
-    """A section's lines: its head, the keys of `raw`, and those of the config class with defaults and docstrings."""
+def commented(section: str, cls: type, raw: Mapping[str, Any] | None = None, shown: Any = None) -> list[str]:
+    """A section's lines: its head, the keys of `raw`, and those of the config class with defaults and docstrings; or
+    only those that are `shown`.
+    """
     tables = tables_of(cls)
     lines = [f"[{section}]", *(f"{key} = {_toml(value)}" for key, value in (raw or {}).items())]
     for key, text in field_docs(cls).items():
-        lines += [] if key in tables else _entry(cls, key, text)
-    for key, table in tables.items():
+        left_out = key in tables or (shown is not None and f"{section}.{key}" not in shown)
+        lines += [] if left_out else _entry(cls, key, text)
+    for key, table in tables.items() if shown is None else ():
         lines += ["", *_comment(inspect.getdoc(table) or ""), *commented(f"{section}.{key}", table)]
     return lines
 

@@ -348,7 +348,8 @@ def _opened(token: Token, address: str, notify: Callable[[str], None], *, again:
             is_closed = isinstance(error.__cause__, ConnectionRefusedError)
             if is_closed and not again:
                 why = "nothing listens there (connection refused)"
-                raise ValueError(f"{address}: {why}; start the lighthouse, or check address and port") from None
+                mend = "start the lighthouse, or check address and port; or the run is over"
+                raise ValueError(f"{address}: {why}; {mend}") from None
             if time.monotonic() > until:
                 why = f"cannot connect to the run at {address} within {_PATIENCE:g} s ({error})"
                 raise OSError(f"{why}: is it a lighthouse, and its port open?") from None

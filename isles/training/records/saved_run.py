@@ -80,18 +80,19 @@ def start_weights(model: nn.Module, start: str) -> None:
 
 
 def untrained(config: Config, *, masked: bool = True) -> nn.Module:
-    """The model of a run before its first step. masked: as in `load_run`."""
+    """The model of a run before its first step. masked: as in `load_saved`."""
     model = build(config.model, seed=config.run.seed)
     if masked and config.pipeline.boundary.kind != "none":
         model = run_scheme(config, planned_cut(config)).restored(model)
     return model
 
 
-def load_run(run: Path, *, device: str = "auto", trust: bool = False, masked: bool = True) -> SavedRun:
+def load_saved(run: Path, *, device: str = "auto", trust: bool = False, masked: bool = True) -> SavedRun:
     """The consolidated model of the run directory `run`, ready to be evaluated. device: replaces its `model.device`.
     trust: import code that it names, whoever made the run. masked: with the masks of boundary "dct", if it was trained
     with them. ValueError if there is no model, or for masked = False if there are no masks.
     """
+    run = run.parent if run.is_file() else run
     weights = run / "model.safetensors"
     if not weights.is_file():  # first: a directory without a model may have no configuration either
         raise ValueError(f"{run}: no model.safetensors there; name the directory of a finished run")

@@ -321,7 +321,8 @@ class IST(ReplicaSync):
     @override
     def advise(self, steps: int) -> list[str]:
         if self.config.sync_every > steps:
-            raise ValueError(f"sync_every: no exchange falls into a run of {steps} steps; choose sync_every <= {steps}")
+            mend = f"choose sync_every <= {steps} (--set replicas.sync_every={steps})"
+            raise ValueError(f"sync_every: no exchange falls into a run of {steps} steps; {mend}")
         return [*super().advise(steps), *advice(self.model, self.division)]
 
     @override

@@ -9,13 +9,13 @@ from pathlib import Path
 
 from isles.base.errors import unknown_name
 
-_FOLDER = Path(__file__).parent
+FOLDER = Path(__file__).parent
 
 
 def presets() -> dict[str, str]:
     """What each preset is, by name, in one line."""
     found = {}
-    for file in sorted(_FOLDER.glob("*.toml")):
+    for file in sorted(FOLDER.glob("*.toml")):
         found[file.stem] = file.read_text(encoding="utf-8").splitlines()[0].removeprefix("#").strip()
     return found
 
@@ -25,4 +25,4 @@ def preset_file(name: str) -> Path:
     known = presets()
     if name not in known:
         raise ValueError(unknown_name("preset", name, known))
-    return _FOLDER / f"{name}.toml"
+    return FOLDER / f"{name}.toml"
