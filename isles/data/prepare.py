@@ -2,7 +2,7 @@
 does not depend on the size of the text, and stored (`store`) for all others.
 
 Long documents are cut at line ends into pieces. A cut must change no id, so the ids around it are compared with those
-of the uncut text; where no line end will do, the document is encoded whole.
+of the uncut text; where no line end will do, the piece grows, up to the whole document.
 
 Which side of the split a document falls on is decided by a hash of its name, so it depends neither on the machine nor
 on the other documents. Where that leaves validation less than half or more than twice its share (one book, a few files
@@ -39,8 +39,8 @@ OnProgress = Callable[[str], None]
 _BATCH_CHARACTERS = 1_000_000  # a tokenizer takes some 120 bytes for each while it encodes them
 _PIECE_CHARACTERS = 100_000  # a batch has several, for the tokenizer's threads
 _AROUND = 512  # characters on each side of a cut that are encoded to compare
-_BLANK = 16  # of them next to the cut that may be blank, so that both sides hold all of a run of blank characters
-_TRIES, _GIVE_UP = 4, 16  # line ends: within the length of a piece; in a row, until the document is encoded whole
+_BLANK = 64  # of them next to the cut that may be blank, so that both sides hold all of a run of blank characters
+_TRIES = 3  # line ends that are tried in a piece; where none is exact, it is joined to the next one
 _SAVED, _SHOWN = 1.0, 1.0  # seconds between two saved places, and between two lines of progress
 _END = b"\xff"  # of a document in the digest of the text: no byte of UTF-8
 
@@ -189,7 +189,7 @@ def _batches(pieces: Iterator[_Piece]) -> Iterator[list[_Piece]]:
 
 def _cut(chunks: Iterator[str], tokenizer: Tokenizer) -> Iterator[tuple[str, bool]]:
     """(text, whether it is the last) of pieces that give the ids of the whole document, encoded one by one."""
-    text, misses, reach = "", 0, _PIECE_CHARACTERS
+    text, reach = "", _PIECE_CHARACTERS
     for chunk in chunks:
         if isinstance(tokenizer, ByteTokenizer):
             if text:
@@ -197,30 +197,35 @@ def _cut(chunks: Iterator[str], tokenizer: Tokenizer) -> Iterator[tuple[str, boo
             text = chunk
             continue
         text, at = text + chunk, 0
-        while misses < _GIVE_UP and len(text) - at > reach + _AROUND:
-            end, tried = _exact_cut(text, at + reach, tokenizer)
-            misses, reach = misses + tried, reach + _PIECE_CHARACTERS
+        while len(text) - at > reach + _AROUND:
+            end = _exact_cut(text, at + reach, tokenizer)
+            reach += _PIECE_CHARACTERS
             if end is not None:
                 yield text[at:end], False
-                at, misses, reach = end, 0, _PIECE_CHARACTERS
+                at, reach = end, _PIECE_CHARACTERS
         text = text[at:]
     yield text, True
 
 
-def _exact_cut(text: str, before: int, tokenizer: Tokenizer) -> tuple[int | None, int]:
-    """(a place after a line end where a cut changes no id, no further than a piece before `before`; line ends tried).
-    None: those that were tried change ids.
+def _exact_cut(text: str, before: int, tokenizer: Tokenizer) -> int | None:
+    """A place at one of the last line ends of the piece before `before` where a cut changes no id; None: at none of
+    them.
     """
-    tried, end = 0, before
-    while tried < _TRIES and (end := text.rfind("\n", before - _PIECE_CHARACTERS + _AROUND, end)) >= 0:
-        left, right = text[end + 1 - _AROUND : end + 1], text[end + 1 : end + 1 + _AROUND]
-        if len(left.rstrip()) + _BLANK < len(left) or len(right.lstrip()) + _BLANK < len(right):
-            continue
-        whole, *parts = tokenizer.encode_batch([left + right, left, right])
-        if np.array_equal(whole, np.concatenate(parts)):
-            return end + 1, tried
-        tried += 1
-    return None, tried
+    line_end = before
+    for _ in range(_TRIES):
+        line_end = text.rfind("\n", before - _PIECE_CHARACTERS + 2 * _AROUND, line_end)
+        if line_end < 0:
+            break
+        blank = text[line_end - _AROUND : line_end].rstrip()
+        # Blank characters often share an id with those after them, the line end sometimes with the mark before it.
+        for end in (line_end - _AROUND + len(blank), line_end + 1):
+            left, right = text[end - _AROUND : end], text[end : end + _AROUND]
+            if len(left.rstrip()) + _BLANK < len(left) or len(right.lstrip()) + _BLANK < len(right):
+                continue
+            whole, *parts = tokenizer.encode_batch([left + right, left, right])
+            if np.array_equal(whole, np.concatenate(parts)):
+                return end
+    return None
 
 
 def _ended(text: str, tokenizer: Tokenizer) -> str:
