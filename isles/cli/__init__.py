@@ -19,7 +19,7 @@ from typer.main import get_command
 
 from isles.base.errors import notify_warnings
 from isles.base.version import __version__
-from isles.cli import compare, doctor, experts, model, resume, settings, simulate, token, torchrun, train, tune
+from isles.cli import compare, data, doctor, experts, model, resume, settings, simulate, token, torchrun, train, tune
 from isles.cli.elastic import join, lighthouse, status
 from isles.cli.plans import family
 from isles.cli.terminal import explain
@@ -48,6 +48,7 @@ app.command("token")(token.token)
 app.command("lighthouse")(lighthouse.lighthouse)
 app.command("join")(join.join)
 app.command("status")(status.status)
+app.add_typer(data.app, name="data")
 app.add_typer(experts.app, name="experts")
 app.add_typer(family.app, name="plan")
 app.add_typer(join.swarm, name="swarm")

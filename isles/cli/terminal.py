@@ -10,6 +10,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from typing_extensions import override
 from isles.base.errors import nearest
 from isles.base.parsing import parse_json
 from isles.base.schema import USAGE
+from isles.data.config import PREPARING
 from isles.report.panels import Table
 from isles.report.units import format_bytes, format_percent
 
@@ -177,6 +179,7 @@ def alone() -> Iterator[None]:
         gc.unfreeze()
 
 
+_SHOWN_EVERY = 10.0  # seconds between two plain lines of progress of the data
 _PLAIN_LINES = 10  # over a whole run, where there is no terminal
 
 
@@ -199,9 +202,10 @@ class Progress:
     """
 
     def __init__(self, method: str, workers: int, steps: int, bar: Bar | None = None, plain: str = "") -> None:
-        self.steps, self.workers, self.plain = steps, workers, plain
+        self.method, self.steps, self.workers, self.plain = method, steps, workers, plain
         self.latest: dict[int, dict[str, Any]] = {}
         self.next_plain = 0
+        self.next_shown = 0.0
         self.bar = bar or bars()
         self.console = self.bar.console
         self.task = self.bar.add_task(method, total=steps, workers=workers, loss="-", sent="-")
@@ -214,7 +218,14 @@ class Progress:
         self.bar.stop()
 
     def notice(self, text: str) -> None:
-        """Show a remark about the settings, or a line about a member."""
+        """Show a remark about the settings, or a line about a member; of lines of progress, on a terminal the bar shows
+        the last one.
+        """
+        preparing = text.startswith(PREPARING)
+        self.bar.update(self.task, description=text if preparing else self.method)
+        if preparing and (self.console.is_terminal or time.monotonic() < self.next_shown):
+            return
+        self.next_shown = time.monotonic() + _SHOWN_EVERY
         note = "" if text.startswith(("+ ", "- ")) else "note: "
         self.console.print(note + text, highlight=False, markup=False, emoji=False, soft_wrap=True)
 

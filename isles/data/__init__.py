@@ -4,8 +4,9 @@ A `Corpus` is shared and immutable; a `Loader` is one worker's light view of it.
 torch nor NumPy; the names below load on first use.
 
 `config`   the `[data]` section
-`prepare`  source files to a corpus; `tokenizer`: text to ids
-`corpus`   tokens for training and validation; `loader`: a worker's batches; `order`: of the sequences in an epoch
+`prepare`  documents to a corpus; `sources`: files to documents; `tokenizer`: text to ids
+`corpus`   tokens for training and validation; `store`: on disk, made by one process a machine
+`loader`   a worker's batches; `order`: of the sequences in an epoch
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from isles.data.config import DataConfig
     from isles.data.corpus import Corpus
     from isles.data.loader import Loader
-    from isles.data.prepare import load_corpus
+    from isles.data.prepare import load_corpus, prepare_data
     from isles.data.tokenizer import ByteTokenizer, load_tokenizer
 
 __all__, __getattr__, __dir__ = on_first_use(__name__)

@@ -8,6 +8,8 @@ from typing import Literal, get_args
 Split = Literal["iid", "by_file"]
 BatchMode = Literal["per_worker", "global"]
 
+PREPARING = "preparing data"  # how lines of progress begin
+
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
@@ -35,8 +37,10 @@ class DataConfig:
     """Share of the tokens kept out of training, in [0, 1); 0 means no validation."""
     validation_sequences: int = 128
     """Sequences that one validation pass reads, evenly spaced over the validation tokens."""
-    cache: str = ""
-    """Folder in which tokenised corpora are saved and memory-mapped by every process; "" tokenises in memory."""
+    cache: str = "auto"
+    """Folder in which one process stores the tokenised text, which all others memory-map; "auto": `corpora` below
+    ~/.local/state/isles ($ISLES_HOME), but nothing for up to 32 MB read as bytes; "": each process prepares its own.
+    """
 
     def __post_init__(self) -> None:
         for key in ("path", "tokenizer", "text_key", "cache"):

@@ -1,340 +1,231 @@
-"""From files to a corpus (`load_corpus`: once a process and, on request, once a machine): read, tokenise, and keep
-validation out of training.
+"""From the documents of `data.path` to a corpus (`load_corpus`): tokenised by one process a machine, in memory that
+does not depend on the size of the text, and stored (`store`) for all others.
 
-Which side a document falls on is decided by a hash of its name, so it depends neither on the machine nor on the other
-documents. Where that leaves validation less than half or more than twice its share (one book, a few files of unequal
-size) every document is cut in two instead and its end goes to validation. Either way no token is on both sides.
+Long documents are cut at line ends into pieces. A cut must change no id, so the ids around it are compared with those
+of the uncut text; where no line end will do, the piece grows, up to the whole document.
 
-`list_sources`: the files behind `data.path`, in an order that is the same on every machine. `read_documents`: their
-texts, by a reader for each format. A document is a text file, or a row.
+Which side of the split a document falls on is decided by a hash of its name, so it depends neither on the machine nor
+on the other documents. Where that leaves validation less than half or more than twice its share (one book, a few files
+of unequal size) every document is cut in two instead and its end goes to validation. Either way no token is on both
+sides.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
-import os
-import sysconfig
+import shutil
 import threading
+import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
-from typing import Any, Literal
+from typing import NamedTuple, cast
 
 import numpy as np
 
-from isles.base.parsing import parse_json
-from isles.data.config import DataConfig
-from isles.data.corpus import FORMAT, Corpus, SplitBy, TokenStream, content_sha256, is_stored, open_corpus, save_corpus
-from isles.data.tokenizer import Ids, Tokenizer, load_tokenizer, smallest_dtype
+from isles.base.durable import home
+from isles.base.scratch import scratch
+from isles.data.config import PREPARING, DataConfig
+from isles.data.corpus import Corpus, SplitBy, content_sha256
+from isles.data.sources import Document, Source, fingerprint, list_sources, read_documents
+from isles.data.store import FORMAT, Draft, is_stored, make_corpus, not_writable, open_corpus
+from isles.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer, smallest_dtype
 
-SourceKind = Literal["text", "jsonl", "parquet", "dataset"]
+OnProgress = Callable[[str], None]
 
-_KINDS: dict[str, SourceKind] = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
+_BATCH_CHARACTERS = 1_000_000  # a tokenizer takes some 120 bytes for each while it encodes them
+_PIECE_CHARACTERS = 100_000  # a batch has several, for the tokenizer's threads
+_AROUND = 512  # characters on each side of a cut that are encoded to compare
+_BLANK = 64  # of them next to the cut that may be blank, so that both sides hold all of a run of blank characters
+_TRIES = 3  # line ends that are tried in a piece; where none is exact, it is joined to the next one
+_SAVED, _SHOWN = 1.0, 1.0  # seconds between two saved places, and between two lines of progress
+_END = b"\xff"  # of a document in the digest of the text: no byte of UTF-8
 
-# Tests are not the library, and the two generated packages would spoil a small corpus: `encodings` is 1.4 MB of nearly
-# equal character tables (a copy in validation of what training saw), `pydoc_data` one file of 0.8 MB of prose.
-_NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data"})
-# Written when Python is built or installed, so they differ between machines with the same Python.
-_BUILT_FILES = ("_sysconfigdata", "_sysconfig_vars", "sitecustomize", "usercustomize")
 
+class _Piece(NamedTuple):
+    """name, file: of its document. last: of it. done: bytes of all sources that lie before its end, about."""
 
-@dataclass(frozen=True)
-class Source:
-    """One file of a corpus (or one saved dataset folder). `name` is its path relative to `data.path`, with slashes."""
-
-    path: Path
+    file: int
     name: str
-    kind: SourceKind
-    alone: bool  # named by the user itself, not found in a folder: then nothing about it is passed over
-
-    def document_name(self, row: int | None = None) -> str:
-        """What the split hashes. A file that stands alone adds nothing: its path may differ between machines."""
-        name = "" if self.alone else self.name
-        return name if row is None else f"{name}#{row}"
+    text: str
+    last: bool
+    done: float
 
 
-def list_sources(path: str) -> list[Source]:
-    """The sources behind `data.path`, sorted by name. Hidden files and folders are left out.
-
-    ValueError where the path does not exist or the folder holds no file.
-    """
-    if not path:
-        return _standard_library()
-    root = Path(path).expanduser()
-    if not root.exists():
-        raise ValueError(
-            f"data.path = {path!r} does not exist; give a file or a folder, or leave it empty for the standard library"
-        )
-    if root.is_file():
-        return [Source(root, root.name, _kind(root), alone=True)]
-    if _is_saved_dataset(root):
-        return [Source(root, root.name, "dataset", alone=True)]
-    sources = [
-        Source(file, file.relative_to(root).as_posix(), _kind(file), alone=False)
-        for file in _walk(root, enter=lambda folder: not folder.startswith(".") and folder != "__pycache__")
-        if not file.name.startswith(".")
-    ]
-    if not sources:
-        raise ValueError(f"data.path = {path!r} is a folder without a readable file; put text, JSONL or Parquet there")
-    return sorted(sources, key=lambda source: source.name)
+class _Changed(Exception):
+    """The text is not the one that a draft was begun with."""
 
 
-def fingerprint(sources: list[Source]) -> tuple[tuple[str, str, int, int], ...]:
-    """(path, name, bytes, mtime in ns) of every file: changes when a file is written, added, removed or renamed."""
-    marks = []
-    for source in sources:
-        files = _walk(source.path, enter=lambda _: True) if source.kind == "dataset" else [source.path]
-        for file in sorted(files):
-            stat = file.stat()
-            marks.append((str(file.resolve()), source.name, stat.st_size, stat.st_mtime_ns))
-    return tuple(marks)
-
-
-def _standard_library() -> list[Source]:
-    root = Path(sysconfig.get_path("stdlib"))
-    sources = [
-        Source(file, file.relative_to(root).as_posix(), "text", alone=False)
-        for file in _walk(root, enter=lambda folder: folder not in _NOT_LIBRARY and not folder.startswith("config-"))
-        if file.suffix == ".py" and not file.name.startswith(_BUILT_FILES)
-    ]
-    if not sources:
-        raise ValueError(f"data.path is empty and {root} holds no standard library source; give a file or folder")
-    return sorted(sources, key=lambda source: source.name)
-
-
-def _walk(root: Path, enter: Callable[[str], bool]) -> Iterator[Path]:
-    for folder, folders, files in os.walk(root):
-        folders[:] = [name for name in folders if enter(name)]
-        for name in files:
-            if (file := Path(folder, name)).is_file():  # not a dangling link or a socket
-                yield file
-
-
-def _kind(file: Path) -> SourceKind:
-    return _KINDS.get(file.suffix.lower(), "text")
-
-
-def _is_saved_dataset(folder: Path) -> bool:
-    one_split = (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file()
-    return one_split or (folder / "dataset_dict.json").is_file()
-
-
-_HEAD_BYTES = 8192
-_GPT2_IDS = 50256
-_UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
-
-
-def read_documents(source: Source, text_key: str) -> Iterator[tuple[str, str]]:
-    """(name, text) of every document of `source` that is not empty, in order.
-
-    The name is `Source.document_name`. A binary file found in a folder gives nothing; one that `data.path` names itself
-    is a ValueError, as is anything else that cannot be read.
-    """
-    for name, text in _READERS[source.kind](source, text_key):
-        if text:
-            yield name, text
-
-
-def _read_text(source: Source, text_key: str) -> Iterator[tuple[str, str]]:
-    with source.path.open("rb") as file:
-        head = file.read(_HEAD_BYTES)
-        # A NUL near the start marks an image or an archive; UTF-16 has NULs too but is text that can be converted.
-        if not source.alone and b"\0" in head and not head.startswith(_UTF16_MARKS):
-            return
-        content = head + file.read()
-    if b"\0" in content:
-        if not source.alone and not content.startswith(_UTF16_MARKS):
-            return
-        raise ValueError(f"data.path: {source.path} has NUL bytes and is no text: {_looks_like(content)}")
-    try:
-        yield source.document_name(), content.decode("utf-8").removeprefix("\ufeff")
-    except UnicodeDecodeError as error:
-        hint = _looks_like(content) if _has_ids(content) else "convert it with iconv -t utf-8, or take it out"
-        raise ValueError(
-            f"data.path: {source.path} is not UTF-8 text (byte {content[error.start]:#04x} at offset {error.start}); "
-            f"{hint}"
-        ) from None
-
-
-def _looks_like(content: bytes) -> str:
-    """What a file that is no text seems to be, and what to do."""
-    if content.startswith(_UTF16_MARKS):
-        return "it looks like UTF-16; convert it with iconv -f utf-16 -t utf-8"
-    if content.isascii() and not any(content[1::2]):
-        return "it looks like numbers of two bytes, such as token ids (nanoGPT's .bin), or UTF-16; give the text itself"
-    if _has_ids(content):
-        return "it looks like token ids of two bytes (nanoGPT's .bin); give the text that they were made from"
-    return "it looks like a binary file; give text, JSONL or Parquet"
-
-
-def _has_ids(content: bytes) -> bool:
-    """Whether it may be ids of a vocabulary such as GPT-2's, as 16-bit numbers."""
-    if len(content) % 2:
-        return False
-    ids = np.frombuffer(content, dtype="<u2")
-    return len(ids) > 0 and int(ids.max()) <= _GPT2_IDS and float((ids < 1 << 12).mean()) > 0.05
-
-
-def _read_jsonl(source: Source, text_key: str) -> Iterator[tuple[str, str]]:
-    with source.path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            try:
-                row = parse_json(line.decode("utf-8-sig"))
-            except UnicodeDecodeError:
-                raise ValueError(f"data.path: {source.path} line {number} is not UTF-8; convert it") from None
-            except ValueError as error:
-                raise ValueError(f"data.path: {source.path} line {number} is not JSON ({error}); correct it") from None
-            if not isinstance(row, dict):
-                raise ValueError(
-                    f"data.path: {source.path} line {number} is not an object; write {{{json.dumps(text_key)}: ...}}"
-                )
-            if text_key not in row:
-                raise _no_column(source, f" line {number}", text_key, list(row))
-            yield source.document_name(number), _text(row[text_key], source, text_key, f"line {number}")
-
-
-def _read_parquet(source: Source, text_key: str) -> Iterator[tuple[str, str]]:
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError:
-        raise ValueError(f'data.path: {source.path} needs the package pyarrow; pip install ".[data]"') from None
-    try:
-        table = pyarrow.parquet.ParquetFile(source.path)
-    except (pyarrow.ArrowException, OSError) as error:
-        reason = " ".join(str(error).split())
-        raise ValueError(f"data.path: {source.path} is not a Parquet file ({reason}); write it again") from None
-    with table:
-        names = table.schema_arrow.names
-        if text_key not in names:
-            raise _no_column(source, "", text_key, names)
-        number = 0
-        for batch in table.iter_batches(columns=[text_key]):
-            for value in batch.column(0).to_pylist():
-                number += 1
-                yield source.document_name(number), _text(value, source, text_key, f"row {number}")
-
-
-def _read_dataset(source: Source, text_key: str) -> Iterator[tuple[str, str]]:
-    """A folder written by `save_to_disk`; of a dictionary of splits, `train` (the others are meant for tests)."""
-    try:
-        import datasets  # pyrefly: ignore[missing-import]
-    except ImportError:
-        raise ValueError(
-            f'data.path: {source.path} is a saved dataset and needs the package datasets; pip install ".[hf]"'
-        ) from None
-    table = datasets.load_from_disk(str(source.path))
-    if isinstance(table, datasets.DatasetDict):
-        if "train" not in table:
-            raise ValueError(
-                f"data.path: {source.path} has no split 'train' (it has {_listed(table)}); give one split's folder"
-            )
-        table = table["train"]
-    if text_key not in table.column_names:
-        raise _no_column(source, "", text_key, table.column_names)
-    rows: Iterable[Any] = table.select_columns([text_key])
-    for number, row in enumerate(rows, start=1):
-        yield source.document_name(number), _text(row[text_key], source, text_key, f"row {number}")
-
-
-_READERS: dict[SourceKind, Callable[[Source, str], Iterator[tuple[str, str]]]] = {
-    "text": _read_text,
-    "jsonl": _read_jsonl,
-    "parquet": _read_parquet,
-    "dataset": _read_dataset,
-}
-
-
-def _text(value: Any, source: Source, text_key: str, where: str) -> str:
-    if not isinstance(value, str):
-        raise ValueError(
-            f"data.text_key = {text_key!r} holds {type(value).__name__} instead of text in {where} of {source.path}; "
-            "name another column, or drop the row"
-        )
-    if not value.isascii():
-        try:
-            value.encode("utf-8")
-        except UnicodeEncodeError:  # JSON can spell half a surrogate pair, which is no character
-            raise ValueError(
-                f"data.text_key = {text_key!r} holds half a surrogate pair in {where} of {source.path}; correct the row"
-            ) from None
-    return value
-
-
-def _no_column(source: Source, where: str, text_key: str, names: Sequence[str]) -> ValueError:
-    return ValueError(
-        f"data.text_key = {text_key!r} is missing in {source.path}{where}; set it to one of: {_listed(names)}"
-    )
-
-
-def _listed(names: Any) -> str:
-    return ", ".join(map(str, names)) or "(nothing)"
-
-
-_BATCH_CHARACTERS = 4_000_000  # enough for a tokenizer to fill the cores, few enough to hold as text
-
-
-def prepare_corpus(
-    sources: Sequence[Source], tokenizer: Tokenizer, *, path: str, text_key: str, validation_fraction: float
+def _prepare(
+    draft: Draft, sources: Sequence[Source], config: DataConfig, tokenizer: Tokenizer, notify: OnProgress
 ) -> Corpus:
-    """Read every source and split it. Needs memory for about three times the tokens. ValueError: no text."""
-    hashes: list[float] = []
-    file_of: list[int] = []
-    chunks: list[Ids] = []
-    lengths: list[int] = []
-    for batch in _batches(sources, text_key):
-        ids = tokenizer.encode_batch([_ended(text, tokenizer) for _, _, text in batch])
-        if tokenizer.eos_id is not None:
-            ids = [np.append(some, np.array(tokenizer.eos_id, dtype=some.dtype)) for some in ids]
-        file_of += [file for file, _, _ in batch]
-        hashes += [_unit_hash(name) for _, name, _ in batch]
-        lengths += [len(some) for some in ids]
-        chunks.append(np.concatenate(ids).astype(smallest_dtype(tokenizer.vocab_size), copy=False))
-    if not sum(lengths):
+    """Read every source from where the draft stands, and split it. ValueError: no text."""
+    try:
+        text = _tokenise(draft, sources, config, tokenizer, notify)
+    except _Changed:
+        draft.restart()
+        text = _tokenise(draft, sources, config, tokenizer, notify)
+    documents = draft.all_documents()
+    length_D, file_D = documents["tokens"], documents["file"].astype(smallest_dtype(len(sources)))
+    if not length_D.sum():
         raise ValueError(
-            f"data.path = {path!r} holds no text ({len(sources)} files, all empty or binary); give files with text"
+            f"data.path = {config.path!r} holds no text ({len(sources)} files, all empty or binary); give files with "
+            "text"
         )
-    _warn_of_left_out(sources, set(file_of))
-
-    length_D = np.array(lengths, dtype=np.int64)
-    trained_D, split_by = _training_lengths(np.array(hashes), length_D, validation_fraction)
-    tokens = np.concatenate(chunks)
-    del chunks
-    # Training and validation lengths alternate, document by document; one of the two is 0 when documents stay whole.
-    pieces = np.stack([trained_D, length_D - trained_D], axis=1).ravel()
-    in_training = np.repeat(np.tile([True, False], len(length_D)), pieces)
-    files = tuple(source.name for source in sources)
-    file_D = np.array(file_of, dtype=smallest_dtype(len(files)))
-    train = _stream(tokens[in_training], trained_D, files, file_D)
-    np.logical_not(in_training, out=in_training)  # a byte a token: no second mask
-    validation = _stream(tokens[in_training], length_D - trained_D, files, file_D)
+    _warn_of_left_out(sources, set(file_D.tolist()))
+    trained_D, split_by = _training_lengths(documents["hash"], length_D, float(config.validation_fraction))
+    start_D = np.cumsum(length_D) - length_D
+    where = {"files": tuple(source.name for source in sources), "file_of": file_D}
+    train = draft.stream("train", start_D, trained_D, **where)
+    validation = draft.stream("validation", start_D + trained_D, length_D - trained_D, **where)
     return Corpus(
-        name=path or "standard library",
+        name=config.path or "standard library",
         tokenizer=tokenizer,
         train=train,
         validation=validation,
         split_by=split_by,
         sha256=content_sha256(train, validation),
+        text_sha256=text,
     )
 
 
-def _batches(sources: Sequence[Source], text_key: str) -> Iterator[list[tuple[int, str, str]]]:
-    """Lists of (index of the file, document name, text), in order, of a bounded number of characters."""
-    batch: list[tuple[int, str, str]] = []
+def _tokenise(
+    draft: Draft, sources: Sequence[Source], config: DataConfig, tokenizer: Tokenizer, notify: OnProgress
+) -> str:
+    """Append the ids of all text after the draft's place; returns the text's digest. _Changed: it is another text."""
+    digest = hashlib.sha256()
+    begun = saved = shown = time.monotonic()
+    total, first = max(sum(source.size for source in sources), 1), None
+    for batch in _batches(_pieces(draft, sources, config.text_key, tokenizer, digest)):
+        ids = tokenizer.encode_batch([_ended(one.text, tokenizer) if one.last else one.text for one in batch])
+        for piece, some in zip(batch, ids, strict=True):
+            digest.update(piece.text.encode())
+            draft.add(some)
+            draft.characters += len(piece.text)
+            if piece.last:
+                if tokenizer.eos_id is not None:
+                    draft.add(np.array([tokenizer.eos_id]))
+                digest.update(_END)
+                draft.end_document(piece.file, _unit_hash(piece.name))
+        now, done = time.monotonic(), batch[-1].done
+        first = (now, done) if first is None else first
+        if now - saved > _SAVED:
+            draft.save(digest.hexdigest())
+            saved = now
+        if now - shown > _SHOWN and done > first[1]:
+            left = (total - done) * (now - first[0]) / (done - first[1])
+            notify(f"{PREPARING}: {done / total:.0%} of {total / 1e6:.0f} MB, {_time(left)} left")
+            shown = now
+    if shown > begun:
+        notify(f"prepared the data in {_time(time.monotonic() - begun)}")
+    return digest.hexdigest()
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
+
+
+def _pieces(
+    draft: Draft, sources: Sequence[Source], text_key: str, tokenizer: Tokenizer, digest: hashlib._Hash
+) -> Iterator[_Piece]:
+    """All pieces after the draft's place; what lies before it only enters the digest. _Changed: it is another text."""
+    whole, characters, expected = draft.documents, draft.characters, draft.text
+    before, number = 0, 0
+    for file, source in enumerate(sources):
+        size = source.size
+        for document in _documents(source, text_key):
+            if number < whole:
+                _after(document.chunks, None, digest)
+                digest.update(_END)
+            elif number == whole:
+                document = document._replace(chunks=_after(document.chunks, characters, digest))
+                if digest.hexdigest() != expected:
+                    raise _Changed
+            number += 1
+            if number <= whole:
+                continue
+            read = 0
+            for text, last in _cut(document.chunks, tokenizer):
+                read += len(text)
+                share = min(read / size, 1) if source.kind == "text" else document.read
+                yield _Piece(file, document.name, text, last, before + share * size)
+        before += size
+    if number <= whole and digest.hexdigest() != expected:
+        raise _Changed
+
+
+def _documents(source: Source, text_key: str) -> Iterator[Document]:
+    """Those that hold text."""
+    for document in read_documents(source, text_key):
+        for chunk in document.chunks:
+            yield document._replace(chunks=chain([chunk], document.chunks))
+
+
+def _after(chunks: Iterator[str], characters: int | None, digest: hashlib._Hash) -> Iterator[str]:
+    """The chunks after so many characters, None: after all; what lies before enters the digest."""
+    for chunk in chunks if characters != 0 else ():
+        digest.update(chunk[:characters].encode())
+        if characters is not None and characters <= len(chunk):
+            return chain(filter(None, [chunk[characters:]]), chunks)
+        characters = None if characters is None else characters - len(chunk)
+    return chunks
+
+
+def _batches(pieces: Iterator[_Piece]) -> Iterator[list[_Piece]]:
+    batch: list[_Piece] = []
     characters = 0
-    for index, source in enumerate(sources):
-        for name, text in read_documents(source, text_key):
-            batch.append((index, name, text))
-            characters += len(text)
-            if characters >= _BATCH_CHARACTERS:
-                yield batch
-                batch, characters = [], 0
+    for piece in pieces:
+        batch.append(piece)
+        characters += len(piece.text)
+        if characters >= _BATCH_CHARACTERS:
+            yield batch
+            batch, characters = [], 0
     if batch:
         yield batch
+
+
+def _cut(chunks: Iterator[str], tokenizer: Tokenizer) -> Iterator[tuple[str, bool]]:
+    """(text, whether it is the last) of pieces that give the ids of the whole document, encoded one by one."""
+    text, reach = "", _PIECE_CHARACTERS
+    for chunk in chunks:
+        if isinstance(tokenizer, ByteTokenizer):
+            if text:
+                yield text, False
+            text = chunk
+            continue
+        text, at = text + chunk, 0
+        while len(text) - at > reach + _AROUND:
+            end = _exact_cut(text, at + reach, tokenizer)
+            reach += _PIECE_CHARACTERS
+            if end is not None:
+                yield text[at:end], False
+                at, reach = end, _PIECE_CHARACTERS
+        text = text[at:]
+    yield text, True
+
+
+def _exact_cut(text: str, before: int, tokenizer: Tokenizer) -> int | None:
+    """A place at one of the last line ends of the piece before `before` where a cut changes no id; None: at none of
+    them.
+    """
+    line_end = before
+    for _ in range(_TRIES):
+        line_end = text.rfind("\n", before - _PIECE_CHARACTERS + 2 * _AROUND, line_end)
+        if line_end < 0:
+            break
+        blank = text[line_end - _AROUND : line_end].rstrip()
+        # Blank characters often share an id with those after them, the line end sometimes with the mark before it.
+        for end in (line_end - _AROUND + len(blank), line_end + 1):
+            left, right = text[end - _AROUND : end], text[end : end + _AROUND]
+            if len(left.rstrip()) + _BLANK < len(left) or len(right.lstrip()) + _BLANK < len(right):
+                continue
+            whole, *parts = tokenizer.encode_batch([left + right, left, right])
+            if np.array_equal(whole, np.concatenate(parts)):
+                return end
+    return None
 
 
 def _ended(text: str, tokenizer: Tokenizer) -> str:
@@ -359,16 +250,10 @@ def _unit_hash(name: str) -> float:
     return int.from_bytes(hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest()[:8], "big") / 2**64
 
 
-def _stream(tokens: np.ndarray, length_D: np.ndarray, files: tuple[str, ...], file_D: np.ndarray) -> TokenStream:
-    present = length_D > 0
-    bounds = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(length_D[present])])
-    return TokenStream(tokens=tokens, bounds=bounds, files=files, file_of=file_D[present])
-
-
 def _warn_of_left_out(sources: Sequence[Source], read: set[int]) -> None:
     """Empty files are no loss; files with content that gave no document are worth a word."""
     silent = [source for index, source in enumerate(sources) if index not in read]
-    binary = [source.name for source in silent if source.kind != "dataset" and source.path.stat().st_size]
+    binary = [source.name for source in silent if source.kind != "dataset" and source.size]
     if binary:
         warnings.warn(
             f"data.path: {len(binary)} of {len(sources)} files hold no text and were left out, among them {binary[0]}",
@@ -381,13 +266,21 @@ _corpora: dict[tuple[str, str], Corpus] = {}  # by content and cache folder, the
 _lock = threading.Lock()  # virtual workers are threads: the second waits for the corpus instead of making another
 
 
-def load_corpus(config: DataConfig) -> Corpus:
-    """Read, tokenise and split the text of `config`; a second call in the process returns the same object.
+def load_corpus(config: DataConfig, notify: OnProgress = lambda text: None, *, check: bool = False) -> Corpus:
+    """Read, tokenise and split the text of `config`, or open what another process stored (`data.cache`); a second call
+    in the process returns the same object.
 
-    The files are looked at on every call (names, sizes, times of change), and a change makes a new corpus. With
-    `config.cache` the arrays are saved in that folder and memory-mapped, so that later processes read nothing else. A
-    `config.path` that is itself such a folder (`save_corpus`) is opened as it is, with the split that it has.
-    ValueError, one line with key and what to do, where something cannot be read or holds no text.
+    The files are looked at on every call (names, sizes, times of change), and a change makes a new corpus. Where none
+    is stored, one process a machine makes it, which others wait for. A `config.path` that is itself a stored corpus is
+    opened as it is, with the split that it has.
+
+    Args:
+        config: what to read.
+        notify: called with lines of progress, which begin with `PREPARING`, and with what it waits for.
+        check: read the text of a stored corpus again, and make it anew if its hash is another.
+
+    Raises:
+        ValueError: one line with key and what to do, where something cannot be read or written or holds no text.
     """
     tokenizer = load_tokenizer(config.tokenizer)
     if is_stored(config.path):
@@ -395,22 +288,69 @@ def load_corpus(config: DataConfig) -> Corpus:
         assert stored is not None
         return stored
     sources = list_sources(config.path)
-    fraction = float(config.validation_fraction)
-    parts = [FORMAT, config.path, fingerprint(sources), tokenizer.fingerprint, config.text_key, fraction]
-    content = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
+    content, folder = _stored_as(config, sources, tokenizer)
     key = (content, config.cache)
+
+    def make(part: Path) -> Corpus:
+        with contextlib.closing(Draft(part, smallest_dtype(tokenizer.vocab_size))) as draft:
+            return _prepare(draft, sources, config, tokenizer, notify)
+
     with _lock:
         corpus = _corpora.pop(key, None)
-        folder = Path(config.cache).expanduser() / content if config.cache else None
+        stored = open_corpus(folder, tokenizer) if check and folder is not None else None
+        if stored is not None and stored.text_sha256 != _text_sha256(sources, config.text_key):
+            notify("the text has changed since it was prepared: preparing it anew")
+            shutil.rmtree(cast(Path, folder))
+            corpus = None
         if corpus is None and folder is not None:
-            corpus = open_corpus(folder, tokenizer)
+            try:
+                corpus = make_corpus(folder, tokenizer, make, notify)
+            except OSError as error:
+                if config.cache != "auto":
+                    raise not_writable(folder, error) from error
+                warnings.warn(f"{not_writable(folder, error)}; each process prepares its own now", stacklevel=2)
         if corpus is None:
-            corpus = prepare_corpus(
-                sources, tokenizer, path=config.path, text_key=config.text_key, validation_fraction=fraction
-            )
-            if folder is not None:
-                corpus = save_corpus(corpus, folder)
+            with scratch() as own:
+                corpus = make_corpus(own / "corpus", tokenizer, make)  # its mapping outlives the folder
         _corpora[key] = corpus
         while len(_corpora) > _REMEMBERED:
             del _corpora[next(iter(_corpora))]
     return corpus
+
+
+def prepare_data(config: DataConfig, notify: OnProgress) -> None:
+    """Before other processes call `load_corpus`: do now what is done once a machine. Arguments and errors as there."""
+    if corpus_folder(config) is not None:
+        load_corpus(config, notify)
+
+
+def corpus_folder(config: DataConfig) -> Path | None:
+    """Where `load_corpus` stores the corpus; None where each process reads the text itself."""
+    if is_stored(config.path):
+        return Path(config.path).expanduser()
+    return _stored_as(config, list_sources(config.path), load_tokenizer(config.tokenizer))[1]
+
+
+_SMALL = 32_000_000  # bytes of text that are read and split as bytes in a fraction of a second
+
+
+def _stored_as(config: DataConfig, sources: list[Source], tokenizer: Tokenizer) -> tuple[str, Path | None]:
+    """(what the corpus is made from, its folder)"""
+    marks = fingerprint(sources)
+    parts = [FORMAT, config.path, marks, tokenizer.fingerprint, config.text_key, float(config.validation_fraction)]
+    content = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
+    cache = config.cache
+    if cache == "auto":
+        small = isinstance(tokenizer, ByteTokenizer) and sum(size for *_, size, _ in marks) <= _SMALL
+        cache = "" if small else str(home() / "corpora")
+    return content, Path(cache).expanduser() / content if cache else None
+
+
+def _text_sha256(sources: Sequence[Source], text_key: str) -> str:
+    """Hex digest of all text."""
+    digest = hashlib.sha256()
+    for source in sources:
+        for document in _documents(source, text_key):
+            _after(document.chunks, None, digest)
+            digest.update(_END)
+    return digest.hexdigest()

@@ -35,10 +35,11 @@ from isles.base.durable import write_text
 from isles.base.parsing import parse_json
 from isles.base.tables import typed
 from isles.data import Corpus, DataConfig, load_corpus
-from isles.data.corpus import rows_corpus, save_corpus
+from isles.data.corpus import rows_corpus
 from isles.data.loader import spaced, windows
 from isles.data.order import epoch_order
-from isles.data.prepare import list_sources
+from isles.data.sources import list_sources
+from isles.data.store import save_corpus
 
 Texts = Iterator[str]
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 
 from isles.base.tables import non_defaults
 from isles.data import load_tokenizer
-from isles.data.prepare import list_sources
+from isles.data.sources import list_sources
 from isles.memory.config import MemoryConfig
 from isles.models import limits
 from isles.models.config import ModelConfig

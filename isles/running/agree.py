@@ -17,6 +17,7 @@ from pydantic import Field
 
 from isles.base.parsing import MANY, Int, Unfit, parse_toml, value_of
 from isles.comm.credentials import read
+from isles.data import prepare_data
 from isles.launch import rendezvous
 from isles.launch.nodes import NodeGroup, NodeSpec
 from isles.training.config.reading import to_toml
@@ -37,11 +38,15 @@ _OPEN = (
 def meet_nodes(
     config: Config, node_spec: NodeSpec, out: Path, resume: int | None, notify: Callable[[str], None]
 ) -> Iterator[NodeGroup]:
-    """Context: the connected machines of this run. At the end they disconnect, with the error if there was one.
+    """Context: the connected machines of this run. At the end they disconnect, with the error if there was one. Before,
+    this machine's text is tokenised, which may take longer than others wait.
 
     resume: None for a new run, else the step to resume from; `node_group.facts["resume"]` is then the newest step up to
     it of which all machines have a checkpoint. notify: called with progress messages for the user.
     """
+    if node_spec.shared_directory and node_spec.node > 0:
+        notify = lambda text: None  # noqa: E731  # torchrun starts many: rank 0 tells
+    prepare_data(config.data, notify)
     if node_spec.nodes == 1:
         yield NodeGroup(spec=node_spec)
         return

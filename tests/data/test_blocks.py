@@ -11,7 +11,7 @@ import pytest
 from isles.data import Loader, load_corpus
 from isles.data import corpus as blocks
 from isles.data.config import DataConfig
-from isles.data.corpus import open_corpus, save_corpus
+from isles.data.store import open_corpus, save_corpus
 from isles.data.tokenizer import load_tokenizer
 
 

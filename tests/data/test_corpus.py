@@ -159,7 +159,7 @@ def test_cache_is_used_by_the_next_process(write: Write, tmp_path: Path, monkeyp
     cache = tmp_path / "cache"
     first = load(root, cache=str(cache), validation_fraction=0)  # an empty array is stored too
     loading._corpora.clear()  # as in a process that starts
-    monkeypatch.setattr(loading, "prepare_corpus", lambda *_, **__: pytest.fail("was read again"))
+    monkeypatch.setattr(loading, "_prepare", lambda *_, **__: pytest.fail("was read again"))
     again = load(root, cache=str(cache), validation_fraction=0)
     assert again is not first
     assert again.sha256 == first.sha256
@@ -175,7 +175,7 @@ def test_cache_is_used_by_the_next_process(write: Write, tmp_path: Path, monkeyp
 
 
 def test_a_second_writer_of_the_cache_takes_the_first_ones(write: Write, tmp_path: Path) -> None:
-    from isles.data.corpus import save_corpus
+    from isles.data.store import save_corpus
 
     corpus = load(write({"a.txt": "text\n" * 100}))
     folder = tmp_path / "cache" / "key"

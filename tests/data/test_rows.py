@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from isles.data import ByteTokenizer, DataConfig, Loader, load_corpus
-from isles.data.corpus import rows_corpus, save_corpus
+from isles.data.corpus import rows_corpus
+from isles.data.store import save_corpus
 from isles.data.tokenizer import HuggingFaceTokenizer
 
 

@@ -1,0 +1,43 @@
+"""`isles data prepare`: tokenise a run's text before the run."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from isles.cli.terminal import ConfigFile, Set, Trust, end_in_order, print_named
+from isles.report.units import format_bytes
+
+app = typer.Typer(help="Prepare text.", no_args_is_help=True)
+
+
+@app.callback()
+def _data() -> None:
+    """Prepare text for runs."""
+
+
+@app.command("prepare")
+def prepare(
+    config: ConfigFile = None,
+    set_: Set = None,
+    trust: Trust = False,
+) -> None:
+    """Tokenise the text of a configuration once, for all runs on this machine; goes on where it was stopped."""
+    from isles.data import load_corpus
+    from isles.data.prepare import corpus_folder
+    from isles.training.config.reading import gather, resolve
+
+    end_in_order()
+    data = resolve(gather(config, {}, set_ or [], trust=trust)).data
+    corpus = load_corpus(data, lambda text: print(text, file=sys.stderr, flush=True), check=True)
+    parts, folder = (corpus.train, corpus.validation), corpus_folder(data)
+    print_named(
+        {
+            "text": corpus.name,
+            "tokens": f"{len(parts[0]):,} to train on, {len(parts[1]):,} for validation",
+            "documents": ", ".join(f"{len(part.file_of):,}" for part in parts),
+            "size": format_bytes(sum(part.tokens.nbytes for part in parts)),
+            "stored": str(folder) if folder else "not stored: each process reads this text itself (data.cache)",
+        }
+    )

@@ -1,0 +1,295 @@
+"""The files behind `data.path`, in an order that is the same on every machine, and their documents, by a reader for
+each format. A document is a text file, or a row; its text comes in chunks, so that no file needs memory for all of it.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import os
+import sysconfig
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, Literal, NamedTuple
+
+import numpy as np
+
+from isles.base.parsing import parse_json
+
+SourceKind = Literal["text", "jsonl", "parquet", "dataset"]
+
+_KINDS: dict[str, SourceKind] = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
+
+# Tests are not the library, and the two generated packages would spoil a small corpus: `encodings` is 1.4 MB of nearly
+# equal character tables (a copy in validation of what training saw), `pydoc_data` one file of 0.8 MB of prose.
+_NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data"})
+# Written when Python is built or installed, so they differ between machines with the same Python.
+_BUILT_FILES = ("_sysconfigdata", "_sysconfig_vars", "sitecustomize", "usercustomize")
+
+
+@dataclass(frozen=True)
+class Source:
+    """One file of a corpus (or one saved dataset folder). `name` is its path relative to `data.path`, with slashes."""
+
+    path: Path
+    name: str
+    kind: SourceKind
+    alone: bool  # named by the user itself, not found in a folder: then nothing about it is passed over
+
+    @property
+    def size(self) -> int:
+        """Bytes of the file."""
+        return self.path.stat().st_size
+
+    def document_name(self, row: int | None = None) -> str:
+        """What the split hashes. A file that stands alone adds nothing: its path may differ between machines."""
+        name = "" if self.alone else self.name
+        return name if row is None else f"{name}#{row}"
+
+
+def list_sources(path: str) -> list[Source]:
+    """The sources behind `data.path`, sorted by name. Hidden files and folders are left out.
+
+    ValueError where the path does not exist or the folder holds no file.
+    """
+    if not path:
+        return _standard_library()
+    root = Path(path).expanduser()
+    if not root.exists():
+        raise ValueError(
+            f"data.path = {path!r} does not exist; give a file or a folder, or leave it empty for the standard library"
+        )
+    if root.is_file():
+        return [Source(root, root.name, _kind(root), alone=True)]
+    if _is_saved_dataset(root):
+        return [Source(root, root.name, "dataset", alone=True)]
+    sources = [
+        Source(file, file.relative_to(root).as_posix(), _kind(file), alone=False)
+        for file in _walk(root, enter=lambda folder: not folder.startswith(".") and folder != "__pycache__")
+        if not file.name.startswith(".")
+    ]
+    if not sources:
+        raise ValueError(f"data.path = {path!r} is a folder without a readable file; put text, JSONL or Parquet there")
+    return sorted(sources, key=lambda source: source.name)
+
+
+def fingerprint(sources: list[Source]) -> tuple[tuple[str, str, int, int], ...]:
+    """(path, name, bytes, mtime in ns) of every file: changes when a file is written, added, removed or renamed."""
+    marks = []
+    for source in sources:
+        files = _walk(source.path, enter=lambda _: True) if source.kind == "dataset" else [source.path]
+        for file in sorted(files):
+            stat = file.stat()
+            marks.append((str(file.resolve()), source.name, stat.st_size, stat.st_mtime_ns))
+    return tuple(marks)
+
+
+def _standard_library() -> list[Source]:
+    root = Path(sysconfig.get_path("stdlib"))
+    sources = [
+        Source(file, file.relative_to(root).as_posix(), "text", alone=False)
+        for file in _walk(root, enter=lambda folder: folder not in _NOT_LIBRARY and not folder.startswith("config-"))
+        if file.suffix == ".py" and not file.name.startswith(_BUILT_FILES)
+    ]
+    if not sources:
+        raise ValueError(f"data.path is empty and {root} holds no standard library source; give a file or folder")
+    return sorted(sources, key=lambda source: source.name)
+
+
+def _walk(root: Path, enter: Callable[[str], bool]) -> Iterator[Path]:
+    for folder, folders, files in os.walk(root):
+        folders[:] = [name for name in folders if enter(name)]
+        for name in files:
+            if (file := Path(folder, name)).is_file():  # not a dangling link or a socket
+                yield file
+
+
+def _kind(file: Path) -> SourceKind:
+    return _KINDS.get(file.suffix.lower(), "text")
+
+
+def _is_saved_dataset(folder: Path) -> bool:
+    one_split = (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file()
+    return one_split or (folder / "dataset_dict.json").is_file()
+
+
+_CHUNK = 1 << 20  # bytes
+_HEAD_BYTES = 8192
+_GPT2_IDS = 50256
+_UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
+
+
+class Document(NamedTuple):
+    """name: what the split hashes. chunks: its text, laid end to end. read: share of the source that lies before it."""
+
+    name: str
+    chunks: Iterator[str]
+    read: float = 0.0
+
+
+def read_documents(source: Source, text_key: str) -> Iterator[Document]:
+    """Every document of `source` in order, with its chunks that are not empty; read them before the next document.
+
+    A binary file found in a folder gives nothing; one that `data.path` names itself is a ValueError, as is anything
+    else that cannot be read.
+    """
+    try:
+        for document in _READERS[source.kind](source, text_key):
+            yield document._replace(chunks=filter(None, document.chunks))
+    except OSError as error:
+        raise ValueError(f"data.path: {source.path} cannot be read ({error.strerror or error}); correct it") from error
+
+
+def _read_text(source: Source, text_key: str) -> Iterator[Document]:
+    with source.path.open("rb") as file:
+        head = file.read(_HEAD_BYTES)
+        # A NUL marks an image or an archive; UTF-16 has NULs too but is text that can be converted.
+        has_nul = b"\0" in head
+        while not has_nul and (data := file.read(_CHUNK)):
+            has_nul = b"\0" in data
+        if has_nul and not source.alone and not head.startswith(_UTF16_MARKS):
+            return
+        if has_nul:
+            raise ValueError(f"data.path: {source.path} has NUL bytes and is no text: {_looks_like(head)}")
+        file.seek(0)
+        yield Document(source.document_name(), _decoded(source, file, head))
+
+
+def _decoded(source: Source, file: BinaryIO, head: bytes) -> Iterator[str]:
+    decoder, at, data = codecs.getincrementaldecoder("utf-8")(), 0, b" "
+    while data:
+        data = file.read(_CHUNK)
+        held = len(decoder.getstate()[0])
+        try:
+            text = decoder.decode(data, final=not data)
+            yield text if at else text.removeprefix("\ufeff")
+        except UnicodeDecodeError as error:
+            hint = _looks_like(head) if _has_ids(head) else "convert it with iconv -t utf-8, or take it out"
+            raise ValueError(
+                f"data.path: {source.path} is not UTF-8 text (byte {error.object[error.start]:#04x} at offset "
+                f"{at - held + error.start}); {hint}"
+            ) from None
+        at += len(data)
+
+
+def _looks_like(content: bytes) -> str:
+    """What a file that is no text seems to be, and what to do."""
+    if content.startswith(_UTF16_MARKS):
+        return "it looks like UTF-16; convert it with iconv -f utf-16 -t utf-8"
+    if content.isascii() and not any(content[1::2]):
+        return "it looks like numbers of two bytes, such as token ids (nanoGPT's .bin), or UTF-16; give the text itself"
+    if _has_ids(content):
+        return "it looks like token ids of two bytes (nanoGPT's .bin); give the text that they were made from"
+    return "it looks like a binary file; give text, JSONL or Parquet"
+
+
+def _has_ids(content: bytes) -> bool:
+    """Whether it may be ids of a vocabulary such as GPT-2's, as 16-bit numbers."""
+    if len(content) % 2:
+        return False
+    ids = np.frombuffer(content, dtype="<u2")
+    return len(ids) > 0 and int(ids.max()) <= _GPT2_IDS and float((ids < 1 << 12).mean()) > 0.05
+
+
+def _read_jsonl(source: Source, text_key: str) -> Iterator[Document]:
+    size, read = max(source.size, 1), 0
+    with source.path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            read += len(line)
+            if not line.strip():
+                continue
+            try:
+                row = parse_json(line.decode("utf-8-sig"))
+            except UnicodeDecodeError:
+                raise ValueError(f"data.path: {source.path} line {number} is not UTF-8; convert it") from None
+            except ValueError as error:
+                raise ValueError(f"data.path: {source.path} line {number} is not JSON ({error}); correct it") from None
+            if not isinstance(row, dict):
+                raise ValueError(
+                    f"data.path: {source.path} line {number} is not an object; write {{{json.dumps(text_key)}: ...}}"
+                )
+            if text_key not in row:
+                raise _no_column(source, f" line {number}", text_key, list(row))
+            text = _text(row[text_key], source, text_key, f"line {number}")
+            yield Document(source.document_name(number), iter([text]), read / size)
+
+
+def _read_parquet(source: Source, text_key: str) -> Iterator[Document]:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        raise ValueError(f'data.path: {source.path} needs the package pyarrow; pip install ".[data]"') from None
+    try:
+        table = pyarrow.parquet.ParquetFile(source.path)
+    except (pyarrow.ArrowException, OSError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"data.path: {source.path} is not a Parquet file ({reason}); write it again") from None
+    with table:
+        names = table.schema_arrow.names
+        if text_key not in names:
+            raise _no_column(source, "", text_key, names)
+        number, rows = 0, max(table.metadata.num_rows, 1)
+        for batch in table.iter_batches(columns=[text_key]):
+            for value in batch.column(0).to_pylist():
+                number += 1
+                text = _text(value, source, text_key, f"row {number}")
+                yield Document(source.document_name(number), iter([text]), number / rows)
+
+
+def _read_dataset(source: Source, text_key: str) -> Iterator[Document]:
+    """A folder written by `save_to_disk`; of a dictionary of splits, `train` (the others are meant for tests)."""
+    try:
+        import datasets  # pyrefly: ignore[missing-import]
+    except ImportError:
+        raise ValueError(
+            f'data.path: {source.path} is a saved dataset and needs the package datasets; pip install ".[hf]"'
+        ) from None
+    table = datasets.load_from_disk(str(source.path))
+    if isinstance(table, datasets.DatasetDict):
+        if "train" not in table:
+            raise ValueError(
+                f"data.path: {source.path} has no split 'train' (it has {_listed(table)}); give one split's folder"
+            )
+        table = table["train"]
+    if text_key not in table.column_names:
+        raise _no_column(source, "", text_key, table.column_names)
+    rows: Iterable[Any] = table.select_columns([text_key])
+    for number, row in enumerate(rows, start=1):
+        text = _text(row[text_key], source, text_key, f"row {number}")
+        yield Document(source.document_name(number), iter([text]), number / len(table))
+
+
+_READERS: dict[SourceKind, Callable[[Source, str], Iterator[Document]]] = {
+    "text": _read_text,
+    "jsonl": _read_jsonl,
+    "parquet": _read_parquet,
+    "dataset": _read_dataset,
+}
+
+
+def _text(value: Any, source: Source, text_key: str, where: str) -> str:
+    if not isinstance(value, str):
+        raise ValueError(
+            f"data.text_key = {text_key!r} holds {type(value).__name__} instead of text in {where} of {source.path}; "
+            "name another column, or drop the row"
+        )
+    if not value.isascii():
+        try:
+            value.encode("utf-8")
+        except UnicodeEncodeError:  # JSON can spell half a surrogate pair, which is no character
+            raise ValueError(
+                f"data.text_key = {text_key!r} holds half a surrogate pair in {where} of {source.path}; correct the row"
+            ) from None
+    return value
+
+
+def _no_column(source: Source, where: str, text_key: str, names: Sequence[str]) -> ValueError:
+    return ValueError(
+        f"data.text_key = {text_key!r} is missing in {source.path}{where}; set it to one of: {_listed(names)}"
+    )
+
+
+def _listed(names: Any) -> str:
+    return ", ".join(map(str, names)) or "(nothing)"
