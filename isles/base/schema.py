@@ -70,10 +70,14 @@ class Metrics:
     """Of the host's clock, or of the simulated one."""
     val_loss: float | None = None
     """Where the step is one of validation."""
+    gradient_norm: float | None = None
+    """2-norm of the last step's gradient before clipping; None without `inner.max_norm`."""
     tokens_per_second: float | None = None
-    """On a GPU, as all that follows: read by this worker in its steps since the line before."""
+    """Read by this worker in its steps since the line before, waits included; None: it reads none, as later stages."""
     mfu: float | None = None
-    """6 operations a parameter and token, over the GPU's bfloat16 peak; None: unknown, or a stage, or simulated."""
+    """On a GPU, as all that follows: 6 operations a parameter and token, over its bfloat16 peak; None: unknown, or a
+    stage, or simulated.
+    """
     memory_bytes: int | None = None
     memory_peak_bytes: int | None = None
     memory_reserved_bytes: int | None = None
@@ -85,7 +89,9 @@ TASK_KINDS = {"F": "forward", "L": "loss", "B": "backward"}
 TOTALS = tuple(key.name for key in fields(Metrics) if key.metadata.get("total"))
 """Keys of a line that grow over the whole run."""
 USAGE = ("tokens_per_second", "mfu", "memory_bytes", "memory_peak_bytes", "memory_reserved_bytes")
-"""Keys of a line about a worker's GPU."""
+"""Keys of a line about how a worker computes."""
+COURSE = ("lr", "gradient_norm", "tokens_per_second")
+"""Keys of a line that the page shows by step."""
 
 
 @dataclass(frozen=True, kw_only=True)

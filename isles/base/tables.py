@@ -155,7 +155,7 @@ def _own_docs(cls: type) -> dict[str, str]:
 def _worded(section: str, error: ValidationError) -> str:
     """pydantic's first complaint in one line that begins with section.key."""
     first = error.errors()[0]
-    if first["loc"] and str(first["loc"][-1]).startswith(("int", "float", "literal[")):  # a branch of a union
+    if first["loc"] and str(first["loc"][-1]).startswith(("int", "float", "bool", "literal[")):  # a branch of a union
         field = first["loc"][:-1]
         branches = [one["msg"].removeprefix("Input should be ") for one in error.errors() if one["loc"][:-1] == field]
         first["loc"], first["msg"] = field, f"Input should be {' or '.join(branches)}"

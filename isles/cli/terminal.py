@@ -30,7 +30,7 @@ from isles.base.parsing import parse_json
 from isles.base.schema import USAGE
 from isles.data.config import PREPARING
 from isles.report.panels import Table
-from isles.report.units import format_bytes, format_percent
+from isles.report.units import format_bytes, format_percent, format_seconds
 
 if TYPE_CHECKING:
     from isles.report.sheet import Sheet
@@ -206,6 +206,7 @@ class Progress:
         self.latest: dict[int, dict[str, Any]] = {}
         self.next_plain = 0
         self.next_shown = 0.0
+        self.began: tuple[float, int] | None = None  # the first line here: when, and its step
         self.bar = bar or bars()
         self.console = self.bar.console
         self.task = self.bar.add_task(method, total=steps, workers=workers, loss="-", sent="-")
@@ -241,21 +242,29 @@ class Progress:
             return
         step = min(entry["step"] for entry in lines)
         loss = sum(entry["loss"] for entry in lines) / len(lines)
-        sent = (
-            format_bytes(sum(entry["bytes_sent"] for entry in lines) / len(lines)) + " a worker" + format_usage(lines)
-        )
+        sent = format_bytes(sum(entry["bytes_sent"] for entry in lines) / len(lines)) + " a worker"
+        sent += f"  lr {lines[0]['lr']:.3g}" + format_usage(lines)
         self.bar.update(self.task, completed=step, loss=f"{loss:.3f}", sent=sent, workers=self.workers)
         if not self.console.is_terminal and (step >= self.next_plain or step == self.steps):
             self.next_plain = step + max(self.steps // _PLAIN_LINES, 1)
-            text = f"{self.plain}step {step}/{self.steps}  loss {loss:.3f}  sent {sent}"
+            text = f"{self.plain}step {step}/{self.steps}  loss {loss:.3f}  sent {sent}{self._left(step)}"
             self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    def _left(self, step: int) -> str:
+        """The time that the remaining steps take at the pace since the first line here; "" before and after."""
+        began, first = self.began = self.began or (time.monotonic(), step)
+        if not first < step < self.steps:
+            return ""
+        return f"  {format_seconds((time.monotonic() - began) / (step - first) * (self.steps - step))} left"
 
 
 def format_usage(lines: Sequence[dict[str, Any]]) -> str:
-    """Of the GPUs of the workers that have one: tokens per second of all, mean MFU, the most memory that one takes."""
-    columns = {key: [line[key] for line in lines if line.get(key) is not None] for key in USAGE}
+    """Mean norm of the workers' gradients, tokens per second of all; of GPUs mean MFU, and the most memory of one."""
+    columns = {key: [line[key] for line in lines if line.get(key) is not None] for key in ("gradient_norm", *USAGE)}
+    norms = columns["gradient_norm"]
     speeds, shares, peaks = columns["tokens_per_second"], columns["mfu"], columns["memory_peak_bytes"]
-    text = f"  {sum(speeds):,.0f} tokens/s" if speeds else ""
+    text = f"  gradient {sum(norms) / len(norms):.3g}" if norms else ""
+    text += f"  {sum(speeds):,.0f} tokens/s" if speeds else ""
     text += f"  MFU {format_percent(sum(shares) / len(shares))}" if shares else ""
     return text + (f"  peak {format_bytes(max(peaks))}" if peaks else "")
 

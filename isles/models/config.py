@@ -7,11 +7,12 @@ import re
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from isles.base.errors import demand
+from isles.base.errors import as_typed, demand
 from isles.base.imports import is_import_target
 from isles.models.sizes import Shape, shape_of, size_name
 
 Autocast = Literal["none", "bf16", "fp16"]
+CompileMode = Literal["reduce-overhead", "max-autotune"]
 DType = Literal["float32", "bfloat16", "float64"]
 
 DEFAULT_SIZE = "0.12M"
@@ -55,8 +56,10 @@ class ModelConfig:
     """A causal LM of transformers instead of the decoder: the path of a folder with config.json, and with weights
     (safetensors) if training should start from them.
     """
-    compile: bool = False
-    """Run the model through torch.compile; pays on GPUs, costs seconds to minutes at the first step."""
+    compile: bool | CompileMode = False
+    """Run the model through torch.compile; pays on GPUs, costs seconds to minutes at the first step. true: its default
+    mode; "reduce-overhead": CUDA graphs, for small batches; "max-autotune": also tries kernels, for minutes.
+    """
     autocast: Autocast = "none"
     """Number format of the matrix products while weights stay in `dtype`: none, bf16, or fp16 (CUDA only; its gradients
     underflow without a torch.amp.GradScaler).
@@ -78,8 +81,9 @@ class ModelConfig:
             value = getattr(self, key)
             if value not in get_args(choices):
                 raise ValueError(f"model.{key} = {value!r} is not known; use one of {', '.join(get_args(choices))}")
-        if not isinstance(self.compile, bool):
-            raise ValueError(f"model.compile = {self.compile!r} is not known; use true or false")
+        if not isinstance(self.compile, bool) and self.compile not in get_args(CompileMode):
+            modes = '", "'.join(get_args(CompileMode))
+            raise ValueError(f'model.compile = {as_typed(self.compile)} is not known; use true, false, "{modes}"')
         demand(self, "logits_megabytes", lambda x: 0 <= x < math.inf, "choose 0 (no bound) or more")
         if self.autocast == "fp16" and self.device == "cpu":
             raise ValueError('model.autocast = "fp16" needs a GPU; use "bf16" or "none" with model.device = "cpu"')

@@ -9,15 +9,21 @@ multiple choice work too. `generate` samples the text after a prompt.
 
 from __future__ import annotations
 
+import os
+import sysconfig
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from importlib.util import find_spec
+from pathlib import Path
+from shutil import which
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from isles.base.errors import as_typed
 from isles.base.imports import describe, import_target
 from isles.models.config import ModelConfig
 from isles.models.decoder import Decoder
@@ -139,6 +145,7 @@ def take_device(config: ModelConfig, rank: int) -> torch.device:
 def placement(config: ModelConfig, workers: int) -> str:
     """Describe where this machine's `workers` train, and its shared and idle GPUs. ValueError if they cannot train."""
     _refuse_fp16_on_cpu(config, choose_device(config))
+    _refuse_uncompiled(config, choose_device(config))
     used = Counter(str(choose_device(config, rank)) for rank in range(workers))
     most, idle = max(used.values()), torch.cuda.device_count() - len(used.keys() - {"cpu"})
     line = f"{workers} worker{'s' * (workers > 1)} on {', '.join(used)}"
@@ -157,10 +164,26 @@ def build(config: ModelConfig, seed: int, rank: int = 0, home: torch.device | No
     """
     device = choose_device(config, rank)
     _refuse_fp16_on_cpu(config, device)
-    model = _create(config, seed, home or device)
+    return compiled(_create(config, seed, home or device), config)
+
+
+def compiled(model: nn.Module, config: ModelConfig) -> nn.Module:
+    """`model`, compiled in place if `model.compile`: its class and names stay. The compiler runs at the first batch."""
     if config.compile:
-        model.compile()
+        model.compile(mode=None if config.compile is True else config.compile)
     return model
+
+
+def _refuse_uncompiled(config: ModelConfig, device: torch.device) -> None:
+    """ValueError if `model.compile` lacks what torch compiles with on `device`."""
+    compiler, header = os.environ.get("CXX", "g++"), Path(sysconfig.get_path("include"), "Python.h")
+    lacks = {"triton": find_spec("triton")} if device.type == "cuda" else {compiler: which(compiler)}
+    lacks |= {"Python.h": header.is_file()}
+    for name, found in lacks.items():
+        if config.compile and not found:
+            raise ValueError(
+                f"model.compile = {as_typed(config.compile)} needs {name} on this machine: install it, or leave it out"
+            )
 
 
 def sketch(config: ModelConfig) -> nn.Module:

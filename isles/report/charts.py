@@ -9,6 +9,7 @@ import statistics
 from collections.abc import Callable
 from itertools import pairwise
 
+from isles.base.schema import COURSE
 from isles.report.panels import (
     Bar,
     Bars,
@@ -74,6 +75,20 @@ def loss_panel(run: RunFiles) -> Panel | None:
         highest = max(y for points in series.values() for _, y in points)
         notes.append(f"Cut off at the top: the highest loss was {format_number(highest)}.")
     return Panel(heading="Loss against steps, nats per token", picture=chart, keys=keys, notes=notes)
+
+
+def course_panels(run: RunFiles) -> list[Panel]:
+    """Learning rate, gradient norm and tokens a second against steps, means over the workers; those that are known."""
+    panels, titles = [], ("Learning rate", "Norm of the gradient before clipping", "Tokens a second of a worker")
+    for key, title in zip(COURSE, titles, strict=True):
+        points = mean_over([_points(log.course[key]) for log in run.workers.values()])
+        if points:
+            lines = [Polyline(points=average(points, MEAN_POINTS), css="mean", name="mean of the workers")]
+            chart = Chart(
+                title=f"{title} against steps", x_label="inner step", y_format=short, lines=lines, whole_x=True
+            )
+            panels.append(chart_panel(chart))
+    return panels
 
 
 def loss_cost_panels(run: RunFiles) -> list[Panel]:
@@ -191,7 +206,7 @@ def spread_panel(run: RunFiles) -> Panel | None:
     heading, highest = "Spread of the replicas", max(y for _, y in run.spread)
     if highest == 0:
         return Panel(heading=heading, picture=None, notes=["The replicas were equal at every logged step."])
-    rate = mean_over([_points(log.lr) for log in run.workers.values()])
+    rate = mean_over([_points(log.course["lr"]) for log in run.workers.values()])
     peak = max((y for _, y in rate), default=0.0)
     lines = [Polyline(points=thin(run.spread, 2 * MEAN_POINTS), css="mean", name="spread of the replicas")]
     keys = [("mean", "standard deviation between the replicas")]

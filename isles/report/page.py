@@ -12,6 +12,7 @@ from isles.base.schema import USAGE
 from isles.membership.run_log import JOURNAL
 from isles.report.charts import (
     bytes_panel,
+    course_panels,
     lanes_panel,
     loss_cost_panels,
     loss_panel,
@@ -108,7 +109,7 @@ FIELDS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("blocked_seconds", "Blocked on the network", format_seconds),
     ("compute_utilisation", "Share of the time spent computing", format_percent),
     ("pipeline_bubble", "Share of the time spent waiting for other stages", format_percent),
-    ("tokens_per_second", "Tokens a second of a worker's GPU, at the end", format_short),
+    ("tokens_per_second", "Tokens a second of a worker, at the end", format_short),
     ("mfu", "Model FLOP utilisation of the GPUs, at the end", format_percent),
     ("memory_bytes", "GPU memory of a worker, at the end", format_bytes),
     ("memory_peak_bytes", "Of that, at its peak", format_bytes),
@@ -181,6 +182,7 @@ def panels(run: RunFiles) -> list[Panel]:
         time_panel(run),
         lanes_panel(run),
         step_panel(run),
+        *course_panels(run),
         *elastic,
     ]
     return [panel for panel in made if panel is not None]

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from isles.base.parsing import parse_json, parse_toml
-from isles.base.schema import TASK_KINDS, TOTALS, USAGE, backend_of
+from isles.base.schema import COURSE, TASK_KINDS, TOTALS, USAGE, backend_of
 from isles.report.panels import Point, mean_over
 
 FILES = ("config.toml", "metrics.jsonl", "summary.json")
@@ -23,14 +23,14 @@ FILES = ("config.toml", "metrics.jsonl", "summary.json")
 
 @dataclass(slots=True)
 class WorkerLog:
-    """What one worker wrote: losses, learning rates, bytes and clock by step, and its latest running totals."""
+    """What one worker wrote: losses, `COURSE`, bytes and clock by step, and its latest running totals."""
 
     loss: dict[int, float] = field(default_factory=dict)
-    lr: dict[int, float] = field(default_factory=dict)
+    course: dict[str, dict[int, float]] = field(default_factory=lambda: {key: {} for key in COURSE})
     bytes_sent: dict[int, float] = field(default_factory=dict)
     clock: dict[int, float] = field(default_factory=dict)
     totals: dict[str, float] = field(default_factory=dict)
-    """And the newest figures of its GPU."""
+    """And the newest of `USAGE`."""
     last_step: int = -1
 
 
@@ -233,7 +233,8 @@ def _take(log: WorkerLog, step: int, record: dict[str, Any]) -> bool:
         value = finite(record.get(name))
         if value is not None:
             log.totals[name] = value
-    for by_step, name in ((log.lr, "lr"), (log.bytes_sent, "bytes_sent"), (log.clock, "clock_seconds")):
+    named = {"bytes_sent": log.bytes_sent, "clock_seconds": log.clock}
+    for name, by_step in (log.course | named).items():
         value = finite(record.get(name))
         if value is not None:
             by_step[step] = value

@@ -73,7 +73,7 @@ class StepClock:
         """Start of the current step: a CUDA event, or the time and the paused seconds (`away_seconds`) until then."""
         self._timeline: Timeline | None = None
         self._steps: list[tuple[torch.cuda.Event, torch.cuda.Event, Timeline | None]] = []
-        self._last_read = 0.0, 0
+        self.last_read = 0.0, 0
         if self._queues:
             transport.traffic.mark = self._mark
 
@@ -128,20 +128,20 @@ class StepClock:
         self._transport.traffic.settle(at)
 
     def usage(self, model: nn.Module | None, tokens: int) -> dict[str, Any]:
-        """The GPU's usage since the last call, as keys of `Metrics`. model: None if it is only a part of one. tokens:
-        read so far.
+        """The tokens per second since the last call, and a GPU's usage, as keys of `Metrics`. model: None if it is only
+        a part of one. tokens: read so far.
         """
+        seconds, read = self.seconds - self.last_read[0], tokens - self.last_read[1]
+        self.last_read = self.seconds, tokens
+        usage: dict[str, Any] = {"tokens_per_second": read / seconds} if seconds > 0 and read > 0 else {}
         if self._device.type != "cuda":
-            return {}
-        seconds, read = self.seconds - self._last_read[0], tokens - self._last_read[1]
-        self._last_read = self.seconds, tokens
-        usage: dict[str, Any] = {
+            return usage
+        usage |= {
             "memory_bytes": torch.cuda.memory_allocated(self._device),
             "memory_peak_bytes": torch.cuda.max_memory_allocated(self._device),
             "memory_reserved_bytes": torch.cuda.memory_reserved(self._device),
         }
-        if seconds > 0 and read:
-            usage["tokens_per_second"] = read / seconds
+        if "tokens_per_second" in usage:
             gpu = torch.cuda.get_device_properties(self._device)
             card = known_gpu(gpu.name, gpu.total_memory)
             if self._queues and model is not None and card is not None:
@@ -281,6 +281,10 @@ class TrainingLoop(ABC):
         )
 
     @abstractmethod
+    def gradient_norm(self) -> Tensor | None:
+        """Norm () of the last step's gradient before clipping; None if nothing is clipped."""
+
+    @abstractmethod
     def _gauges(self) -> dict[str, float]:
         """Additional entries of a line of metrics."""
 
@@ -299,6 +303,7 @@ class TrainingLoop(ABC):
             **self._counted(),
             clock_seconds=self.clock(),
             val_loss=val_loss,
+            gradient_norm=None if (norm := self.gradient_norm()) is None else float(norm),
             **self.step_clock.usage(self._measured, self.tokens),
         )
 
@@ -358,6 +363,7 @@ class TrainingLoop(ABC):
     def load_records(self, state: dict[str, Any]) -> None:
         self.losses = [] if state["losses"] is None else list(state["losses"].to(self.device))
         self.step_clock.seconds = state["training_seconds"]
+        self.step_clock.last_read = self.step_clock.seconds, self.tokens
         self.started = time.perf_counter() - state["host_seconds"]
         self.go_on_at(state["clock_seconds"])
         restore_draws(state, self.device)

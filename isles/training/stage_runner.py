@@ -19,7 +19,7 @@ from isles.comm.mesh import Mesh
 from isles.models import build, choose_device, limits, sketch
 from isles.models.config import ModelConfig
 from isles.models.cuts import decoder_costs
-from isles.models.factory import DTYPES, check_contract
+from isles.models.factory import DTYPES, check_contract, compiled
 from isles.models.stages import Stage, check_stages, decoder_stage
 from isles.network.routing.events import Span
 from isles.network.routing.plan import as_json
@@ -89,9 +89,7 @@ def build_stage(
     else:
         made = Stage(on_host(config.model, config.run.seed), piece).to(device)
     scheme.fit(made)
-    if config.model.compile:
-        made.compile()
-    return made
+    return cast(Stage, compiled(made, config.model))
 
 
 def recovery_of(config: Config, world: Mesh, cut: Cut, stage: Stage) -> Recovery | None:

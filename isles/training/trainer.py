@@ -18,6 +18,7 @@ from isles.base.modes import to_device
 from isles.comm.group import Group
 from isles.comm.mesh import Mesh
 from isles.network.routing.events import Span
+from isles.replicas.sync import ReplicaSync
 from isles.training.config.sections import Config
 from isles.training.loop import TrainingLoop, load_schedule, rate_schedule
 from isles.training.records.replica_spread import Sample
@@ -150,6 +151,11 @@ class Trainer(TrainingLoop):
             self.optimizer.catch_up()
             sample = {"sample": self.sample.read(), "weights": self.sample.weights}
             self.world.report(sample | {"step": self.steps_done(), "worker": self.world.rank})
+
+    @override
+    def gradient_norm(self) -> Tensor | None:
+        inside = self.optimizer.inner  # of an island, if it has one: there the gradient is clipped
+        return (inside if isinstance(inside, ReplicaSync) else self.optimizer).gradient_norm
 
     @override
     def _gauges(self) -> dict[str, float]:

@@ -266,7 +266,7 @@ def _node_seconds(_: Path) -> dict[str, Any]:
     lines: list[dict[str, Any]] = []
     node: Any = object.__new__(ClusterWorker)
     TrainingLoop.__init__(node, config, replace(isles.init(), report=lines.append), "", own.device, None)
-    node._gauges, node.played, node.steps_done = dict, list, lambda: step
+    node._gauges, node.played, node.steps_done, node.server = dict, list, lambda: step, None
     kernels = [fake_cuda.counts(1)["kernels"]]
     for step in (1, 2):
         with node.step_clock.step(node.timeline):

@@ -35,7 +35,7 @@ def test_overrides_lie_over_the_size() -> None:
         ({"vocab": 0}, "model.vocab", "at least 1"),
         ({"context": "128"}, "model.context", "whole number"),
         ({"tie_embeddings": "yes"}, "model.tie_embeddings", "true or false"),
-        ({"compile": 1}, "model.compile", "true or false"),
+        ({"compile": 1}, "model.compile", 'use true, false, "reduce-overhead", "max-autotune"'),
         ({"autocast": "fp8"}, "model.autocast", "none, bf16, fp16"),
         ({"device": "tpu"}, "model.device", "auto, cpu, cuda, cuda:N"),
         ({"device": "cuda:x"}, "model.device", "auto, cpu, cuda, cuda:N"),

@@ -110,6 +110,13 @@ def test_a_compiled_model_keeps_its_names_and_stays_a_decoder() -> None:
     assert list(plain.state_dict()) == list(compiled.state_dict())
 
 
+def test_without_a_compiler_it_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert placement(tiny(), 1) == "1 worker on cpu"
+    with pytest.raises(ValueError, match=r'^model.compile = "max-autotune" needs no-such-compiler on this machine: '):
+        placement(tiny(compile="max-autotune"), 1)
+
+
 @pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile on a CPU needs a C++ compiler and there is no g++")
 @pytest.mark.long
 def test_a_compiled_model_gives_the_same_loss() -> None:
@@ -118,11 +125,11 @@ def test_a_compiled_model_gives_the_same_loss() -> None:
         "shape = dict(d_model=16, layers=1, heads=2, ffn=24, context=8, device='cpu')\n"
         "tokens = torch.randint(256, (2, 9), generator=torch.Generator().manual_seed(0))\n"
         "runs = []\n"
-        "for compile in (False, True):\n"
+        "for compile in (False, True, 'reduce-overhead', 'max-autotune'):\n"
         "    model = build(ModelConfig(compile=compile, **shape), seed=0)\n"
         "    loss = model(tokens).loss\n"
         "    loss.backward()\n"
         "    runs.append((loss.detach(), [p.grad for p in model.parameters()]))\n"
-        "torch.testing.assert_close(runs[0], runs[1])\n"
+        "[torch.testing.assert_close(runs[0], other) for other in runs[1:]]\n"
     )
     subprocess.run([sys.executable, "-W", "error::UserWarning:torch._inductor", "-c", code], check=True, timeout=300)

@@ -81,7 +81,7 @@ def test_page_is_self_contained(tmp_path: Path) -> None:
 
 def test_pictures_hold_the_data(tmp_path: Path) -> None:
     write_sample(tmp_path, workers=3, steps=200)
-    loss, by_bytes, by_time, sent, time = svgs(report(tmp_path))
+    loss, by_bytes, by_time, sent, time, rate = svgs(report(tmp_path))
     assert len(by_class(loss, "polyline", "worker")) == 3
     (mean,) = by_class(loss, "polyline", "mean")
     points = coordinates(mean)
@@ -96,6 +96,8 @@ def test_pictures_hold_the_data(tmp_path: Path) -> None:
         assert [y for _, y in coordinates(line)] == [y for _, y in points]  # the same losses
         assert [x for x, _ in coordinates(line)] == sorted(x for x, _ in coordinates(line))
     assert len(by_class(time, "rect", "compute")) == len(by_class(time, "rect", "blocked")) == 3
+    (line,) = by_class(rate, "polyline", "mean")
+    assert rate.get("aria-label") == "Learning rate against steps" and len(coordinates(line)) == 200
 
 
 def test_time_bars_are_in_proportion(tmp_path: Path) -> None:
@@ -191,17 +193,20 @@ def test_what_gpus_did_is_told(tmp_path: Path) -> None:
     write_sample(tmp_path, workers=2)
     assert "mfu" not in report(tmp_path)
     newest = [
-        {"step": 401, "worker": 0, "loss": 1.0, "bytes_sent": 8, "tokens_per_second": 1e3, "mfu": 0.25,
-         "memory_bytes": 1e9, "memory_peak_bytes": 2e9, "memory_reserved_bytes": 3e9},
-        {"step": 401, "worker": 1, "loss": 1.0, "bytes_sent": 8, "tokens_per_second": 3e3, "mfu": 0.35,
-         "memory_bytes": 1e9, "memory_peak_bytes": 4e9, "memory_reserved_bytes": 5e9},
+        {"step": 401, "worker": 0, "loss": 1.0, "bytes_sent": 8, "gradient_norm": 0.5,
+         "tokens_per_second": 1e3, "mfu": 0.25, "memory_bytes": 1e9,
+         "memory_peak_bytes": 2e9, "memory_reserved_bytes": 3e9},
+        {"step": 401, "worker": 1, "loss": 1.0, "bytes_sent": 8, "gradient_norm": 0.7,
+         "tokens_per_second": 3e3, "mfu": 0.35, "memory_bytes": 1e9,
+         "memory_peak_bytes": 4e9, "memory_reserved_bytes": 5e9},
     ]  # fmt: skip
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.writelines(json.dumps(line) + "\n" for line in newest)
     shown = table(report(tmp_path))
     assert shown["mfu"] == "30.0 %" and shown["memory_peak_bytes"].startswith("3.00 GB")
     assert shown["tokens_per_second"] == "2,000"
-    assert format_usage(newest) == "  4,000 tokens/s  MFU 30.0 %  peak 4.00 GB"
+    assert format_usage(newest) == "  gradient 0.6  4,000 tokens/s  MFU 30.0 %  peak 4.00 GB"
+    assert "Norm of the gradient before clipping against steps" in report(tmp_path)
     assert format_usage([{"val_loss": 1.0}]) == ""
 
 
@@ -213,7 +218,7 @@ def test_a_run_that_still_goes_on(tmp_path: Path) -> None:
     assert "<h1>noloco on 3 workers, 120 steps so far</h1>" in page
     assert "there is no summary.json" in page
     assert "could not be read" not in page  # a last line without its newline is being written, not broken
-    assert len(svgs(page)) == 5
+    assert len(svgs(page)) == 6
     assert "data parallel" not in page
     assert table(page)["steps"] == "120"
 

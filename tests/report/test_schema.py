@@ -6,7 +6,17 @@ import json
 from dataclasses import fields
 from pathlib import Path
 
-from isles.base.schema import BACKENDS, TOTALS, USAGE, ElasticSummary, Metrics, SpreadMetrics, Summary, backend_of
+from isles.base.schema import (
+    BACKENDS,
+    COURSE,
+    TOTALS,
+    USAGE,
+    ElasticSummary,
+    Metrics,
+    SpreadMetrics,
+    Summary,
+    backend_of,
+)
 from isles.report.comparison import COLUMNS
 from isles.report.page import FIELDS
 from isles.running.run import launch
@@ -43,7 +53,8 @@ def test_a_run_writes_these_keys_in_this_order(tmp_path: Path) -> None:
             set(line) - {"feedback_ratio", "skipped_rounds", "healed", "refused"} <= set(metrics) for line in own
         )
         assert all(set(line) | {"val_loss", *USAGE} >= set(metrics) for line in own)
-        assert not any(key in line for key in USAGE for line in own)  # no GPU
+        assert all(set(COURSE) <= set(line) for line in own)
+        assert not any(key in line for key in USAGE[1:] for line in own)  # no GPU
         assert all(list(line) == names(SpreadMetrics) for line in shared)
 
 

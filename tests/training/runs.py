@@ -72,7 +72,14 @@ OWN_SETTINGS = {
 }
 # What these send leaves behind the computation, at a time of its own.
 LATE = {"streaming-diloco", "delayed", "eager", "streaming-noloco", "dilocox"}
-CLOCKS = ("clock_seconds", "blocked_seconds", "compute_seconds", "train_seconds", "virtual_seconds")
+CLOCKS = (
+    "clock_seconds",
+    "blocked_seconds",
+    "compute_seconds",
+    "train_seconds",
+    "virtual_seconds",
+    "tokens_per_second",
+)
 
 
 def write_text(path: Path, characters: int = 4000, seed: int = 0) -> Path:

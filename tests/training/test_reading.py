@@ -192,6 +192,7 @@ def test_values_need_no_quotes() -> None:
     assert read("inner.lr=1e-3").inner.lr == 1e-3
     assert read("run.steps=1_000").run.steps == 1000
     assert read("model.compile=true").model.compile is True
+    assert read("model.compile=max-autotune").model.compile == "max-autotune"
     assert read(" run.steps = 9 ").run.steps == 9
 
 

@@ -483,3 +483,28 @@ def test_the_end_of_a_run_is_proven(text: Path, tmp_path: Path) -> None:
     with pytest.raises(Diverged, match=r"worker 1 diverged at step 4: .* differ where all must be equal"):
         run(tiny(text, "replicas.sync_every=2", method=SPOILED, workers=3, steps=4), tmp_path / "run")
     assert not list((tmp_path / "run").glob("*.safetensors"))
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_line_has_the_norm_before_clipping_and_tokens_by_its_clock(workers: int, tmp_path: Path) -> None:
+    """Of an island: the norm of its workers' mean gradient, by torch's own function. A batch takes 0.1 virtual seconds,
+    to which the island adds its exchange.
+    """
+    text, settings = (
+        write_text(tmp_path / "text.txt"),
+        ("inner.max_norm=0.01", "run.log_every=1", "replicas.sync_every=1"),
+    )
+    one = tiny(text, method="none", workers=workers)
+    island = tiny(text, *settings, f"world.inner={workers}", method="diloco", workers=workers, steps=1)
+
+    def gradients(world: Mesh) -> list[torch.Tensor]:
+        trainer = trainer_of(one, world)
+        trainer.model_step.run(trainer._batches())
+        return [own.grad for own in trainer.model.parameters() if own.grad is not None]
+
+    mean = [torch.stack(each).mean(0) for each in zip(*run_virtual(gradients, workers), strict=True)]
+    norm, speed = float(torch.nn.utils.get_total_norm(mean)), BATCH * CONTEXT / 0.1
+    run(island, tmp_path / "run")
+    for line in metrics(tmp_path / "run"):
+        assert line["gradient_norm"] == pytest.approx(norm, rel=1e-5) and norm > 0.1
+        assert line["tokens_per_second"] == (pytest.approx(speed) if workers == 1 else pytest.approx(speed, rel=0.2))

@@ -403,6 +403,10 @@ class ClusterWorker(TrainingLoop):
             super().report(val_loss)
 
     @override
+    def gradient_norm(self) -> Tensor | None:
+        return None if self.server is None else self.server.gradient_norm
+
+    @override
     def _gauges(self) -> dict[str, float]:
         assert self.server is not None
         return {"staleness": self.stale, "weight_versions": float(self.server.node.versions.live)}

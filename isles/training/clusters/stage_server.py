@@ -185,6 +185,8 @@ class StageServer:
         """Sequences per update."""
         self.updates = 0
         """Updates done here."""
+        self.gradient_norm: Tensor | None = None
+        """Of the last update, of this stage, before clipping."""
         self._take_part()
 
     def _take_part(self) -> None:
@@ -252,7 +254,7 @@ class StageServer:
         """Update by the accumulated gradients, which are at most `stale` updates old, and clear them."""
         config, optimizer = self.config, self.optimizer
         if config.inner.max_norm:
-            torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.inner.max_norm)
+            self.gradient_norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.inner.max_norm)
         with _slowed(optimizer, 1 + stale if config.pipeline.ravnest.stage_lr == "1/(1+tau)" else 1):
             optimizer.step()
         optimizer.zero_grad()

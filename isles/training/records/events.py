@@ -48,7 +48,7 @@ _Notice = Annotated[str, UTF8, Field(strict=True, max_length=4000), AfterValidat
 _NAMES = re.compile(r"[A-Za-z_][A-Za-z0-9_.]{0,63}")
 _Digest = Annotated[str, Field(strict=True, pattern="^[0-9a-f]{64}$")]
 _METRICS = tuple(field.name for field in fields(Metrics))
-_OPTIONAL = ("val_loss", *USAGE)
+_OPTIONAL = ("val_loss", "gradient_norm", *USAGE)
 _KINDS = ("compute", "away", "blocked", "transfer", *TASK_KINDS.values())
 _CHANNELS = ("", "control", "inner", "outer", "pipeline", "eval")
 _COUNTED = ("bytes_sent", "bytes_received", "blocked_seconds")
