@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from isles.cli import torchrun
-from isles.cli.terminal import OwnDevice, Trust, end_in_order
+from isles.cli.terminal import Log, OwnDevice, Trust, end_in_order
 from isles.cli.train import Node, Nodes, Rendezvous, TokenText, go_on
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ def resume(
     node: Node = 0,
     rendezvous: Rendezvous = "",
     token: TokenText = None,
+    log: Log = "text",
     trust: Trust = False,
 ) -> None:
     """Go on from the newest checkpoint of a run; with as many workers, to the same result as if it had not stopped.
