@@ -18,8 +18,8 @@ _STOPPED = 130  # the exit code of a run that has saved and ended
 _SCRIPT = """\
 #!/bin/bash
 {options}
-# A task is a worker. {warning} s before the job's time is over, Slurm sends SIGUSR1: the run saves a checkpoint and
-# ends with exit code {stopped}. The job then queues again, and goes on from the checkpoint.
+# A task is a worker. Before the job's time is over Slurm sends SIGUSR1 (--signal): the run saves a checkpoint and ends
+# with exit code {stopped}. The job then queues again, and goes on from the checkpoint.
 srun {command}
 code=$?
 if [ "$code" -eq {stopped} ]; then
@@ -61,5 +61,4 @@ def slurm(
     lines = [f"#SBATCH --{key}{'=' if value else ''}{value}".rstrip() for key, value in options.items()]
     command = [sys.executable, "-m", "isles", "train", config, *(word for one in set_ or [] for word in ("--set", one))]
     command += ["--out", str(out or Path("runs") / name), "--resume", "auto"]
-    script = {"options": "\n".join(lines), "command": shlex.join(command), "warning": _WARNING, "stopped": _STOPPED}
-    print(_SCRIPT.format(**script), end="")
+    print(_SCRIPT.format(options="\n".join(lines), command=shlex.join(command), stopped=_STOPPED), end="")

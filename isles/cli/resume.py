@@ -75,7 +75,7 @@ def resume(
 
     if torchrun.size() is None:
         start_server()
-    ready = prepare(run, workers, stages, step, trust=trust)
+    ready = prepare(run, workers, stages, step, trust=trust, shared=torchrun.size() is not None)
     torchrun.check(ready.config.world.workers)
     config, notes = ready.config, ready.notes
     if steps is not None:

@@ -143,7 +143,7 @@ def _found(out: Path, config: Config, *, trust: bool) -> Resumption | None:
             say(f"{out}: this run is complete")
         return None
     if Checkpoints(out).steps():
-        return prepare(out, None, trust=trust)
+        return prepare(out, None, trust=trust, shared=torchrun.size() is not None)
     if torchrun.is_main_process():
         discard_beginning(out)
     return Resumption(config, 0, [])

@@ -68,6 +68,8 @@ def test_a_run_and_its_resume(answer: Answer) -> None:
     code, events = answer("resume", "run")
     assert code == 2 and [(event["event"], event["level"]) for event in events] == [("notice", "error")]
     assert events[0]["text"].startswith("run: this run is complete")
+    code, events = answer("train", "--dry-run")
+    assert code == 2 and "--json prints the plan" in events[0]["text"]
 
 
 @pytest.mark.long
