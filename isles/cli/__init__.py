@@ -19,10 +19,24 @@ from typer.main import get_command
 
 from isles.base.errors import notify_warnings
 from isles.base.version import __version__
-from isles.cli import compare, data, doctor, experts, model, resume, settings, simulate, token, torchrun, train, tune
+from isles.cli import (
+    compare,
+    data,
+    doctor,
+    experts,
+    launch,
+    model,
+    resume,
+    settings,
+    simulate,
+    token,
+    torchrun,
+    train,
+    tune,
+)
 from isles.cli.elastic import join, lighthouse, status
 from isles.cli.plans import family
-from isles.cli.terminal import explain
+from isles.cli.terminal import explain, say
 from isles.training.interrupts import Interrupts
 
 app = typer.Typer(
@@ -51,6 +65,7 @@ app.command("status")(status.status)
 app.add_typer(data.app, name="data")
 app.add_typer(experts.app, name="experts")
 app.add_typer(family.app, name="plan")
+app.add_typer(launch.app, name="launch")
 app.add_typer(join.swarm, name="swarm")
 
 _UsageError = typer.BadParameter.__bases__[0]  # click's, wherever this version of typer keeps it
@@ -103,7 +118,7 @@ def _run() -> int:
 
 def _note(event: dict[str, str]) -> None:
     if torchrun.is_main_process():
-        print(f"note: {event['notice']}", file=sys.stderr, flush=True)
+        say(event["notice"], "warning", "note: ")
 
 
 @cache
@@ -119,5 +134,5 @@ def _with_notes(error: Exception) -> str:
 
 def _fail(message: str, code: int) -> int:
     if torchrun.is_main_process():
-        print(f"isles: {' '.join(message.splitlines())}", file=sys.stderr, flush=True)
+        say(" ".join(message.splitlines()), "error", "isles: ")
     return code

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from isles.cli import torchrun
-from isles.cli.terminal import OwnDevice, Trust, end_in_order
+from isles.cli.terminal import Log, OwnDevice, Trust, end_in_order
 from isles.cli.train import Node, Nodes, Rendezvous, TokenText, go_on
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ def resume(
     node: Node = 0,
     rendezvous: Rendezvous = "",
     token: TokenText = None,
+    log: Log = "text",
     trust: Trust = False,
 ) -> None:
     """Go on from the newest checkpoint of a run; with as many workers, to the same result as if it had not stopped.
@@ -74,7 +75,7 @@ def resume(
 
     if torchrun.size() is None:
         start_server()
-    ready = prepare(run, workers, stages, step, trust=trust)
+    ready = prepare(run, workers, stages, step, trust=trust, shared=torchrun.size() is not None)
     torchrun.check(ready.config.world.workers)
     config, notes = ready.config, ready.notes
     if steps is not None:

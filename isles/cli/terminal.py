@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from functools import wraps
 from inspect import Signature, signature
 from pathlib import Path
@@ -134,9 +135,45 @@ def explain(error: Any) -> str:
     return message
 
 
+class _Log:
+    """How a command logs. as_json: an object a line on stdout, in place of text."""
+
+    as_json = False
+
+
+def _logs(kind: str) -> str:
+    if kind not in ("text", "json"):
+        raise ValueError(f"--log {kind}: choose text or json")
+    _Log.as_json = kind == "json"
+    return kind
+
+
+Log = Annotated[
+    str, typer.Option(callback=_logs, metavar="text|json", help="json: an object a line on stdout, nothing else there.")
+]
+
+
+def log_event(event: str, **values: Any) -> bool:
+    """Log one event with --log json; returns whether that is so. A value that is no number any more becomes null."""
+    if _Log.as_json:
+        from isles.training.records.rundir import as_json
+
+        now = datetime.now(UTC).isoformat(timespec="milliseconds")
+        print(as_json({"time": now, "event": event, **values}), flush=True)
+    return _Log.as_json
+
+
+def say(text: str, level: str = "info", prefix: str = "") -> None:
+    """A line for the user. level: "info", "warning" or "error". prefix: of the line as text, which goes to stderr."""
+    if not log_event("notice", level=level, text=text):
+        print(prefix + text, file=sys.stderr, flush=True)
+
+
 def end_in_order() -> None:
-    """SIGTERM, and SIGHUP unless it is ignored (nohup), end the command by way of Python: no process stays behind."""
-    for number in (signal.SIGTERM, signal.SIGHUP):
+    """SIGTERM, SIGUSR1, and SIGHUP unless it is ignored (nohup), end the command by way of Python: no process stays
+    behind.
+    """
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, lambda number, frame: sys.exit(128 + number))
 
@@ -192,7 +229,7 @@ def bars() -> Bar:
         TextColumn("step {task.completed:.0f}/{task.total:.0f}  loss {task.fields[loss]}  sent {task.fields[sent]}"),
         TimeRemainingColumn(),
         console=console,
-        disable=not console.is_terminal,
+        disable=_Log.as_json or not console.is_terminal,
     )
 
 
@@ -207,6 +244,7 @@ class Progress:
         self.next_plain = 0
         self.next_shown = 0.0
         self.began: tuple[float, int] | None = None  # the first line here: when, and its step
+        self.logged = 0, 0, time.monotonic()  # step, tokens of all workers, and when
         self.bar = bar or bars()
         self.console = self.bar.console
         self.task = self.bar.add_task(method, total=steps, workers=workers, loss="-", sent="-")
@@ -228,7 +266,8 @@ class Progress:
             return
         self.next_shown = time.monotonic() + _SHOWN_EVERY
         note = "" if text.startswith(("+ ", "- ")) else "note: "
-        self.console.print(note + text, highlight=False, markup=False, emoji=False, soft_wrap=True)
+        if not log_event("notice", level="info", text=text):
+            self.console.print(note + text, highlight=False, markup=False, emoji=False, soft_wrap=True)
 
     def counted(self) -> list[dict[str, Any]]:
         """The newest line of each worker; none until there is one of all."""
@@ -242,6 +281,9 @@ class Progress:
             return
         step = min(entry["step"] for entry in lines)
         loss = sum(entry["loss"] for entry in lines) / len(lines)
+        if _Log.as_json:
+            self._log(step, loss, lines)
+            return
         sent = format_bytes(sum(entry["bytes_sent"] for entry in lines) / len(lines)) + " a worker"
         sent += f"  lr {lines[0]['lr']:.3g}" + format_usage(lines)
         self.bar.update(self.task, completed=step, loss=f"{loss:.3f}", sent=sent, workers=self.workers)
@@ -256,6 +298,22 @@ class Progress:
         if not first < step < self.steps:
             return ""
         return f"  {format_seconds((time.monotonic() - began) / (step - first) * (self.steps - step))} left"
+
+    def _log(self, step: int, loss: float, lines: Sequence[dict[str, Any]]) -> None:
+        """A step, once all workers have reached it: mean loss, tokens of all, bytes sent by a worker."""
+        before, last, then = self.logged
+        if step <= before:
+            return
+        tokens, now = sum(entry["tokens"] for entry in lines), time.monotonic()
+        rate = round((tokens - last) / (now - then), 1) if before else None  # first the workers started
+        self.logged = step, tokens, now
+        sent = round(sum(entry["bytes_sent"] for entry in lines) / len(lines))
+        counts = {"tokens": tokens, "tokens_per_second": rate, "bytes_sent_per_worker": sent}
+        norms = [entry["gradient_norm"] for entry in lines if entry.get("gradient_norm") is not None]
+        course = {"lr": lines[0]["lr"], "gradient_norm": sum(norms) / len(norms) if norms else None}
+        values = [entry["val_loss"] for entry in lines if entry.get("val_loss") is not None]
+        validated = {"val_loss": sum(values) / len(values)} if values else {}
+        log_event("step", step=step, steps=self.steps, workers=self.workers, loss=loss, **validated, **course, **counts)
 
 
 def format_usage(lines: Sequence[dict[str, Any]]) -> str:

@@ -5,14 +5,13 @@ has started is a worker, and rank 0 talks to the user.
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from isles.base.tables import read_toml
-from isles.cli.terminal import Progress
+from isles.cli.terminal import Progress, say
 
 if TYPE_CHECKING:
     from isles.launch.nodes import NodeSpec
@@ -71,7 +70,7 @@ def note_other_workers(path: str | None) -> None:
     """A line where CONFIG.toml names another number of workers than the processes that were started."""
     own = None if path is None or size() is None else read_toml(path).get("world", {}).get("workers")
     if own not in (None, "auto", size()) and is_main_process():
-        print(f"note: world.workers = {own} in {path}: {size()} processes were started, so {size()}", file=sys.stderr)
+        say(f"world.workers = {own} in {path}: {size()} processes were started, so {size()}", "warning", "note: ")
 
 
 def run(

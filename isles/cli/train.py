@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import math
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,7 +13,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from isles.cli import torchrun
-from isles.cli.terminal import As, ConfigFile, InnerSteps, Progress, Set, Trust, end_in_order, takes_settings
+from isles.cli.terminal import (
+    As,
+    ConfigFile,
+    InnerSteps,
+    Log,
+    Progress,
+    Set,
+    Trust,
+    end_in_order,
+    log_event,
+    say,
+    takes_settings,
+)
 from isles.report import write_report
 from isles.report.units import format_bytes, format_seconds
 from isles.running.python import new_directory, ready
@@ -63,12 +74,15 @@ def train(
     probe: Annotated[bool, typer.Option("--probe", help="With --dry-run: measure a step on this machine.")] = False,
     json: Annotated[bool, typer.Option("--json", help="With --dry-run: print JSON.")] = False,
     as_: As = None,
+    log: Log = "text",
     trust: Trust = False,
 ) -> None:
     """Train a model; without CONFIG.toml a small one on the standard library's own source, with NoLoCo."""
     if (probe or json or gpu) and not dry_run:
         option = "--probe" if probe else "--json" if json else "--gpu"
         raise ValueError(f"{option} goes with --dry-run: add it, or take it out")
+    if dry_run and log == "json":
+        raise ValueError("--log json is of a run: with --dry-run, --json prints the plan")
     if resume not in (None, "auto"):
         raise ValueError(f"--resume {resume}: write --resume auto, or isles resume {resume}")
     if resume and (out is None or nodes > 1):
@@ -128,10 +142,10 @@ def _found(out: Path, config: Config, *, trust: bool) -> Resumption | None:
         raise ValueError(f"--out {out}: holds another run ({different}); name another directory, or use isles resume")
     if (out / "summary.json").exists():
         if torchrun.is_main_process():
-            print(f"{out}: this run is complete")
+            say(f"{out}: this run is complete")
         return None
     if Checkpoints(out).steps():
-        return prepare(out, None, trust=trust)
+        return prepare(out, None, trust=trust, shared=torchrun.size() is not None)
     if torchrun.is_main_process():
         discard_beginning(out)
     return Resumption(config, 0, [])
@@ -141,7 +155,7 @@ def go_on(ready: Resumption, out: Path, node_spec: NodeSpec) -> None:
     """Run on from a checkpoint of the run in `out`."""
     if torchrun.is_main_process():
         for note in (*ready.notes, f"resuming {out} after step {ready.step}"):
-            print(note, file=sys.stderr)
+            say(note)
     report_device(ready.config, node_spec.nodes, node_spec.node)
     run(ready.config, lambda: out, node_spec, resume=ready.step)
 
@@ -166,14 +180,15 @@ def run(config: Config, choose: Callable[[], Path], node_spec: NodeSpec, resume:
             title = f"{config.method}, workers of node {node_spec.node}:"  # and of no other
             with Progress(title, own, config.run.steps, plain=f"node {node_spec.node}: ") as progress:
                 host = follow(config, out, progress.line, progress.notice, resume, node_spec)
-            print(f"done; the model and its report are on node 0 ({host})")
+            done = f"done; the model and its report are on node 0 ({host})"
+            log_event("end", text=done) or print(done)
     except Interrupted as stop:
         if torchrun.is_main_process():
-            print(f"isles: {stop}", file=sys.stderr)
+            say(str(stop), "warning", "isles: ")
         raise typer.Exit(130) from None
     except KeyboardInterrupt:
         if torchrun.is_main_process():
-            print(f"isles: {_at_once(out, node_spec)}", file=sys.stderr)
+            say(_at_once(out, node_spec), "warning", "isles: ")
         raise typer.Exit(130) from None
 
 
@@ -185,7 +200,7 @@ def report_device(config: Config, nodes: int = 1, node: int = 0, more: str = "")
     own = len(split(config.world.workers, nodes)[node])
     line = placement(config.model, int(os.environ.get("LOCAL_WORLD_SIZE", own)))
     if torchrun.is_main_process():
-        print(f"device: {line}{more}", file=sys.stderr, flush=True)
+        say(f"device: {line}{more}")
 
 
 def _at_once(out: Path | None, node_spec: NodeSpec) -> str:
@@ -204,6 +219,8 @@ def print_summary(summary: dict[str, Any], out: Path) -> None:
     from rich.table import Table
 
     page = write_report(out)
+    if log_event("end", run=str(out), report=str(page), **summary):
+        return
     layout = f" in {summary['islands']} islands" if "islands" in summary else ""
     if "stages" in summary:
         count, stages = summary["replicas"], summary["stages"]

@@ -69,6 +69,7 @@ def checked(system: str, cls: type[Own], tables: Tables) -> ExperimentConfig[Own
         ("run", "start", "each run starts from the seed that the system chooses"),
         ("run", "steps", f"the steps of the runs stand in [{system}]"),
         ("run", "seed", f"{system}.seeds says which"),
+        ("run", "max_hours", "it limits one run, and these are several"),
     ):
         if key in runs.get(section, {}):
             raise ValueError(f"{section}.{key}: {why}: take it out")

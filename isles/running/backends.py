@@ -36,11 +36,12 @@ PRELOAD = [
 def start_server() -> None:
     """Start the server, unless it runs already, and return at once. It ends when this process does, even by a kill."""
     multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOAD)
-    resource_tracker.ensure_running()  # the server would start it, and that unblocks the signal
-    # Ctrl-C and a closed terminal reach every process of a terminal, SIGTERM often every process of a job. The server
-    # and its children inherit the mask and never see them; only the launcher acts on them.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGHUP, signal.SIGTERM})
+    # Ctrl-C and a closed terminal reach every process of a terminal, SIGTERM and SIGUSR1 often every process of a job.
+    # The server and its children inherit the mask and never see them; only the launcher acts on them.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
     try:
+        resource_tracker.ensure_running()  # the server would start it, and that unblocks the others
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGHUP, signal.SIGTERM})
         forkserver.ensure_running()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -31,7 +31,7 @@ from isles.running.agree import meet_nodes
 from isles.training.config.conflicts import refuse_conflicts
 from isles.training.config.sections import Config
 from isles.training.config.trust import settled
-from isles.training.interrupts import GraceOver, first_interrupt, notify_in_handler
+from isles.training.interrupts import GraceOver, first_interrupt, notify_in_handler, time_limit
 from isles.training.memory.plans import prepared, refusals
 from isles.training.records.checkpoint import Checkpoints
 from isles.training.records.loggers import Loggers, require
@@ -98,8 +98,8 @@ def launch(
     Raises:
         ValueError: `out` holds a run already, is in use by one, or cannot be created; a logger's package is missing.
         OSError: the disk is full.
-        Interrupted: Ctrl-C, SIGTERM or SIGHUP; the workers agreed on a step and wrote a checkpoint, or could not within
-            run.grace. A second one ends them at once.
+        Interrupted: Ctrl-C, SIGTERM, SIGHUP, SIGUSR1 or the end of run.max_hours; the workers agreed on a step and
+            wrote a checkpoint, or could not within run.grace. A second Ctrl-C or SIGTERM ends them at once.
 
     A worker's error is raised unchanged; files written until then stay, if there was a line of metrics.
     """
@@ -177,7 +177,7 @@ def _joined(pool: Started, config: Config, on_event: Callable[[Any], None]) -> l
         pool.stop()
         notify_in_handler("stopping: all workers end the current step and save; Ctrl-C again ends them at once")
 
-    with first_interrupt(stop, config.run.grace):
+    with time_limit(config.run.max_hours, stop), first_interrupt(stop, config.run.grace):
         results = pool.join(take, notify if config.survives else None)
     left = [result for rank, result in enumerate(results) if rank not in left_ranks.union(pool.failures)]
     if not (config.survives and left):

@@ -26,7 +26,7 @@ from isles.base.scratch import scratch
 from isles.comm import credentials, mesh
 from isles.comm.credentials import parse_token
 from isles.comm.errors import WorkerFailed, to_plain
-from isles.comm.gloo.transport import failing_as
+from isles.comm.gloo.transport import attempt, failing_as
 from isles.comm.sockets.connection import LinkLost
 from isles.comm.tcp import interface_of, listen, loopback, own_address, written
 from isles.launch.handles import PipeHandle, await_outcome, order
@@ -41,6 +41,7 @@ from isles.training.records.events import Schema, begun, checks_host_messages
 from isles.training.records.summary import SummaryTable
 from isles.training.worker import deadlines
 
+_OF_SCHEDULERS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 _GLANCE = 0.2  # seconds between two checks for a requested stop
 
 
@@ -59,7 +60,7 @@ def take_part(
     """
     rank, size, join = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), config.world.join_deadline
     with failing_as(f"process {rank} of {size}: not all have come within {join:g} s (world.join_deadline)"):
-        store = next(iter(dist.rendezvous("env://", timeout=timedelta(seconds=join))))[0]
+        store = dist.PrefixStore(attempt(), next(iter(dist.rendezvous("env://", timeout=timedelta(seconds=join))))[0])
     try:
         with scratch() as folder:
             node_spec = _node_spec(rank, size, store, folder / "credentials")
@@ -130,8 +131,8 @@ def _lead(
         pool, step, node_group = start
         lost = pool.failures  # filled while the run goes on
         # If a worker dies, torchrun ends the others by SIGTERM, and by SIGKILL after half a minute. This process still
-        # has to report the error, so it ignores SIGTERM and SIGHUP until its end.
-        before = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGTERM, signal.SIGHUP)}
+        # has to report the error, so it ignores these signals until its end.
+        before = {number: signal.signal(number, lambda *_: None) for number in _OF_SCHEDULERS}
         _attend(_PipeToLauncher(theirs, pool), config, out, step, node_group, store)
     thread.join()
     if isinstance(ended[0], BaseException):
@@ -161,7 +162,7 @@ def _attend(
     node_group: NodeGroup,
     store: dist.Store,
 ) -> None:
-    """Run the worker in this thread. Ctrl-C, SIGTERM and SIGHUP ask all workers to stop after a common step."""
+    """Run the worker in this thread. Ctrl-C and schedulers' signals ask all workers to stop after a common step."""
     spec = WorkerSpec(
         rank=node_group.spec.node,
         size=node_group.spec.nodes,
@@ -178,7 +179,7 @@ def _attend(
             raise _Closed
         launcher.stop()
 
-    before = {number: signal.signal(number, asked) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    before = {number: signal.signal(number, asked) for number in (signal.SIGINT, *_OF_SCHEDULERS)}
     try:
         attend(spec, launcher, lambda: store, train_process, (config, out, resume))
     except _Closed:

@@ -1,4 +1,4 @@
-"""Handling of Ctrl-C, SIGTERM and SIGHUP during a run. Loads no torch."""
+"""Handling of Ctrl-C, SIGTERM, SIGHUP and SIGUSR1 during a run, and of its time limit. Loads no torch."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class GraceOver(KeyboardInterrupt):
 
 @contextlib.contextmanager
 def first_interrupt(stop: Callable[[], None], grace: float | None = None) -> Iterator[None]:
-    """Context in which the first Ctrl-C, SIGTERM (a scheduler, a spot market) or SIGHUP (a closed terminal, unless it
-    is ignored) calls `stop`; a second one has its former effect. Restores the former handlers; outside of the main
-    thread it does nothing.
+    """Context in which the first Ctrl-C, SIGTERM (a scheduler, a spot market), SIGHUP (a closed terminal, unless it
+    is ignored) or SIGUSR1 (Slurm's --signal, before a job's time is over) calls `stop`; a second one has its former
+    effect, but SIGUSR1 none. Restores the former handlers; outside of the main thread it does nothing.
 
     grace: seconds after SIGTERM or SIGHUP until GraceOver; None: no limit.
     """
@@ -32,18 +32,18 @@ def first_interrupt(stop: Callable[[], None], grace: float | None = None) -> Ite
         return
     if isinstance(around := signal.getsignal(signal.SIGINT), Interrupts):
         around.check()
-    numbers = [signal.SIGINT, signal.SIGTERM]
+    numbers = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1]
     numbers += [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN else []
 
     def first(number: int, frame: object) -> None:
         for one, handler in before.items():
-            signal.signal(one, handler)
+            signal.signal(one, signal.SIG_IGN if one == signal.SIGUSR1 else handler)
         interrupts = before[signal.SIGINT]
         if isinstance(interrupts, Interrupts):
             interrupts.asked = True
         if number == signal.SIGHUP:
             _leave_the_terminal()
-        if number != signal.SIGINT and grace is not None:
+        if number in (signal.SIGTERM, signal.SIGHUP) and grace is not None:
             before[signal.SIGALRM] = signal.signal(signal.SIGALRM, over)
             signal.setitimer(signal.ITIMER_REAL, grace)
         stop()
@@ -62,6 +62,19 @@ def first_interrupt(stop: Callable[[], None], grace: float | None = None) -> Ite
             signal.setitimer(signal.ITIMER_REAL, 0.0)
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def time_limit(hours: float, stop: Callable[[], None]) -> Iterator[None]:
+    """Context in which `stop` is called after `hours`, in another thread; 0: never."""
+    timer = threading.Timer(min(hours * 3600, threading.TIMEOUT_MAX), stop)
+    timer.daemon = True
+    if hours:
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def notify_in_handler(text: str) -> None:

@@ -32,6 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("user")
     text = write_text(folder / "text.txt")
     (folder / "bad.toml").write_text("[run\n")
+    (folder / "empty.toml").write_text("")
     (folder / "outside.toml").write_text("steps = 5\n")
     (folder / "binary.toml").write_bytes(b"\xff\xfe\x00")
     (folder / "empty.txt").write_text("")
@@ -185,6 +186,15 @@ MISTAKES: list[tuple[list[str], list[str]]] = [
     (["train", "--set", "world.backend=mpi"], ["world.backend = 'mpi'", "virtual"]),
     (["train", "--set", "run.seed=-1"], ["run.seed = -1"]),
     # isles train, doctor: several machines
+    (["train", "--resume", "auto"], ["--resume auto", "--out"]),
+    (["train", "--resume", "stopped"], ["--resume stopped", "isles resume stopped"]),
+    (train(*NODES, "2", "--resume", "auto", "--out", "x"), ["--resume auto", "--nodes has a directory a machine"]),
+    (train("--resume", "auto", "--out", "stopped"), ["--out stopped: holds another run", "there", "here"]),
+    (["train", "--log", "xml"], ["--log xml", "text or json"]),
+    (["train", "--set", "run.max_hours=-1"], ["run.max_hours = -1", "0 (no limit)"]),
+    (["launch", "slurm", "nosuch.toml", "--nodes", "2"], ["nosuch.toml: cannot be read"]),
+    (["launch", "slurm", "empty.toml", "--nodes", "3"], ["world.workers = 4", "--workers-per-node"]),
+    (["launch", "slurm", "empty.toml"], ["--nodes"]),
     (["train", "--nodes", "0"], ["--nodes 0", "choose 1 or more"]),
     (["train", "--nodes", "2"], ["--nodes 2 needs --rendezvous HOST:PORT"]),
     (["train", "--node", "1"], ["--node 1", "--nodes 1"]),
@@ -244,6 +254,8 @@ MISTAKES: list[tuple[list[str], list[str]]] = [
     (["resume", "nosuch"], ["nosuch"]),
     (["resume", "text.txt"], ["text.txt"]),
     (["resume", "done"], ["done: this run is complete"]),
+    (["resume", "stopped", "--steps", "4"], ["--steps 4: the checkpoint is of step 4", "choose more"]),
+    (["resume", "done", "--steps", "12"], ["done: no checkpoint of this run", "run.start=done"]),
     (["resume", "nothing"], ["nothing: no complete checkpoint", "run.checkpoint_every"]),
     (["resume", "truncated"], ["truncated: no complete checkpoint"]),
     (["resume", "corrupt"], ["corrupt", "worker-1.safetensors", "damaged", "remove"]),
@@ -329,7 +341,6 @@ def test_a_doubtful_setting_is_a_note_and_the_run_goes_on(
 
 
 def test_the_first_line_says_what_trains_by_which_defaults(answer: Answer, folder: Path) -> None:
-    (folder / "empty.toml").write_text("")
     over = "empty.toml over the defaults of isles config --method noloco"
     for words, settings in ([], "the built-in small run"), (["empty.toml"], over):
         code, error = answer(*TRAIN, *words, "--set", "replicas.sync_every=2", "--steps", "2", "--out", "placed")

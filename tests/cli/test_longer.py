@@ -73,7 +73,8 @@ KINDS = {
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=LONG if kind in ("stages", "swarm", "late swarm") else ()) for kind in KINDS]
+    "kind",
+    [pytest.param(kind, marks=LONG if kind in ("stages", "clusters", "swarm", "late swarm") else ()) for kind in KINDS],
 )
 def test_a_longer_run_is_the_run_that_was_that_long_from_the_start(answer: Answer, kind: str) -> None:
     """To the bit, where the learning rate does not depend on how long the run is."""

@@ -60,7 +60,7 @@ def test_from_a_config_to_a_report(
     run = folder / "deep" / "run [1]"
     assert {path.name for path in run.iterdir()} == {
         *("config.toml", "metrics.jsonl", "timeline.jsonl", "summary.json", "model.safetensors"),
-        *("report.html", "logs"),
+        *("report.html", "logs", "checkpoints"),
     }
     assert [path.name for path in (run / "logs").iterdir()] == ["worker-1.log"]  # worker 0's warning is the note below
     assert "gamma = 1.9" in (run / "logs" / "worker-1.log").read_text()

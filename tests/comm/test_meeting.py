@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import threading
@@ -28,6 +27,8 @@ from isles.comm.mesh import Mesh
 from tests.comm.own_groups import work
 from tests.forked import Process
 from tests.gloo import run_gloo
+from tests.membership.sessions import free_port
+from tests.slurm import slurm
 
 ROOT = Path(__file__).resolve().parents[2]
 SRUN = {
@@ -39,11 +40,6 @@ MPIRUN = {
     "OMPI_COMM_WORLD_LOCAL_SIZE": "8", "PMIX_NAMESPACE": "prterun-1",
 }  # fmt: skip
 WORLD = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        return listening.getsockname()[1]
 
 
 @pytest.mark.parametrize(
@@ -232,41 +228,9 @@ def test_mpirun(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_srun(tmp_path: Path) -> None:
     """`srun -n 3 python train.py` on a cluster of this machine alone."""
-    if os.geteuid() != 0 or any(shutil.which(name) is None for name in ("srun", "slurmd", "slurmctld", "munged")):
-        pytest.skip("no Slurm here that this user may start")
     (tmp_path / "train.py").write_text(TRAIN)
-    host, cores = socket.gethostname().split(".")[0], os.cpu_count()
-    control, daemon = free_port(), free_port()
-    (tmp_path / "slurm.conf").write_text(
-        f"ClusterName=one\nSlurmctldHost={host}(127.0.0.1)\nSlurmUser=root\nAuthType=auth/munge\n"
-        f"AuthInfo=socket={tmp_path}/munge.socket\nCryptoType=crypto/munge\nSlurmctldPort={control}\n"
-        f"SlurmdPort={daemon}\nStateSaveLocation={tmp_path}/state\nSlurmdSpoolDir={tmp_path}/spool\n"
-        f"SlurmctldPidFile={tmp_path}/control.pid\nSlurmdPidFile={tmp_path}/daemon.pid\nProctrackType=proctrack/linuxproc\n"
-        "TaskPlugin=task/none\nMpiDefault=none\nReturnToService=2\nSelectType=select/cons_tres\n"
-        "SelectTypeParameters=CR_Core\nSwitchType=switch/none\nJobAcctGatherType=jobacct_gather/none\n"
-        f"NodeName={host} NodeAddr=127.0.0.1 CPUs={cores} State=UNKNOWN\n"
-        f"PartitionName=all Nodes={host} Default=YES MaxTime=INFINITE State=UP OverSubscribe=YES\n"
-    )
-    (tmp_path / "key").write_bytes(os.urandom(128))
-    (tmp_path / "key").chmod(0o400)
-    folder = os.environ | {"SLURM_CONF": str(tmp_path / "slurm.conf")}
-    daemons = [
-        ["munged", "-F", "--force", f"--socket={tmp_path}/munge.socket", f"--key-file={tmp_path}/key",
-         f"--pid-file={tmp_path}/munge.pid", f"--log-file={tmp_path}/munge.log", f"--seed-file={tmp_path}/seed"],
-        ["slurmctld", "-D", "-f", str(tmp_path / "slurm.conf"), "-L", str(tmp_path / "control.log")],
-        ["slurmd", "-D", "-N", host, "-f", str(tmp_path / "slurm.conf"), "-L", str(tmp_path / "daemon.log")],
-    ]  # fmt: skip
-    running = []
-    try:
-        for command in daemons:
-            running.append(subprocess.Popen(command, env=folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
-            time.sleep(1.0)
-        command = ["srun", "-n", "3", "--overcommit", sys.executable, str(tmp_path / "train.py")]
-        _three(command, tmp_path, folder)
-    finally:
-        for process in reversed(running):
-            process.terminate()
-            process.wait(20)
+    with slurm(tmp_path) as environment:
+        _three(["srun", "-n", "3", "--overcommit", sys.executable, str(tmp_path / "train.py")], tmp_path, environment)
 
 
 def _three(command: list[str], folder: Path, environment: dict[str, str] | None = None) -> None:

@@ -1,4 +1,6 @@
-"""SIGTERM and SIGHUP do what Ctrl-C does: the workers agree on a step and save, within `run.grace`."""
+"""SIGTERM, SIGHUP, SIGUSR1 and run.max_hours do what Ctrl-C does: the workers agree on a step and save; after the first
+two within `run.grace`.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ from isles.training.records.checkpoint import Checkpoints
 from tests.cli.command import ISLES, Command, eventually, gone, marked
 from tests.training.runs import metrics, run_apart, tiny, write_folder, write_text
 
-HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM)
+HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGALRM)
 
 
 def struck(config: Any, out: Path, number: signal.Signals) -> Interrupted:
@@ -27,8 +29,9 @@ def struck(config: Any, out: Path, number: signal.Signals) -> Interrupted:
 
     def line(own: dict[str, Any]) -> None:
         if (own["worker"], own["step"]) == (0, 6):
-            os.kill(os.getpid(), number)
-            time.sleep(0.1)  # a virtual worker is a thread, and the signal is heard by another
+            for _ in range(1 + (number == signal.SIGUSR1)):  # a second one of these changes nothing
+                os.kill(os.getpid(), number)
+                time.sleep(0.1)  # a virtual worker is a thread, and the signal is heard by another
 
     with pytest.raises(Interrupted) as caught:
         launch(config, out, line, lambda notice: None)
@@ -44,7 +47,7 @@ def heard_by_default() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("heard_by_default")
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1], ids=lambda number: number.name)
 def test_the_run_is_saved_and_goes_on_to_the_same_bits(tmp_path: Path, number: signal.Signals) -> None:
     """No handler and no timer stays behind in a program that calls `launch`."""
     config = tiny(write_text(tmp_path / "text.txt"), steps=12)
@@ -60,6 +63,19 @@ def test_the_run_is_saved_and_goes_on_to_the_same_bits(tmp_path: Path, number: s
     run_apart(config, tmp_path / "whole")
     models = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("run", "whole")]
     assert models[0] == models[1]
+
+
+def test_hours_that_are_over_stop_a_run_with_a_checkpoint(tmp_path: Path) -> None:
+    """36 ms, which the first steps take: without the limit it goes on."""
+    text, settings = write_text(tmp_path / "text.txt"), ("run.log_every=1", "run.max_hours=1e-5")
+    with pytest.raises(Interrupted, match=r"stopped after step \d+, checkpoint saved") as caught:
+        launch(tiny(text, *settings, steps=2000), tmp_path / "run", lambda line: None, lambda notice: None)
+    (step,) = Checkpoints(tmp_path / "run").steps()
+    assert caught.value.step == step < 2000
+    last = step + 3
+    config = tiny(text, settings[0], steps=last)
+    launch(config, tmp_path / "run", lambda line: None, lambda notice: None, resume=step)
+    assert [line["step"] for line in metrics(tmp_path / "run") if line["worker"] == 0] == list(range(1, last + 1))
 
 
 def test_a_worker_that_is_asked_to_end_stops_the_run(tmp_path: Path) -> None:

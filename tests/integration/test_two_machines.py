@@ -79,7 +79,7 @@ def test_they_train_together_to_the_same_bits(folder: Path, machines: tuple[Mach
     assert models[0] == models[1]
     held = {path.relative_to(folder / "node1").as_posix() for path in (folder / "node1").rglob("*.*")}
     held -= {"logs/worker-2.log"}
-    assert held == {"config.toml", *(f"checkpoints/step-4/{name}" for name in (
+    assert held == {"config.toml", *(f"checkpoints/step-{step}/{name}" for step in (4, 8) for name in (
         "worker-2.safetensors", "manifest.json"))}  # fmt: skip
 
 

@@ -49,6 +49,7 @@ def stopped(whole: Path, path: Path) -> Path:
     shutil.copytree(whole, path)
     for name in ("summary.json", "model.safetensors"):
         (path / name).unlink()
+    Checkpoints(path).go_back(AT)
     return path
 
 

@@ -243,7 +243,9 @@ def test_as_many_workers_is_the_exact_resume(stopped: Any, tmp_path: Path) -> No
     """Naming the saved number changes no file; there and back again keeps the place."""
     path = stopped("diloco", 2)
     files = {file: file.read_bytes() for file in path.rglob("*") if file.is_file()}
-    assert prepare(path, 2).notes == [] and prepare(path, None).notes == []
+    assert prepare(path, 2).notes == [] and prepare(path, None, shared=True).notes == []
+    with pytest.raises(ValueError, match=r"step \d+ has 2 workers' states: isles resume .* in one process first"):
+        prepare(path, 5, shared=True)  # as each process of torchrun does
     assert files == {file: file.read_bytes() for file in path.rglob("*") if file.is_file()}
     prepare(path, 5)
     ready = prepare(path, 2)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from isles.cli.terminal import OwnDevice, end_in_order
+from isles.cli.terminal import Log, OwnDevice, end_in_order, log_event, say
 from isles.training.interrupts import first_interrupt
 
 if TYPE_CHECKING:
@@ -63,6 +63,7 @@ def join(
     relay: OwnRelay = False,
     name: OwnName = None,
     show: Show = False,
+    log: Log = "text",
     apart: Annotated[int, typer.Option(hidden=True, help="Ports from one worker of an island to the next.")] = 1,
 ) -> None:
     """Join a run: the configuration comes from the lighthouse, the state from another worker. Ctrl-C leaves the run
@@ -83,13 +84,13 @@ def join(
 
         return _show(address, parsed, settings, in_rounds)
     if workers > 1:
-        more = [*["--relay"] * relay, *(["--name", name] if name is not None else [])]
+        more = [*["--relay"] * relay, *(["--name", name] if name is not None else []), "--log", log]
         raise typer.Exit(_several(address, parsed, there, [*as_arguments(settings), *more]))
     from isles.training.elastic.connect import LocalSettings, take_part
 
     listening, announced = place(there[0], address)
     here = LocalSettings(own=settings, listen=listening, announced=announced, apart=apart, relays=relay, machine=name)
-    print(take_part(address, parsed, here, notify=notify), flush=True)
+    _end(take_part(address, parsed, here, notify=notify))
 
 
 def _show(address: str, token: Token, settings: Tables, fit: Callable[[Config], Config]) -> None:
@@ -152,7 +153,13 @@ def places(listen: str | None, workers: int, relay: bool = False) -> list[str | 
 
 def notify(line: str) -> None:
     """Print a line for the user, apart from a command's output."""
-    print(f"isles: {line}", file=sys.stderr, flush=True)
+    say(line, prefix="isles: ")
+
+
+def _end(text: str) -> None:
+    """Print how a member's part ended."""
+    if not log_event("end", text=text):
+        print(text, flush=True)
 
 
 def _several(address: str, token: Token, listening: list[str | None], settings: list[str]) -> int:
@@ -201,6 +208,7 @@ def peer(
     relay: OwnRelay = False,
     name: OwnName = None,
     show: Show = False,
+    log: Log = "text",
     node: Annotated[
         str | None,
         typer.Option(
@@ -231,7 +239,7 @@ def peer(
     here = LocalSettings(
         own=settings, listen=listening, announced=announced, relays=relay, node=described, machine=name
     )
-    print(take_part(join, parsed, here, ANYWHERE if stage is None else stage, notify=notify), flush=True)
+    _end(take_part(join, parsed, here, ANYWHERE if stage is None else stage, notify=notify))
 
 
 def _described(path: str) -> ClusterNode:

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from isles.base.parsing import parse_toml
-from isles.cli.terminal import ComingAndGoing, Set, end_in_order, takes_settings
-from isles.training.interrupts import first_interrupt
+from isles.cli.terminal import ComingAndGoing, Log, Set, end_in_order, say, takes_settings
+from isles.training.interrupts import first_interrupt, time_limit
 
 if TYPE_CHECKING:
     from isles.training.config.sections import Config
@@ -43,6 +43,7 @@ def lighthouse(
     ] = None,
     set_: Set = None,
     out: Annotated[Path | None, typer.Option(help="New run directory. Default: runs/METHOD-DATE-TIME.")] = None,
+    log: Log = "text",
 ) -> None:
     """Keep a run that workers join and leave (`isles join`, `isles swarm peer`), and show the command that they join
     with.
@@ -107,13 +108,12 @@ def _keep(config: Config, run: Path, stand: LighthouseAddress) -> None:
         server = kind(config, run, written(stand.host, stand.port), show_token, progress.line, progress.notice)
         progress.members = server.members
         stack.callback(lambda: _end(started, at_once=server.stopping.is_set()))
-        with first_interrupt(server.stopping.set, config.run.grace):
+        stop = server.stopping.set
+        with time_limit(config.run.max_hours, stop), first_interrupt(stop, config.run.grace):
             summary = server.run()
     if summary is None:
-        print(
-            f"isles: stopped; workers that stay go on by themselves and come back to: isles resume {run}",
-            file=sys.stderr,
-        )
+        again = f"stopped; workers that stay go on by themselves and come back to: isles resume {run}"
+        say(again, "warning", "isles: ")
         raise typer.Exit(130)
     print_summary(summary, run)
 

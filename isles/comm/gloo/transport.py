@@ -43,6 +43,11 @@ from isles.comm.transport import Deadlines
 _LATER = "raise the deadline if it starts later: isles.init(deadlines=isles.Deadlines(join=SECONDS))"
 
 
+def attempt() -> str:
+    """The number of this start under torchrun's --max-restarts, whose store still has the keys of those before."""
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+
+
 def store_of(variables: Mapping[str, str], seconds: float) -> dist.Store:
     """torchrun's store, or one at rank 0, as `world_variables` describes it."""
     address, port, rank = variables["MASTER_ADDR"], int(variables["MASTER_PORT"]), int(variables["RANK"])
@@ -177,7 +182,7 @@ class DistributedTransport(OnHostClock):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         store = distributed_c10d._get_default_store() if is_beside else store_of(variables, join)
         # A prefix of its own: keys of a process group that was destroyed before are still in the store.
-        store = dist.PrefixStore(f"isles/{next(_WORLDS)}", store)
+        store = dist.PrefixStore(f"isles/{next(_WORLDS)}/{attempt()}", store)
         meet(store, rank, range(size), join)
         liveness = Liveness()
         refuse_unknown_interfaces(os.environ)

@@ -47,6 +47,8 @@ class RunConfig:
     """Seed of weights and data order, and of a method that draws (NoLoCo's pairs) unless `replicas.seed` is given."""
     start: str = ""
     """A finished run (or its model.safetensors) whose weights training begins from, all else anew; "" draws them."""
+    max_hours: float = 0.0
+    """Hours after which a run ends as by SIGTERM, with a checkpoint, counted anew after a resume; 0: no limit."""
     log_every: int = 10
     """Steps between lines of metrics.jsonl."""
     validate_every: int = 200
@@ -72,6 +74,7 @@ class RunConfig:
         demand(self, "tokens validate_every keep_checkpoints seed", lambda x: x >= 0, "choose 0 or more")
         demand(self, "checkpoint_every", lambda x: x == "auto" or x >= 0, 'choose 0 or more steps, or "auto"')
         demand(self, "grace", lambda x: 0 < x < math.inf, "choose a positive number of seconds")
+        demand(self, "max_hours", lambda x: 0 <= x < math.inf, "choose 0 (no limit) or more hours")
         for name in self.loggers:
             if name not in _LOGGERS:
                 raise ValueError(unknown_name("loggers", name, _LOGGERS))

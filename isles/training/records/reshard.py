@@ -548,11 +548,17 @@ class Resumption:
 
 
 def prepare(
-    run: Path, workers: int | None, stages: int | None = None, step: int | None = None, *, trust: bool = False
+    run: Path,
+    workers: int | None,
+    stages: int | None = None,
+    step: int | None = None,
+    *,
+    trust: bool = False,
+    shared: bool = False,
 ) -> Resumption:
     """Convert the checkpoint of `run` after `step` (None: the newest), and config.toml, to `workers` workers in
     replicas of `stages` stages. None: as in config.toml; if only `stages` is set, as many replicas as before. trust:
-    import code that config.toml names, whoever made the run.
+    import code that config.toml names, whoever made the run. shared: other processes do the same, so none may convert.
 
     ValueError if there is no such checkpoint, the run does not allow so many workers or stages, or it is running; then
     nothing is changed.
@@ -589,6 +595,11 @@ def prepare(
         if as_they_are is not None:
             return Resumption(config, as_they_are[0], notes + as_they_are[1])
     _refuse_reshard(run, checkpoints, step, config)
+    if shared:
+        ranks = checkpoints.ranks(step)
+        raise ValueError(
+            f"{run}: step {step} has {len(ranks)} workers' states: isles resume {run} in one process first"
+        )
     return Resumption(*reshard_replicas(run, step, saved, config))
 
 
