@@ -59,10 +59,10 @@ def export(
     trust: Trust = False,
 ) -> None:
     """Write the run's consolidated model for other tools."""
-    from isles.data.tokenizer import HuggingFaceTokenizer
     from isles.models.hf import save_as_llama
     from isles.pipeline.boundaries.names import boundary_name
     from isles.training.config.trust import SAVED_WITH_RUN
+    from isles.training.records.model_folder import write_beside
     from isles.training.records.saved_run import load_saved
 
     if format not in ("hf", "safetensors"):
@@ -91,10 +91,8 @@ def export(
     else:
         for name in ("model.safetensors", "config.toml", *(name for name in SAVED_WITH_RUN if (run / name).is_file())):
             shutil.copyfile(run / name, folder / name)
-    if format == "hf" and isinstance(saved.tokenizer, HuggingFaceTokenizer):
-        for name, file in zip(("tokenizer.json", "tokenizer_config.json"), saved.tokenizer.files, strict=True):
-            if file.is_file():
-                shutil.copyfile(file, folder / name)
+    if format == "hf":
+        write_beside(saved, run, folder)
     print(folder)
 
 

@@ -81,12 +81,8 @@ Trust = Annotated[
 def _shorthands(
     data: Annotated[str | None, typer.Option(help="Text to train on: a file or a folder (data.path).")] = None,
     lr: Annotated[float | None, typer.Option(help="Peak inner learning rate (inner.lr).")] = None,
-    model: Annotated[
-        str | None, typer.Option(help="A size such as 10M, a folder of transformers, or package.module:function.")
-    ] = None,
-    tokens: Annotated[
-        str | None, typer.Option(help="Tokens of all workers, such as 10M, instead of --steps (run.tokens).")
-    ] = None,
+    model: Annotated[str | None, typer.Option(help="A size (10M), a transformers folder, or package:function.")] = None,
+    tokens: Annotated[str | None, typer.Option(help="Tokens of all workers, such as 10M, instead of steps.")] = None,
 ) -> list[str]:
     from isles.training.config.reading import shorthands
 
@@ -112,10 +108,9 @@ _VERBS = {"run": "train", "start": "train", "fit": "train", "test": "eval", "sam
 
 def explain(error: Any) -> str:
     """The message of click's usage error, with what the user may have meant."""
-    message, command = error.format_message(), getattr(error.ctx, "command", None)
-    if command is None:
-        return message
-    options = [name for one in command.params for name in one.opts if name.startswith("--")]
+    message: str = error.format_message()
+    command: Any = getattr(error.ctx, "command", None)
+    options = [name for one in getattr(command, "params", ()) for name in one.opts if name.startswith("--")]
     if below := re.match(r"No such command '(.+?)'", message):
         name = below[1]
         close = _VERBS[name] if _VERBS.get(name) in command.commands else nearest(name, command.commands)
