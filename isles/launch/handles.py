@@ -150,9 +150,8 @@ class WorkerProcesses:
 
 @contextlib.contextmanager
 def _main_for(worker: Callable[..., Any], args: Sequence[Any]) -> Iterator[None]:
-    """Context in which processes start. multiprocessing runs the caller's script in each of them again; this hides it
-    from workers of Isles that need nothing of it, so notebooks, and scripts without `if __name__`, can train.
-    ValueError for a worker that a new process cannot import: typed into a notebook, `python -c` or stdin.
+    """Context in which processes start. multiprocessing runs the caller's script in each again, but workers of Isles
+    that need nothing of it do without. ValueError for a worker that is typed into a notebook, `python -c` or stdin.
     """
     main = sys.modules["__main__"]
     file = getattr(main, "__file__", None)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
+import random
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from isles.cli.model import export
+from isles.cli.model import evaluate, export
 from isles.data.tokenizer import ByteTokenizer, load_tokenizer
 from isles.models.decoder import Decoder
 from isles.models.hf import save_as_llama
@@ -94,3 +98,50 @@ def test_ids_beyond_the_vocabulary_are_refused_before_training(tmp_path: Path, a
         refuse(read_config(None, {}, settings))
     with pytest.raises(ValueError, match=r"model\.vocab = 200 is smaller than the tokenizer's 256 ids"):
         refuse(read_config(None, {}, [*settings, "data.tokenizer=bytes"]))
+
+
+def test_tasks_need_lm_eval_and_nothing_beside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    run(tiny(write_text(tmp_path / "text.txt"), method="none", workers=1, steps=2), tmp_path / "run")
+    with pytest.raises(ValueError, match=r"--tasks: lm-eval \(pip install lm-eval\) cannot be imported"):
+        evaluate(tmp_path / "run", tasks="hellaswag")
+    for others in ({"data": "text.txt"}, {"questions": tmp_path / "q.jsonl"}, {"curves": True}, {"order": "0"}):
+        with pytest.raises(ValueError, match="--questions and --tasks are asked of the whole model"):
+            evaluate(tmp_path / "run", tasks="hellaswag", **others)
+
+
+TASK = """task: own
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {questions}}}}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{{{ctx}}}}"
+doc_to_choice: endings
+doc_to_target: label
+metric_list: [{{metric: acc}}]
+"""
+
+
+@pytest.mark.long
+def test_lm_eval_scores_as_isles_does(tmp_path: Path) -> None:
+    """The same multiple choice, asked by `--questions` and by a task of lm-eval: the same share is right."""
+    pytest.importorskip("lm_eval")
+    run(tiny(write_text(tmp_path / "text.txt", 20_000), workers=1, steps=300, method="none"), tmp_path / "run")
+    draw, words = random.Random(0), ["the", "quick", "brown", "fox", "jumps", "over", "lazy", "dog", "again"]
+    rows = []
+    for _ in range(60):
+        endings = [draw.choice(words), *("".join(draw.choices("abcdefghij", k=draw.randrange(2, 6))) for _ in range(3))]
+        label = draw.randrange(4)
+        endings[0], endings[label] = endings[label], endings[0]
+        rows.append(json.dumps({"ctx": draw.choice(words), "endings": endings, "label": label}))
+    (tmp_path / "q.jsonl").write_text("\n".join(rows) + "\n")
+    (tmp_path / "own.yaml").write_text(TASK.format(questions=tmp_path / "q.jsonl"))
+    shares = []
+    for option, word in (("--questions", "accuracy "), ("--tasks", "own  acc ")):
+        file = "q.jsonl" if option == "--questions" else "own.yaml"
+        words_typed = [sys.executable, "-m", "isles", "eval", "run", option, file]
+        environment = {**os.environ, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1"}
+        done = subprocess.run(words_typed, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr[-2000:]
+        shares += [float(line.split()[-1]) for line in done.stdout.splitlines() if line.startswith(word)]
+    assert shares[0] == pytest.approx(shares[1], abs=1e-4) and 0.3 < shares[0] < 1.0

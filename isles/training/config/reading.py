@@ -175,14 +175,6 @@ def merged_tables(path: ConfigSource, flags: Mapping[str, Any], assignments: Seq
     return raw
 
 
-def shorthands(data: Any, lr: Any, model: Any, tokens: Any) -> dict[str, Any]:
-    """The settings by their keys that --data, --lr, --model and --tokens stand for; None: not given."""
-    kind = "hf" if model and ("/" in model or Path(model).is_dir()) else "factory" if ":" in str(model) else "size"
-    count = None if tokens is None else round(parse_count("--tokens", tokens))
-    values = {"data.path": data, "inner.lr": lr, f"model.{kind}": model, "run.tokens": count}
-    return {key: value for key, value in values.items() if value is not None}
-
-
 def method_tables(path: str | None) -> list[str]:
     """Names of the tables [methods.NAME] of a CONFIG.toml: methods, or rows of a comparison with a key `method`."""
     return list(_checked(_parse_file(path).get("methods", {})))
@@ -257,17 +249,19 @@ def settings_like(key: str) -> list[str]:
 
 
 def settings_named(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings by their keys, of those that are given by key, by a name that only one section has, or by a shorthand.
-    ValueError for any other name, or for a setting that is given twice.
+    """Settings by their keys, of those that are given by key, by a name that only one section has, or as the options of
+    `isles train`. ValueError for any other name, or for a setting that is given twice.
     """
-    short = {name: values.get(name) for name in ("data", "lr", "model", "tokens")}
-    found, named = shorthands(**short), {"method": "replicas.method", "seed": "run.seed"}
-    for name in [name for name in values if name not in short]:
+    found, model = dict[str, Any](), str(values.get("model"))
+    kind = "hf" if "/" in model or Path(model).is_dir() else "factory" if ":" in model else "size"
+    named = {"method": "replicas.method", "seed": "run.seed", "data": "data.path", "model": f"model.{kind}"}
+    for name, value in values.items():
         like = [name] if "." in name else [named[name]] if name in named else settings_like(name)
-        if not like or like[0] in found or [key.rpartition(".")[2] for key in like] != [name.rpartition(".")[2]]:
+        exact = len(like) == 1 and (like[0] == named.get(name, name) or like[0].endswith(f".{name}"))
+        if not exact or like[0] in found:
             hint = f"did you mean {' or '.join(like)}? " if like else ""
-            raise ValueError(f"{name} = {values[name]!r}: {hint}write a setting's key, once: **{{'inner.lr': 0.01}}")
-        found[like[0]] = values[name]
+            raise ValueError(f"{name} = {value!r}: {hint}write a setting's key, once: **{{'inner.lr': 0.01}}")
+        found[like[0]] = round(parse_count("--tokens", value)) if name == "tokens" else value
     return found
 
 
