@@ -65,9 +65,8 @@ def compare(
     flags = several.quick() if quick else {}
     flags |= {} if as_ is None else {"run.priced_as": as_, "world.backend": "virtual"}
     flags = flags | {key: n for key, n in (("world.workers", workers), ("run.steps", steps)) if n is not None}
+    chosen = several.rows_of(methods or ",".join(method_tables(config)) or several.USUAL)
     shared = several.SharedSettings(config, flags, set_ or [])
-    named = methods or ",".join(method_tables(config)) or several.USUAL
-    chosen = several.every_row(shared) if named == "all" else several.rows_of(named)
     for one in sweep or []:
         chosen = several.swept(shared, chosen, one)
     read = partial(several.read_beside, shared, chosen, seeds_of(seeds))

@@ -17,10 +17,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from isles.base.errors import unknown_name
-from isles.cli.terminal import Device, Trust, print_table
+from isles.base.imports import describe, import_target
+from isles.cli.terminal import Device, Trust, print_named, print_table
 from isles.report.panels import Table
 
 if TYPE_CHECKING:
+    from isles.training.records.saved_run import SavedRun
     from isles.training.scoring import CurvePoint
 
 
@@ -59,10 +61,10 @@ def export(
     trust: Trust = False,
 ) -> None:
     """Write the run's consolidated model for other tools."""
-    from isles.data.tokenizer import HuggingFaceTokenizer
     from isles.models.hf import save_as_llama
     from isles.pipeline.boundaries.names import boundary_name
     from isles.training.config.trust import SAVED_WITH_RUN
+    from isles.training.records.model_folder import write_beside
     from isles.training.records.saved_run import load_saved
 
     if format not in ("hf", "safetensors"):
@@ -71,15 +73,11 @@ def export(
     folder = out or run / f"export-{format}"
     saved = load_saved(run, device=device, trust=trust)
     own, boundary = saved.config.model.own, saved.config.pipeline.boundary.kind
-    if format == "hf" and boundary_name(boundary).kind in ("dct", "bottleneck", "maxout", "own"):
-        raise ValueError(
-            f'{run}: what crosses its boundaries (pipeline.boundary.kind = "{boundary}") is part of the model, and '
-            "transformers knows no such model; write it with --format safetensors"
-        )
-    if format == "hf" and own == "factory":
-        raise ValueError(
-            f"{run}: transformers does not know the model of model.factory; write it with --format safetensors"
-        )
+    unknown = "the model of model.factory" if own == "factory" else ""
+    if boundary_name(boundary).kind in ("dct", "bottleneck", "maxout", "own"):
+        unknown = f'a model with what crosses its boundaries (pipeline.boundary.kind = "{boundary}")'
+    if format == "hf" and unknown:
+        raise ValueError(f"{run}: transformers does not know {unknown}; write it with --format safetensors")
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except FileExistsError as error:
@@ -91,10 +89,8 @@ def export(
     else:
         for name in ("model.safetensors", "config.toml", *(name for name in SAVED_WITH_RUN if (run / name).is_file())):
             shutil.copyfile(run / name, folder / name)
-    if format == "hf" and isinstance(saved.tokenizer, HuggingFaceTokenizer):
-        for name, file in zip(("tokenizer.json", "tokenizer_config.json"), saved.tokenizer.files, strict=True):
-            if file.is_file():
-                shutil.copyfile(file, folder / name)
+    if format == "hf":
+        write_beside(saved, run, folder)
     print(folder)
 
 
@@ -104,6 +100,7 @@ def evaluate(
     questions: Annotated[
         Path | None, typer.Option(help="JSONL with multiple-choice questions (HellaSwag, PIQA or ARC layout).")
     ] = None,
+    tasks: Annotated[str | None, typer.Option(help="Tasks of lm-eval: names, or .yaml files, with commas.")] = None,
     drop_stages: Annotated[str | None, typer.Option(help="Run without these stages, such as 2,4.")] = None,
     early_exit: Annotated[int | None, typer.Option(help="Go from this stage to the head.")] = None,
     order: Annotated[str | None, typer.Option(help="Run these stages in this order, such as 0,2,1,3.")] = None,
@@ -119,13 +116,15 @@ def evaluate(
     """Judge the run's consolidated model. Stages are those of the run; of one that was not cut, its blocks."""
     from isles.training.records.saved_run import load_saved
 
-    options = {"drop": drop_stages, "leave": early_exit, "order": order}
-    partial = curves or any(part is not None for part in options.values())
-    if curves and any(part is not None for part in options.values()):
+    partial = any(part is not None for part in (drop_stages, early_exit, order))
+    if curves and partial:
         raise ValueError("--curves evaluates many orders by itself: leave --drop-stages, --early-exit and --order out")
-    if partial and questions is not None:
-        raise ValueError("--questions are asked of the whole model: leave the options about stages out")
+    partial |= curves
+    if sum((partial, questions is not None, tasks is not None, tasks is not None and data is not None)) > 1:
+        raise ValueError("--questions and --tasks are asked of the whole model: leave the other options out")
     saved = load_saved(run, device=device, trust=trust, masked=not without_mask)
+    if tasks is not None:
+        return _on_tasks(run, tasks, saved)
     if questions is not None:
         from isles.training.scoring import accuracies, read_questions
 
@@ -166,6 +165,21 @@ def evaluate(
         loss = validation_loss(saved.model, loader.validation_batches(), autocast(saved.config.model, where))
     print(f"loss        {loss:.4f} nats/token")
     print(f"perplexity  {math.exp(loss):.4f}")
+
+
+def _on_tasks(run: Path, tasks: str, saved: SavedRun) -> None:
+    """Print what lm-eval finds of the exported model on `tasks`."""
+    evaluated = import_target("--tasks: lm-eval (pip install lm-eval)", "lm_eval:simple_evaluate")
+    export(run, device="cpu")
+    end, newline = saved.tokenizer.eos_id, [*saved.tokenizer.encode("\n"), 0][0]
+    before = {} if end is not None else {"prefix_token_id": int(newline)}  # what ends a document here
+    model, where = {"pretrained": str(run / "export-hf"), **before}, str(next(saved.model.parameters()).device)
+    try:
+        found = evaluated("hf", model, tasks.split(","), device=where)["results"]
+    except Exception as error:  # lm-eval's, and its tasks': whatever they raise
+        raise ValueError(f"--tasks {tasks}: {describe(error)}") from error
+    for task, values in found.items():
+        print_named({f"{task}  {key.split(',')[0]}": x for key, x in values.items() if isinstance(x, float)})
 
 
 def _stages(option: str, text: str | None) -> list[int]:

@@ -64,12 +64,8 @@ def methods(
     elif memory:
         _memory(stages)
     else:
-        _methods()
-
-
-def _methods() -> None:
-    print_named({name: f"{row.what}  ({row.target})" for name, row in METHODS.items()})
-    print("or package.module:Class for a method of your own; settings: isles config --method NAME")
+        print_named({name: f"{row.what}  ({row.target})" for name, row in METHODS.items()})
+        print("or package.module:Class for a method of your own; settings: isles config --method NAME")
 
 
 def _legal() -> None:

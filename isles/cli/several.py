@@ -123,21 +123,10 @@ def names(text: str, option: str) -> list[str]:
 
 
 def rows_of(methods: str) -> list[ComparisonRow]:
-    """The rows that --methods names."""
-    parts = [part.split("@") for part in names(methods, "--methods")]
+    """The rows that --methods names; all: every method but fsdp, whose loss is that of ddp."""
+    named = [name for name in METHODS if name != "fsdp"] if methods == "all" else names(methods, "--methods")
+    parts = [part.split("@") for part in named]
     return [ComparisonRow(name, tuple(settings)) for name, *settings in parts]
-
-
-def every_row(shared: SharedSettings) -> list[ComparisonRow]:
-    """A row of each method that goes with these settings; a note says which do not."""
-    rows = []
-    for row in map(ComparisonRow, METHODS):
-        try:
-            refuse(*read_all(shared, [row], [0]).values())
-            rows.append(row)
-        except ValueError as error:
-            print(f"note: without {row.name}: {error}", file=sys.stderr)
-    return rows
 
 
 class SharedSettings(NamedTuple):

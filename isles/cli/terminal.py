@@ -84,25 +84,22 @@ Trust = Annotated[
 def _shorthands(
     data: Annotated[str | None, typer.Option(help="Text to train on: a file or a folder (data.path).")] = None,
     lr: Annotated[float | None, typer.Option(help="Peak inner learning rate (inner.lr).")] = None,
-    model: Annotated[
-        str | None, typer.Option(help="A size such as 10M, a folder of transformers, or package.module:function.")
-    ] = None,
-    tokens: Annotated[
-        str | None, typer.Option(help="Tokens of all workers, such as 10M, instead of --steps (run.tokens).")
-    ] = None,
-) -> list[str]:
-    from isles.training.config.reading import shorthands
-
-    return [f"{key}={json.dumps(value)}" for key, value in shorthands(data, lr, model, tokens).items()]
+    model: Annotated[str | None, typer.Option(help="A size (10M), a transformers folder, or package:function.")] = None,
+    tokens: Annotated[str | None, typer.Option(help="Tokens of all workers, such as 10M, instead of steps.")] = None,
+) -> None:
+    """Settings that are asked for most."""
 
 
 def takes_settings(command: Callable[..., None]) -> Callable[..., None]:
-    """`command`, which has --set, with shorthands for the settings that are asked for most."""
+    """`command`, which has --set, with the options of `_shorthands`."""
     own, more = (signature(function, eval_str=True).parameters for function in (command, _shorthands))
 
     @wraps(command)
     def run(*path: Any, set_: list[str] | None = None, **options: Any) -> None:
-        short = _shorthands(**{name: options.pop(name, None) for name in more})
+        from isles.training.config.reading import settings_named
+
+        provided = settings_named({name: one for name in more if (one := options.pop(name, None)) is not None})
+        short = [f"{key}={json.dumps(value)}" for key, value in provided.items()]
         command(*path, set_=[*short, *(set_ or [])] or None, **options)
 
     run.__signature__ = Signature([*own.values(), *more.values()])  # type: ignore[attr-defined]
@@ -110,19 +107,15 @@ def takes_settings(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-_VERBS = {"run": "train", "start": "train", "fit": "train", "test": "eval", "sample": "generate", "convert": "export"}
-
-
 def explain(error: Any) -> str:
     """The message of click's usage error, with what the user may have meant."""
-    message, command = error.format_message(), getattr(error.ctx, "command", None)
-    if command is None:
-        return message
-    options = [name for one in command.params for name in one.opts if name.startswith("--")]
+    message: str = error.format_message()
+    command: Any = getattr(error.ctx, "command", None)
+    options = [name for one in getattr(command, "params", ()) for name in one.opts if name.startswith("--")]
     if below := re.match(r"No such command '(.+?)'", message):
-        name = below[1]
-        close = _VERBS[name] if _VERBS.get(name) in command.commands else nearest(name, command.commands)
-        return f"no such command {name!r}: {f'did you mean {close!r}? ' if close else ''}{', '.join(command.commands)}"
+        close = nearest(below[1], command.commands)
+        hint = f"did you mean {close!r}? " if close else ""
+        return f"no such command {below[1]!r}: {hint}choose one of {', '.join(command.commands)}"
     if extra := re.fullmatch(r"Got unexpected extra argument.*? \((.+)\)", message):
         return f"{message}; write --data {extra[1]}" if "--data" in options and Path(extra[1]).exists() else message
     if name := getattr(error, "option_name", None) if message.startswith("No such option") else None:

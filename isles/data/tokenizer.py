@@ -14,6 +14,7 @@ import numpy as np
 
 from isles.base.parsing import parse_json
 
+_BYTES = Path(__file__).with_name("byte_level")  # BPE without merges over the bytes, for other tools
 Ids = np.ndarray  # one-dimensional, of the smallest unsigned type that holds every id
 
 
@@ -26,13 +27,15 @@ class Tokenizer(Protocol):
     """What a corpus asks of a tokenizer.
 
     `eos_id` ends a document; None where the vocabulary has no such id (documents are then ended by a newline).
-    `fingerprint` is equal for two tokenizers exactly when they give equal ids.
+    `fingerprint` is equal for two tokenizers exactly when they give equal ids. `files`: its tokenizer.json, and the
+    tokenizer_config.json beside it, which may be missing.
     """
 
     name: str
     vocab_size: int
     eos_id: int | None
     fingerprint: str
+    files: tuple[Path, Path]
 
     def encode(self, text: str) -> Ids: ...
 
@@ -48,6 +51,7 @@ class ByteTokenizer:
     vocab_size = 256
     eos_id: int | None = None
     fingerprint = "bytes"
+    files = (_BYTES / "tokenizer.json", _BYTES / "tokenizer_config.json")
 
     def encode(self, text: str) -> Ids:
         """uint8 ids, one a byte of the UTF-8 form."""

@@ -150,31 +150,24 @@ class WorkerProcesses:
 
 @contextlib.contextmanager
 def _main_for(worker: Callable[..., Any], args: Sequence[Any]) -> Iterator[None]:
-    """Context in which processes start. multiprocessing runs the caller's script in each of them again; this hides it
-    from a worker of Isles that needs nothing of it, so notebooks, and scripts without `if __name__`, can train.
+    """Context in which processes start. multiprocessing runs the caller's script in each again, but workers of Isles
+    that need nothing of it do without. ValueError for a worker that is typed into a notebook, `python -c` or stdin.
     """
-    main = sys.modules["__main__"]
-    if worker.__module__.startswith("isles.") and "__main__:" not in repr(args):
-        sys.modules["__main__"] = ModuleType("__main__")
-    else:
-        _refuse_unreachable(worker)
-    try:
-        yield
-    finally:
-        sys.modules["__main__"] = main
-
-
-def _refuse_unreachable(worker: Callable[..., Any]) -> None:
-    """ValueError for a function that a new process cannot import: typed into a notebook, `python -c` or stdin."""
     main = sys.modules["__main__"]
     file = getattr(main, "__file__", None)
     is_typed = getattr(worker, "__module__", None) == "__main__" and file is None and main.__spec__ is None
-    if is_typed or (file is not None and file.endswith("<stdin>")):
+    if str(getattr(worker, "__module__", None)).startswith("isles.") and "__main__:" not in repr(args):
+        sys.modules["__main__"] = ModuleType("__main__")
+    elif is_typed or (file is not None and file.endswith("<stdin>")):
         raise ValueError(
             f"{getattr(worker, '__qualname__', worker)}: new processes cannot import what is typed into a notebook, "
             "`python -c` or stdin; write the function into a module and import it, or use isles.run_virtual, which "
             "trains in this process"
         )
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
 
 
 def _shorten_sockets() -> None:

@@ -133,10 +133,8 @@ def _read_config(path: str) -> Any:
     disable_progress_bar()  # the workers' bars would overwrite the run's own output
     folder = Path(path).expanduser()
     if not (folder / "config.json").is_file():
-        raise ValueError(
-            f"model.hf = {path!r}: no config.json there; name the folder of a saved transformers model: one of the hub "
-            f"comes by `hf download {path} --local-dir {folder.name}`"
-        )
+        hub = f"of the hub: `hf download {path} --local-dir {folder.name}`"
+        raise ValueError(f"model.hf = {path!r}: no config.json there; name the folder of a saved model; {hub}")
     try:
         return AutoConfig.from_pretrained(folder, local_files_only=True)
     except (ValueError, KeyError, OSError) as error:

@@ -117,9 +117,7 @@ def shape_of(size: str) -> Shape:
 
 
 def size_name(size: str) -> str:
-    """The name that is `size` but for its case. The ValueError for an unknown one has the closest name, by parameters
-    where it is a number, and all names.
-    """
+    """The name in `SIZES` that is `size` in whatever case. The ValueError for any other has the closest, and all."""
     close = nearest(str(size), SIZES)
     if close is not None and close.casefold() == str(size).casefold():
         return close

@@ -114,8 +114,14 @@ METHODS: dict[str, MethodRow] = {
 
 
 def canonical(name: str) -> str:
-    """A name of `METHODS` in whatever case, such as "DiLoCo", as it stands there; any other text as it is."""
-    return name.casefold() if name.casefold() in METHODS else name
+    """A name of `METHODS`, in whatever case, as it stands there, or package.module:Class; ValueError for others."""
+    if name.casefold() in METHODS:
+        return name.casefold()
+    if ":" not in name:
+        raise ValueError(unknown_name("method", name, METHODS) + ", or package.module:Class for your own")
+    if not is_import_target(name):
+        raise ValueError(f"replicas.method = {name!r}: write package.module:Class")
+    return name
 
 
 def config_of(name: str) -> type[MethodConfig]:
@@ -128,10 +134,6 @@ def method(name: str) -> type[ReplicaSync]:
     """The class behind a name of `METHODS`, or behind "package.module:Class". ValueError names what is wrong."""
     name = canonical(name)
     target = METHODS[name].target if name in METHODS else name
-    if ":" not in target:
-        raise ValueError(unknown_name("method", name, METHODS) + ", or package.module:Class for your own")
-    if not is_import_target(target):
-        raise ValueError(f"replicas.method = {name!r}: write package.module:Class")
     found = import_target(f"method {name!r}", target)
     from isles.replicas.sync import ReplicaSync
 

@@ -1,16 +1,9 @@
-"""Runs from Python: the settings, checks and run directories of the commands `isles train` and `isles simulate`.
-
-    run = isles.train("my.toml", steps=200, sync_every=10)    # or its tables as a dict, a Config, or nothing
-    run = isles.simulate(method="diloco", workers=8, links="home-cable")
-    run = isles.load_run("runs/mine")
-    run.summary["val_loss"], run.metrics, run.model()
-
-`ready`, `new_directory`: what the commands and these functions share before a run starts.
+"""Runs from Python, with the settings, checks and run directories of the commands; see docs/python.md. `ready` and
+`new_directory` are what both share before a run starts.
 """
 
 from __future__ import annotations
 
-import copy
 import os
 import sys
 from collections.abc import Callable
@@ -84,9 +77,9 @@ def train(
         raise ValueError("isles.train starts its workers itself: run this without torchrun, or torchrun -m isles train")
     from isles.running.run import launch
 
-    source = parse_toml(to_toml(config)) if isinstance(config, Config) else config
-    source = str(source) if isinstance(source, Path) else copy.deepcopy(source)
-    resolved = ready(gather(source, settings_named(changes), []))
+    tables = parse_toml(to_toml(config)) if isinstance(config, Config) else config
+    tables = gather(str(tables) if isinstance(tables, Path) else tables, settings_named(changes), [])
+    resolved = ready(tables)
     folder = new_directory(resolved.method) if out is None else Path(out)
     launch(resolved, folder, on_metrics or (lambda line: None), lambda text: print(f"note: {text}", file=sys.stderr))
     return Run(folder, resolved)
@@ -110,10 +103,7 @@ def load_run(path: str | Path, *, trust: bool = False) -> Run:
 
 
 def ready(tables: Tables, machines: int = 1) -> Config:
-    """The configuration of a run that may start: what can be refused before its workers start is, by ValueError.
-
-    tables: as `gather` returns them. machines: on which its workers are.
-    """
+    """The configuration of `tables`, to start on so many `machines`; ValueError for all that can be refused before."""
     if backend_of(tables).has_processes:
         from isles.running.backends import start_server
 

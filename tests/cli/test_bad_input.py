@@ -208,7 +208,7 @@ MISTAKES: list[tuple[list[str], list[str]]] = [
     (["doctor", "--peer", "somewhere"], ["--peer somewhere: write HOST:PORT"]),
     # isles train: files
     (["train", "nosuch.toml"], ["nosuch.toml: cannot be read", "name a TOML file"]),
-    (["train", "."], [".: cannot be read"]),
+    (["train", "."], [".: is no CONFIG.toml", "--data ."]),
     (["train", "bad.toml"], ["bad.toml: not valid TOML"]),
     (["train", "binary.toml"], ["binary.toml: not valid TOML"]),
     (["train", "--set", "data.path=~nobody-here/text"], ["~NAME", "write the whole path"]),

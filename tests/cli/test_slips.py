@@ -47,7 +47,7 @@ def answer(folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureF
 
 # (what is typed, the answer's words)
 REFUSED: list[tuple[str, list[str]]] = [
-    ("run", ["no such command 'run'", "did you mean 'train'?", "compare"]),
+    ("run", ["no such command 'run': choose one of train, compare"]),
     ("evla x", ["did you mean 'eval'?"]),
     ("plan pathz", ["did you mean 'paths'?", "memory"]),
     ("train my-text.txt", ["my-text.txt: is no CONFIG.toml", "--data my-text.txt"]),

@@ -331,7 +331,11 @@ def test_advice() -> None:
         for name in ("ddp", "none"):
             assert wrap(world, name, Net()).advise(1) == []
 
-    run(worker)
+    def alone(world: Mesh) -> None:
+        assert wrap(world, "diloco", Net(), sync_every=10).advise(9) == []  # there is nobody to exchange with
+
+    run(worker, 2)
+    run(alone)
 
 
 def test_unstable_gamma_is_warned_of_at_construction() -> None:

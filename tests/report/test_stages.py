@@ -7,7 +7,7 @@ from pathlib import Path
 from isles.report.charts import step_panel
 from isles.report.draw.svg import draw
 from isles.report.panels import Lanes
-from isles.report.rundir import Run, TaskSpan
+from isles.report.rundir import RunFiles, TaskSpan
 
 
 def drawn(second: int) -> tuple[Lanes, str, str]:
@@ -19,7 +19,7 @@ def drawn(second: int) -> tuple[Lanes, str, str]:
             TaskSpan("backward", microbatch, at + 6.0, at + 8.0),
         ]
         tasks[2 * replica + 1] = [TaskSpan("forward", microbatch, at + 1.0, at + 6.0)]
-    panel = step_panel(Run(Path("run"), summary={"stages": 2}, tasks=tasks, task_step=7))
+    panel = step_panel(RunFiles(Path("run"), summary={"stages": 2}, tasks=tasks, task_step=7))
     assert panel is not None and isinstance(panel.picture, Lanes)
     assert [name for _, name in panel.keys] == ["forward", "backward"]  # of what is there
     return panel.picture, " ".join(panel.notes), draw(panel.picture)

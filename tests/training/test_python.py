@@ -76,12 +76,13 @@ def test_processes_start_without_the_callers_script(folder: Path, monkeypatch: p
 REFUSED: list[tuple[Callable[[], Any], str]] = [
     (lambda: isles.train(sync_evry=3), "sync_evry = 3: did you mean replicas.sync_every?"),
     (lambda: isles.train(codec="int8"), "pipeline.boundary.codec or replicas.codec?"),
-    (lambda: isles.train(zzz=1), "zzz = 1: write the key of a setting"),
+    (lambda: isles.train(zzz=1), "zzz = 1: write a setting's key"),
     (lambda: isles.train(steps=5, **{"run.steps": 6}), "run.steps = 6: did you mean run.steps? write"),
     (lambda: isles.train(steps=0), "run.steps = 0: choose 1 or more steps"),
     (lambda: isles.train(data="nowhere"), "data.path = 'nowhere' does not exist"),
     (lambda: isles.train(tokens="1M", steps=3), "run.tokens = 1000000 and run.steps both say"),
     (lambda: isles.train("nowhere.toml"), "nowhere.toml: cannot be read"),
+    (lambda: isles.train({"run": 5}), "run stands outside a section"),
     (lambda: isles.train({"rum": {}}), "unknown section 'rum': did you mean 'run'?"),
     (lambda: isles.train(workers=10_000), "world.workers = 10000: more than 8 a core"),
     (lambda: isles.simulate(backend="distributed"), "did you mean world.backend?"),
@@ -118,6 +119,7 @@ def test_the_page_runs_as_printed(folder: Path, way: str) -> None:
     """In a script without a guard, and where it is typed."""
     blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     assert len(blocks) == 3
+    write_text(folder / "my-text.txt", 20_000)
     (folder / "page.py").write_text("\n".join(blocks))
     words, text = ([sys.executable, "page.py"], None) if way == "script" else ([sys.executable, "-"], "\n".join(blocks))
     done = subprocess.run(words, input=text, capture_output=True, text=True, timeout=120)

@@ -26,7 +26,6 @@ from typing import Any
 import tomlkit
 
 from isles.base.errors import nearest, unknown_name
-from isles.base.imports import is_import_target
 from isles.base.parsing import parse_toml
 from isles.base.schema import backend_of
 from isles.base.tables import field_docs, in_tables, keys_of, parse_value, read_toml, tables_of, typed
@@ -150,7 +149,7 @@ def gpus_here() -> int:
 
 def merged_tables(path: ConfigSource, flags: Mapping[str, Any], assignments: Sequence[str]) -> Tables:
     """A user's settings by section, unchecked, for commands with further sections. Arguments as in `read_config`."""
-    raw = _parse_file(path) if isinstance(path, str) else in_tables(path or {})
+    raw = _parse_file(path)
     rows = raw.pop("methods", {})
     name = flags.get("replicas.method") or raw.get("replicas", {}).get("method", DEFAULT_METHOD)
     if rows and name in _checked(rows):
@@ -176,17 +175,9 @@ def merged_tables(path: ConfigSource, flags: Mapping[str, Any], assignments: Seq
     return raw
 
 
-def shorthands(data: Any, lr: Any, model: Any, tokens: Any) -> dict[str, Any]:
-    """The settings by their keys that --data, --lr, --model and --tokens stand for; None: not given."""
-    kind = "hf" if model and ("/" in model or Path(model).is_dir()) else "factory" if ":" in str(model) else "size"
-    count = None if tokens is None else round(parse_count("--tokens", tokens))
-    values = {"data.path": data, "inner.lr": lr, f"model.{kind}": model, "run.tokens": count}
-    return {key: value for key, value in values.items() if value is not None}
-
-
 def method_tables(path: str | None) -> list[str]:
     """Names of the tables [methods.NAME] of a CONFIG.toml: methods, or rows of a comparison with a key `method`."""
-    return [] if path is None else list(_checked(_parse_file(path).get("methods", {})))
+    return list(_checked(_parse_file(path).get("methods", {})))
 
 
 def _checked(rows: dict[str, Any]) -> dict[str, Any]:
@@ -258,19 +249,19 @@ def settings_like(key: str) -> list[str]:
 
 
 def settings_named(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings by their keys, of those that are given by key, by a name that only one section has, or by a shorthand.
-    ValueError for any other name, or for a setting that is given twice.
+    """Settings by their keys, of those that are given by key, by a name that only one section has, or as the options of
+    `isles train`. ValueError for any other name, or for a setting that is given twice.
     """
-    short = {name: values.get(name) for name in ("data", "lr", "model", "tokens")}
-    found, named = shorthands(**short), {"method": "replicas.method", "seed": "run.seed"}
-    for name in [name for name in values if name not in short]:
+    found, model = dict[str, Any](), str(values.get("model"))
+    kind = "hf" if "/" in model or Path(model).is_dir() else "factory" if ":" in model else "size"
+    named = {"method": "replicas.method", "seed": "run.seed", "data": "data.path", "model": f"model.{kind}"}
+    for name, value in values.items():
         like = [name] if "." in name else [named[name]] if name in named else settings_like(name)
-        if not like or like[0] in found or [key.rpartition(".")[2] for key in like] != [name.rpartition(".")[2]]:
+        exact = len(like) == 1 and (like[0] == named.get(name, name) or like[0].endswith(f".{name}"))
+        if not exact or like[0] in found:
             hint = f"did you mean {' or '.join(like)}? " if like else ""
-            raise ValueError(
-                f"{name} = {values[name]!r}: {hint}write the key of a setting, once: **{{'inner.lr': 0.01}}"
-            )
-        found[like[0]] = values[name]
+            raise ValueError(f"{name} = {value!r}: {hint}write a setting's key, once: **{{'inner.lr': 0.01}}")
+        found[like[0]] = round(parse_count("--tokens", value)) if name == "tokens" else value
     return found
 
 
@@ -329,11 +320,11 @@ def _listed(value: Any) -> Any:
     return [_listed(item) for item in value] if isinstance(value, tuple) else value
 
 
-def _parse_file(path: str) -> Tables:
+def _parse_file(path: ConfigSource) -> Tables:
     try:
-        tables = read_toml(path)
+        tables = read_toml(path) if isinstance(path, str) else in_tables(path or {})
     except ValueError as error:
-        if Path(path).suffix == ".toml" or not Path(path).exists():
+        if not isinstance(path, str) or Path(path).suffix == ".toml" or not Path(path).exists():
             raise
         mend = "go on with the run: isles resume" if (Path(path) / "config.toml").exists() else "train on it: --data"
         raise ValueError(f"{path}: is no CONFIG.toml; to {mend} {path}") from error
@@ -354,12 +345,7 @@ def _method_of(tables: Tables) -> str:
     name = tables.get("replicas", {}).get("method", DEFAULT_METHOD)
     if not isinstance(name, str):
         raise ValueError(f"replicas.method = {name!r}: write a name in quotes")
-    name = canonical(name)
-    if ":" not in name and name not in METHODS:
-        raise ValueError(unknown_name("method", name, METHODS) + ", or package.module:Class for your own")
-    if ":" in name and not is_import_target(name):
-        raise ValueError(f"replicas.method = {name!r}: write package.module:Class")
-    return name
+    return canonical(name)
 
 
 def _embedded(name: str) -> Tables:
@@ -387,9 +373,7 @@ _BRIEF += ["world.workers", "run.steps", "replicas.sync_every"]
 
 
 def template(name: str, *, brief: bool = False) -> str:
-    """TOML that `read_config` reads to the defaults of method `name`. Keys without a default are commented out. brief:
-    only the settings that matter most.
-    """
+    """TOML of the defaults of method `name`, keys without one commented out; brief: of the main settings."""
     name = canonical(name)
     config_class = config_of(name)
     own = [f"replicas.{key}" for key in (*config_class.__annotations__, *keys_of(config_class))]  # its own first
@@ -406,9 +390,7 @@ def template(name: str, *, brief: bool = False) -> str:
 
 
 def commented(section: str, cls: type, raw: Mapping[str, Any] | None = None, shown: Any = None) -> list[str]:
-    """A section's lines: its head, the keys of `raw`, and those of the config class with defaults and docstrings; or
-    only those that are `shown`.
-    """
+    """A section's lines: its head, the keys of `raw`, and the class's (or those `shown`) with defaults and texts."""
     tables = tables_of(cls)
     lines = [f"[{section}]", *(f"{key} = {_toml(value)}" for key, value in (raw or {}).items())]
     for key, text in field_docs(cls).items():
