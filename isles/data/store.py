@@ -60,6 +60,7 @@ class _Log:
 
     def add(self, data: bytes) -> None:
         self.file.write(data)
+        self.file.flush()
         self.size, self.crc = self.size + len(data), zlib.crc32(data, self.crc)
 
 
@@ -104,15 +105,9 @@ class Draft:
     def save(self, text: str) -> None:
         """Another process goes on from here. text: digest of what was read."""
         place: dict[str, Any] = {"characters": self.characters, "tokens": self.tokens, "text": text}
-        self.flush()
         for log in (self._ids, self._documents):
             place[log.path.name] = [log.size, log.crc]
         write_text(self.part / "place.json", json.dumps({"check": _check(place), **place}))
-
-    def flush(self) -> None:
-        """Write what is in memory."""
-        self._ids.file.flush()
-        self._documents.file.flush()
 
     def close(self) -> None:
         """Close its files."""
@@ -121,7 +116,6 @@ class Draft:
 
     def all_documents(self) -> np.ndarray:
         """(D,) of `DOCUMENT`. Nothing is added any more."""
-        self.flush()
         return np.fromfile(self._documents.path, dtype=DOCUMENT)
 
     def stream(self, part: str, start_D: np.ndarray, length_D: np.ndarray, **where: Any) -> TokenStream:
@@ -209,7 +203,10 @@ def _held(part: Path, notify: Callable[[str], None] | None) -> Iterator[bool]:
         held = False
         with contextlib.suppress(FileNotFoundError):
             lock = opened.enter_context((part / "lock").open("ab"))
-            while not _locked(lock.fileno()):
+            while not held:
+                with contextlib.suppress(BlockingIOError):
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
                 if notify is not None and seen < 0:
                     notify("another process prepares this data: waiting for it")
                 size = sum(file.stat().st_size for file in part.iterdir())
@@ -220,14 +217,6 @@ def _held(part: Path, notify: Callable[[str], None] | None) -> Iterator[bool]:
                 time.sleep(_LOOK)
             held = os.path.samestat(os.fstat(lock.fileno()), (part / "lock").stat())
         yield held
-
-
-def _locked(handle: int) -> bool:
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def save_corpus(corpus: Corpus, folder: Path) -> Corpus:
