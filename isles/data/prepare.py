@@ -6,13 +6,13 @@ of the uncut text; where no line end will do, the piece grows, up to the whole d
 
 Which side of the split a document falls on is decided by a hash of its name, so it depends neither on the machine nor
 on the other documents. Where that leaves validation less than half or more than twice its share (one book, a few files
-of unequal size) every document is cut in two instead and its end goes to validation. Either way no token is on both
-sides.
+of unequal size) every document is cut in two instead and its end goes to validation; no token is on both sides.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import shutil
@@ -301,7 +301,7 @@ def load_corpus(config: DataConfig, notify: OnProgress = lambda text: None, *, c
             try:
                 corpus = make_corpus(folder, tokenizer, make, notify)
             except OSError as error:
-                if config.cache != "auto":
+                if config.cache != "auto" or error.errno in (errno.ENOSPC, errno.EDQUOT):
                     raise not_writable(folder, error) from error
                 warnings.warn(f"{not_writable(folder, error)}; each process prepares its own now", stacklevel=2)
         if corpus is None:

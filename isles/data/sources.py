@@ -180,7 +180,6 @@ _OTHER_FORMATS = {
     b"%PDF": "is a PDF; extract its text, as pdftotext does",
     b"PK\3\4": "is a ZIP archive; unpack it",
     b"\x1f\x8b": "is compressed; unpack it",
-    b"\x28\xb5\x2f\xfd": "is compressed; unpack it",
     b"\x93NUMPY": 'is a NumPy array; if it holds token ids, set data.tokenizer = "ids" and data.vocab',
 }
 

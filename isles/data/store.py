@@ -36,10 +36,7 @@ _PARTS = ("train", "validation")
 _ARRAYS = ("tokens", "bounds", "file_of")
 _SUMS = "sums"  # of the blocks of its tokens
 _SMALL = ("bounds", "file_of", _SUMS)  # compared whole when it is opened
-_LOOK, _SILENCE = (
-    0.1,
-    600.0,
-)  # seconds: between two looks at a draft; without a change, until its process counts as stuck
+_LOOK, _SILENCE = 0.1, 600.0  # seconds: between two looks at a draft; without a change until it counts as stuck
 _COPIED = 1 << 20  # bytes, or ids, at a time
 
 
@@ -141,7 +138,7 @@ class Draft:
 
 
 def _write(corpus: Corpus, folder: Path) -> None:
-    """Write all of it but tokens that are there already; only these files stay, and the lock."""
+    """Write all of it but tokens that a draft has written; only these files stay, and the lock."""
     for part in _PARTS:
         stream = getattr(corpus, part)
         for array in _ARRAYS:
@@ -180,6 +177,8 @@ def make_corpus(
             if held and folder.exists():
                 shutil.rmtree(part)  # this process made it while another one renamed its own
             elif held:
+                for file in part.glob("*.npy"):
+                    file.unlink()  # perhaps not whole
                 try:
                     _write(make(part), part)
                 except ValueError:  # of the text: nobody goes on with this draft
