@@ -12,11 +12,6 @@ from isles.report.units import format_bytes
 app = typer.Typer(help="Prepare text.", no_args_is_help=True)
 
 
-@app.callback()
-def _data() -> None:
-    """Prepare text for runs."""
-
-
 @app.command("prepare")
 def prepare(
     config: ConfigFile = None,

@@ -250,9 +250,7 @@ class Progress:
         self.bar.stop()
 
     def notice(self, text: str) -> None:
-        """Show a remark about the settings, or a line about a member; of lines of progress, on a terminal the bar shows
-        the last one.
-        """
+        """Show a remark, a line about a member, or a line of progress, which on a terminal is the bar's."""
         preparing = text.startswith(PREPARING)
         self.bar.update(self.task, description=text if preparing else self.method)
         if preparing and (self.console.is_terminal or time.monotonic() < self.next_shown):

@@ -7,8 +7,10 @@ from typing import Literal, get_args
 
 Split = Literal["iid", "by_file"]
 BatchMode = Literal["per_worker", "global"]
+IdsType = Literal["uint16", "uint32"]
 
 PREPARING = "preparing data"  # how lines of progress begin
+IDS = "ids"  # instead of a tokenizer: the files hold token ids
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,10 +23,14 @@ class DataConfig:
     """
     tokenizer: str = "bytes"
     """What makes ids of text: "bytes" (one id a byte), or the path of a Hugging Face `tokenizer.json` or of the folder
-    that holds one. Left out beside model.hf: that folder's.
+    that holds one; left out beside model.hf: that folder's. "ids": the files hold token ids (.bin, .npy, rows of ids).
     """
-    text_key: str = "text"
-    """The column of JSONL, Parquet and dataset rows that holds the text."""
+    vocab: int = 0
+    """With tokenizer = "ids": how many ids there are."""
+    ids_dtype: IdsType = "uint16"
+    """With tokenizer = "ids": the numbers in .bin files, "uint16" or "uint32"."""
+    text_key: str = ""
+    """The column of JSONL, Parquet and dataset rows; "": "text", or "input_ids" with tokenizer = "ids"."""
     split: Split = "iid"
     """Who reads what: "iid" deals one shuffled sequence of windows to the workers in turn; "by_file" gives each worker
     documents of its own (neighbours in path order, so the workers' texts differ).
@@ -49,9 +55,12 @@ class DataConfig:
                 raise ValueError(f"data.{key} = {value!r} is not a string; put it in quotes")
         if not self.tokenizer:
             raise ValueError('data.tokenizer is empty; use "bytes" or the path of a tokenizer.json')
-        if not self.text_key:
-            raise ValueError('data.text_key is empty; name the column that holds the text, as in "text"')
-        for key, choices in (("split", get_args(Split)), ("batch_mode", get_args(BatchMode))):
+        if type(self.vocab) is not int or self.vocab < (self.tokenizer == IDS):
+            raise ValueError(f'data.vocab = {self.vocab!r}; with data.tokenizer = "ids", give how many ids there are')
+        if self.tokenizer != IDS and (self.vocab, self.ids_dtype) != (0, "uint16"):
+            raise ValueError('data.vocab and data.ids_dtype go with data.tokenizer = "ids"; set it, or leave them out')
+        choices_of = {"split": get_args(Split), "batch_mode": get_args(BatchMode), "ids_dtype": get_args(IdsType)}
+        for key, choices in choices_of.items():
             value = getattr(self, key)
             if value not in choices:
                 raise ValueError(f"data.{key} = {value!r} is not known; use {' or '.join(map(repr, choices))}")
@@ -62,6 +71,11 @@ class DataConfig:
         fraction = self.validation_fraction
         if not isinstance(fraction, (int, float)) or isinstance(fraction, bool) or not 0 <= fraction < 1:
             raise ValueError(f"data.validation_fraction = {fraction!r} is not in [0, 1); use for example 0.05")
+
+    @property
+    def column(self) -> str:
+        """The name of the column that is read."""
+        return self.text_key or ("input_ids" if self.tokenizer == IDS else "text")
 
     def batch_size_per_worker(self, workers: int) -> int:
         """Sequences that each of `workers` reads a step; ValueError where a global batch does not divide."""

@@ -6,13 +6,13 @@ of the uncut text; where no line end will do, the piece grows, up to the whole d
 
 Which side of the split a document falls on is decided by a hash of its name, so it depends neither on the machine nor
 on the other documents. Where that leaves validation less than half or more than twice its share (one book, a few files
-of unequal size) every document is cut in two instead and its end goes to validation. Either way no token is on both
-sides.
+of unequal size) every document is cut in two instead and its end goes to validation; no token is on both sides.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import shutil
@@ -20,9 +20,10 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from itertools import chain
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
@@ -30,9 +31,9 @@ from isles.base.durable import home
 from isles.base.scratch import scratch
 from isles.data.config import PREPARING, DataConfig
 from isles.data.corpus import Corpus, SplitBy, content_sha256
-from isles.data.sources import Document, Source, fingerprint, list_sources, read_documents
+from isles.data.sources import Chunk, Document, Source, fingerprint, list_sources, read_documents
 from isles.data.store import FORMAT, Draft, is_stored, make_corpus, not_writable, open_corpus
-from isles.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer, smallest_dtype
+from isles.data.tokenizer import ByteTokenizer, ReadyIds, Tokenizer, load_tokenizer, smallest_dtype
 
 OnProgress = Callable[[str], None]
 
@@ -46,11 +47,11 @@ _END = b"\xff"  # of a document in the digest of the text: no byte of UTF-8
 
 
 class _Piece(NamedTuple):
-    """name, file: of its document. last: of it. done: bytes of all sources that lie before its end, about."""
+    """name, file: of its document. text: or ids. last: of it. done: bytes of all sources before its end, about."""
 
     file: int
     name: str
-    text: str
+    text: Any
     last: bool
     done: float
 
@@ -71,10 +72,8 @@ def _prepare(
     documents = draft.all_documents()
     length_D, file_D = documents["tokens"], documents["file"].astype(smallest_dtype(len(sources)))
     if not length_D.sum():
-        raise ValueError(
-            f"data.path = {config.path!r} holds no text ({len(sources)} files, all empty or binary); give files with "
-            "text"
-        )
+        why = f"holds no text ({len(sources)} files, all empty or binary); give files with text"
+        raise ValueError(f"data.path = {config.path!r} {why}")
     _warn_of_left_out(sources, set(file_D.tolist()))
     trained_D, split_by = _training_lengths(documents["hash"], length_D, float(config.validation_fraction))
     start_D = np.cumsum(length_D) - length_D
@@ -97,12 +96,15 @@ def _tokenise(
 ) -> str:
     """Append the ids of all text after the draft's place; returns the text's digest. _Changed: it is another text."""
     digest = hashlib.sha256()
-    begun = saved = shown = time.monotonic()
+    begun = saved = shown = now = time.monotonic()
     total, first = max(sum(source.size for source in sources), 1), None
-    for batch in _batches(_pieces(draft, sources, config.text_key, tokenizer, digest)):
-        ids = tokenizer.encode_batch([_ended(one.text, tokenizer) if one.last else one.text for one in batch])
+    for batch in _batches(_pieces(draft, sources, config, tokenizer, digest)):
+        if isinstance(tokenizer, ReadyIds):
+            ids = [one.text for one in batch]
+        else:
+            ids = tokenizer.encode_batch([_ended(one.text, tokenizer) if one.last else one.text for one in batch])
         for piece, some in zip(batch, ids, strict=True):
-            digest.update(piece.text.encode())
+            digest.update(_bytes(piece.text))
             draft.add(some)
             draft.characters += len(piece.text)
             if piece.last:
@@ -111,32 +113,28 @@ def _tokenise(
                 digest.update(_END)
                 draft.end_document(piece.file, _unit_hash(piece.name))
         now, done = time.monotonic(), batch[-1].done
-        first = (now, done) if first is None else first
+        first = first or (now, done)
         if now - saved > _SAVED:
             draft.save(digest.hexdigest())
             saved = now
         if now - shown > _SHOWN and done > first[1]:
             left = (total - done) * (now - first[0]) / (done - first[1])
-            notify(f"{PREPARING}: {done / total:.0%} of {total / 1e6:.0f} MB, {_time(left)} left")
+            notify(f"{PREPARING}: {done / total:.0%} of {total / 1e6:.0f} MB, {timedelta(seconds=round(left))} left")
             shown = now
     if shown > begun:
-        notify(f"prepared the data in {_time(time.monotonic() - begun)}")
+        notify(f"prepared the data in {timedelta(seconds=round(now - begun))}")
     return digest.hexdigest()
 
 
-def _time(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
-
-
 def _pieces(
-    draft: Draft, sources: Sequence[Source], text_key: str, tokenizer: Tokenizer, digest: hashlib._Hash
+    draft: Draft, sources: Sequence[Source], config: DataConfig, tokenizer: Tokenizer, digest: hashlib._Hash
 ) -> Iterator[_Piece]:
     """All pieces after the draft's place; what lies before it only enters the digest. _Changed: it is another text."""
     whole, characters, expected = draft.documents, draft.characters, draft.text
     before, number = 0, 0
     for file, source in enumerate(sources):
         size = source.size
-        for document in _documents(source, text_key):
+        for document in _documents(source, config):
             if number < whole:
                 _after(document.chunks, None, digest)
                 digest.update(_END)
@@ -150,26 +148,29 @@ def _pieces(
             read = 0
             for text, last in _cut(document.chunks, tokenizer):
                 read += len(text)
-                share = min(read / size, 1) if source.kind == "text" else document.read
-                yield _Piece(file, document.name, text, last, before + share * size)
+                yield _Piece(file, document.name, text, last, before + max(document.read * size, min(read, size)))
         before += size
     if number <= whole and digest.hexdigest() != expected:
         raise _Changed
 
 
-def _documents(source: Source, text_key: str) -> Iterator[Document]:
+def _documents(source: Source, config: DataConfig) -> Iterator[Document]:
     """Those that hold text."""
-    for document in read_documents(source, text_key):
+    for document in read_documents(source, config):
         for chunk in document.chunks:
             yield document._replace(chunks=chain([chunk], document.chunks))
 
 
-def _after(chunks: Iterator[str], characters: int | None, digest: hashlib._Hash) -> Iterator[str]:
+def _bytes(chunk: Chunk) -> bytes:
+    return chunk.encode() if isinstance(chunk, str) else chunk.tobytes()
+
+
+def _after(chunks: Iterator[Chunk], characters: int | None, digest: hashlib._Hash) -> Iterator[Chunk]:
     """The chunks after so many characters, None: after all; what lies before enters the digest."""
     for chunk in chunks if characters != 0 else ():
-        digest.update(chunk[:characters].encode())
+        digest.update(_bytes(chunk[:characters]))
         if characters is not None and characters <= len(chunk):
-            return chain(filter(None, [chunk[characters:]]), chunks)
+            return chain([chunk[characters:]] if len(chunk) > characters else [], chunks)
         characters = None if characters is None else characters - len(chunk)
     return chunks
 
@@ -187,18 +188,19 @@ def _batches(pieces: Iterator[_Piece]) -> Iterator[list[_Piece]]:
         yield batch
 
 
-def _cut(chunks: Iterator[str], tokenizer: Tokenizer) -> Iterator[tuple[str, bool]]:
+def _cut(chunks: Iterator[Chunk], tokenizer: Tokenizer) -> Iterator[tuple[Any, bool]]:
     """(text, whether it is the last) of pieces that give the ids of the whole document, encoded one by one."""
-    text, reach = "", _PIECE_CHARACTERS
+    text: Any = ""
+    reach = _PIECE_CHARACTERS
     for chunk in chunks:
-        if isinstance(tokenizer, ByteTokenizer):
-            if text:
+        if isinstance(tokenizer, ByteTokenizer | ReadyIds):
+            if len(text):
                 yield text, False
             text = chunk
             continue
         text, at = text + chunk, 0
         while len(text) - at > reach + _AROUND:
-            end = _exact_cut(text, at + reach, tokenizer)
+            end = _exact_cut(cast(str, text), at + reach, tokenizer)
             reach += _PIECE_CHARACTERS
             if end is not None:
                 yield text[at:end], False
@@ -268,26 +270,19 @@ _lock = threading.Lock()  # virtual workers are threads: the second waits for th
 
 def load_corpus(config: DataConfig, notify: OnProgress = lambda text: None, *, check: bool = False) -> Corpus:
     """Read, tokenise and split the text of `config`, or open what another process stored (`data.cache`); a second call
-    in the process returns the same object.
+    in the process returns the same object. A `config.path` that is a stored corpus is opened with the split it has.
 
-    The files are looked at on every call (names, sizes, times of change), and a change makes a new corpus. Where none
-    is stored, one process a machine makes it, which others wait for. A `config.path` that is itself a stored corpus is
-    opened as it is, with the split that it has.
-
-    Args:
-        config: what to read.
-        notify: called with lines of progress, which begin with `PREPARING`, and with what it waits for.
-        check: read the text of a stored corpus again, and make it anew if its hash is another.
-
-    Raises:
-        ValueError: one line with key and what to do, where something cannot be read or written or holds no text.
+    The files are looked at on every call (names, sizes, times of change), and a change makes a new corpus. notify: gets
+    lines of progress, which begin with `PREPARING`, and remarks. check: read the text of a stored corpus again, and
+    make it anew if its hash is another. ValueError, one line with key and what to do, where something cannot be read
+    or written or holds no text.
     """
-    tokenizer = load_tokenizer(config.tokenizer)
+    tokenizer = load_tokenizer(config.tokenizer, config.vocab)
     if is_stored(config.path):
         stored = open_corpus(Path(config.path).expanduser(), tokenizer)
         assert stored is not None
         return stored
-    sources = list_sources(config.path)
+    sources = list_sources(config)
     content, folder = _stored_as(config, sources, tokenizer)
     key = (content, config.cache)
 
@@ -298,7 +293,7 @@ def load_corpus(config: DataConfig, notify: OnProgress = lambda text: None, *, c
     with _lock:
         corpus = _corpora.pop(key, None)
         stored = open_corpus(folder, tokenizer) if check and folder is not None else None
-        if stored is not None and stored.text_sha256 != _text_sha256(sources, config.text_key):
+        if stored is not None and stored.text_sha256 != _text_sha256(sources, config):
             notify("the text has changed since it was prepared: preparing it anew")
             shutil.rmtree(cast(Path, folder))
             corpus = None
@@ -306,7 +301,7 @@ def load_corpus(config: DataConfig, notify: OnProgress = lambda text: None, *, c
             try:
                 corpus = make_corpus(folder, tokenizer, make, notify)
             except OSError as error:
-                if config.cache != "auto":
+                if config.cache != "auto" or error.errno in (errno.ENOSPC, errno.EDQUOT):
                     raise not_writable(folder, error) from error
                 warnings.warn(f"{not_writable(folder, error)}; each process prepares its own now", stacklevel=2)
         if corpus is None:
@@ -328,7 +323,7 @@ def corpus_folder(config: DataConfig) -> Path | None:
     """Where `load_corpus` stores the corpus; None where each process reads the text itself."""
     if is_stored(config.path):
         return Path(config.path).expanduser()
-    return _stored_as(config, list_sources(config.path), load_tokenizer(config.tokenizer))[1]
+    return _stored_as(config, list_sources(config), load_tokenizer(config.tokenizer, config.vocab))[1]
 
 
 _SMALL = 32_000_000  # bytes of text that are read and split as bytes in a fraction of a second
@@ -337,20 +332,20 @@ _SMALL = 32_000_000  # bytes of text that are read and split as bytes in a fract
 def _stored_as(config: DataConfig, sources: list[Source], tokenizer: Tokenizer) -> tuple[str, Path | None]:
     """(what the corpus is made from, its folder)"""
     marks = fingerprint(sources)
-    parts = [FORMAT, config.path, marks, tokenizer.fingerprint, config.text_key, float(config.validation_fraction)]
-    content = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
+    settings = [config.path, config.column, config.ids_dtype, float(config.validation_fraction)]
+    content = hashlib.sha256(json.dumps([FORMAT, tokenizer.fingerprint, marks, *settings]).encode()).hexdigest()[:32]
     cache = config.cache
     if cache == "auto":
-        small = isinstance(tokenizer, ByteTokenizer) and sum(size for *_, size, _ in marks) <= _SMALL
+        small = isinstance(tokenizer, ByteTokenizer | ReadyIds) and sum(size for *_, size, _ in marks) <= _SMALL
         cache = "" if small else str(home() / "corpora")
     return content, Path(cache).expanduser() / content if cache else None
 
 
-def _text_sha256(sources: Sequence[Source], text_key: str) -> str:
+def _text_sha256(sources: Sequence[Source], config: DataConfig) -> str:
     """Hex digest of all text."""
     digest = hashlib.sha256()
     for source in sources:
-        for document in _documents(source, text_key):
+        for document in _documents(source, config):
             _after(document.chunks, None, digest)
             digest.update(_END)
     return digest.hexdigest()

@@ -10,16 +10,22 @@ import os
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple
 
 import numpy as np
 
+from isles.base.errors import as_typed
 from isles.base.parsing import parse_json
+from isles.data.config import IDS, DataConfig
+from isles.data.tokenizer import Ids
 
-SourceKind = Literal["text", "jsonl", "parquet", "dataset"]
+SourceKind = Literal["text", "jsonl", "parquet", "dataset", "ids"]
+Chunk = str | Ids
 
-_KINDS: dict[str, SourceKind] = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
+_ROWS: dict[str, SourceKind] = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
+_KINDS: tuple[dict[str, SourceKind], ...] = (_ROWS, {**_ROWS, ".bin": "ids", ".npy": "ids"})  # of text, of ids
 
 # Tests are not the library, and the two generated packages would spoil a small corpus: `encodings` is 1.4 MB of nearly
 # equal character tables (a copy in validation of what training saw), `pydoc_data` one file of 0.8 MB of prose.
@@ -48,11 +54,12 @@ class Source:
         return name if row is None else f"{name}#{row}"
 
 
-def list_sources(path: str) -> list[Source]:
+def list_sources(config: DataConfig) -> list[Source]:
     """The sources behind `data.path`, sorted by name. Hidden files and folders are left out.
 
     ValueError where the path does not exist or the folder holds no file.
     """
+    path, ids = config.path, config.tokenizer == IDS
     if not path:
         return _standard_library()
     root = Path(path).expanduser()
@@ -61,11 +68,11 @@ def list_sources(path: str) -> list[Source]:
             f"data.path = {path!r} does not exist; give a file or a folder, or leave it empty for the standard library"
         )
     if root.is_file():
-        return [Source(root, root.name, _kind(root), alone=True)]
+        return [Source(root, root.name, _KINDS[ids].get(root.suffix.lower(), "text"), alone=True)]
     if _is_saved_dataset(root):
         return [Source(root, root.name, "dataset", alone=True)]
     sources = [
-        Source(file, file.relative_to(root).as_posix(), _kind(file), alone=False)
+        Source(file, file.relative_to(root).as_posix(), _KINDS[ids].get(file.suffix.lower(), "text"), alone=False)
         for file in _walk(root, enter=lambda folder: not folder.startswith(".") and folder != "__pycache__")
         if not file.name.startswith(".")
     ]
@@ -105,10 +112,6 @@ def _walk(root: Path, enter: Callable[[str], bool]) -> Iterator[Path]:
                 yield file
 
 
-def _kind(file: Path) -> SourceKind:
-    return _KINDS.get(file.suffix.lower(), "text")
-
-
 def _is_saved_dataset(folder: Path) -> bool:
     one_split = (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file()
     return one_split or (folder / "dataset_dict.json").is_file()
@@ -121,39 +124,101 @@ _UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 
 
 class Document(NamedTuple):
-    """name: what the split hashes. chunks: its text, laid end to end. read: share of the source that lies before it."""
+    """name: what the split hashes. chunks: its text or ids, laid end to end. read: share of the source before it."""
 
     name: str
-    chunks: Iterator[str]
+    chunks: Iterator[Chunk]
     read: float = 0.0
 
 
-def read_documents(source: Source, text_key: str) -> Iterator[Document]:
+def read_documents(source: Source, config: DataConfig) -> Iterator[Document]:
     """Every document of `source` in order, with its chunks that are not empty; read them before the next document.
 
     A binary file found in a folder gives nothing; one that `data.path` names itself is a ValueError, as is anything
     else that cannot be read.
     """
     try:
-        for document in _READERS[source.kind](source, text_key):
-            yield document._replace(chunks=filter(None, document.chunks))
+        for document in _READERS[source.kind](source, config):
+            yield document._replace(chunks=(chunk for chunk in document.chunks if len(chunk)))
     except OSError as error:
         raise ValueError(f"data.path: {source.path} cannot be read ({error.strerror or error}); correct it") from error
 
 
-def _read_text(source: Source, text_key: str) -> Iterator[Document]:
+_SAMPLED, _SAMPLED_ROWS = 8, 100  # sources, and documents of each
+
+
+def check_sample(config: DataConfig) -> None:
+    """Read the beginning of some sources. ValueError as in `list_sources` and `read_documents`."""
+    sources = list_sources(config)
+    for source in sources[:: -(-len(sources) // _SAMPLED)]:
+        if source.kind == "text" and config.tokenizer != IDS:
+            with source.path.open("rb") as file:
+                head = file.read(_HEAD_BYTES)
+                file.seek(0)
+                if _is_text(source, head, b"\0" in head):
+                    next(_decoded(source, file, head), None)
+        else:
+            for document in islice(read_documents(source, config), _SAMPLED_ROWS):
+                next(document.chunks, None)
+
+
+def _read_text(source: Source, config: DataConfig) -> Iterator[Document]:
+    if config.tokenizer == IDS:
+        if source.alone:
+            raise ValueError(f"data.path: {source.path} holds no token ids; give .bin or .npy, or set data.tokenizer")
+        return
     with source.path.open("rb") as file:
-        head = file.read(_HEAD_BYTES)
-        # A NUL marks an image or an archive; UTF-16 has NULs too but is text that can be converted.
-        has_nul = b"\0" in head
-        while not has_nul and (data := file.read(_CHUNK)):
-            has_nul = b"\0" in data
-        if has_nul and not source.alone and not head.startswith(_UTF16_MARKS):
-            return
-        if has_nul:
-            raise ValueError(f"data.path: {source.path} has NUL bytes and is no text: {_looks_like(head)}")
-        file.seek(0)
-        yield Document(source.document_name(), _decoded(source, file, head))
+        data = head = file.read(_HEAD_BYTES)
+        while b"\0" not in data and (data := file.read(_CHUNK)):
+            pass
+        if _is_text(source, head, b"\0" in data):
+            file.seek(0)
+            yield Document(source.document_name(), _decoded(source, file, head))
+
+
+_OTHER_FORMATS = {
+    b"%PDF": "is a PDF; extract its text, as pdftotext does",
+    b"PK\3\4": "is a ZIP archive; unpack it",
+    b"\x1f\x8b": "is compressed; unpack it",
+    b"\x93NUMPY": 'is a NumPy array; if it holds token ids, set data.tokenizer = "ids" and data.vocab',
+}
+
+
+def _is_text(source: Source, head: bytes, has_nul: bool) -> bool:
+    """Whether it is read as text; ValueError where it is not, though the user named it."""
+    suffix = source.path.suffix.lower()
+    other = [what for mark, what in _OTHER_FORMATS.items() if head.startswith(mark)]
+    if source.alone and suffix in (".csv", ".tsv"):
+        other = ["is a table; write its text as JSONL or Parquet, or name it .txt to train on it as it is"]
+    if source.alone and other:
+        raise ValueError(f"data.path: {source.path} {other[0]}")
+    if source.alone and suffix == ".json":
+        _refuse_array(source, head)
+    # A NUL marks an image or an archive; UTF-16 has NULs too but is text that can be converted.
+    if has_nul and (source.alone or head.startswith(_UTF16_MARKS)):
+        raise ValueError(f"data.path: {source.path} has NUL bytes and is no text: {_looks_like(head)}")
+    return not has_nul and not other
+
+
+def _refuse_array(source: Source, head: bytes) -> None:
+    if head.lstrip().startswith(b"["):
+        raise ValueError(f"data.path: {source.path} is a JSON array; write one object a line (jq -c '.[]'), as JSONL")
+
+
+def _read_ids(source: Source, config: DataConfig) -> Iterator[Document]:
+    """Of nanoGPT's .bin: little-endian numbers and nothing else; or of a .npy."""
+    is_npy = source.path.suffix.lower() == ".npy"
+    array: np.ndarray = np.empty(0, dtype=np.uint8)
+    try:
+        if is_npy:
+            array = np.load(source.path, mmap_mode="r", allow_pickle=False)
+        elif source.size:
+            array = np.memmap(source.path, dtype=np.dtype(config.ids_dtype).newbyteorder("<"), mode="r")
+    except (ValueError, EOFError) as error:
+        what = "a whole array of numbers" if is_npy else f'of data.ids_dtype = "{config.ids_dtype}"'
+        raise ValueError(f"data.path: {source.path} is not {what} ({error}); correct it") from None
+    parts = [array] if array.ndim != 1 else (array[at : at + _CHUNK] for at in range(0, len(array), _CHUNK))
+    yield Document(source.document_name(), (_ids(part, source, config, "") for part in parts))
 
 
 def _decoded(source: Source, file: BinaryIO, head: bytes) -> Iterator[str]:
@@ -173,14 +238,17 @@ def _decoded(source: Source, file: BinaryIO, head: bytes) -> Iterator[str]:
         at += len(data)
 
 
+_SET_IDS = 'set data.tokenizer = "ids" and data.vocab, or give the text'
+
+
 def _looks_like(content: bytes) -> str:
     """What a file that is no text seems to be, and what to do."""
     if content.startswith(_UTF16_MARKS):
         return "it looks like UTF-16; convert it with iconv -f utf-16 -t utf-8"
     if content.isascii() and not any(content[1::2]):
-        return "it looks like numbers of two bytes, such as token ids (nanoGPT's .bin), or UTF-16; give the text itself"
+        return f"it looks like numbers of two bytes, such as token ids (nanoGPT's .bin), or UTF-16; {_SET_IDS}"
     if _has_ids(content):
-        return "it looks like token ids of two bytes (nanoGPT's .bin); give the text that they were made from"
+        return f"it looks like token ids of two bytes (nanoGPT's .bin); {_SET_IDS}"
     return "it looks like a binary file; give text, JSONL or Parquet"
 
 
@@ -192,9 +260,10 @@ def _has_ids(content: bytes) -> bool:
     return len(ids) > 0 and int(ids.max()) <= _GPT2_IDS and float((ids < 1 << 12).mean()) > 0.05
 
 
-def _read_jsonl(source: Source, text_key: str) -> Iterator[Document]:
+def _read_jsonl(source: Source, config: DataConfig) -> Iterator[Document]:
     size, read = max(source.size, 1), 0
     with source.path.open("rb") as file:
+        _refuse_array(source, file.peek(_HEAD_BYTES))
         for number, line in enumerate(file, start=1):
             read += len(line)
             if not line.strip():
@@ -206,16 +275,14 @@ def _read_jsonl(source: Source, text_key: str) -> Iterator[Document]:
             except ValueError as error:
                 raise ValueError(f"data.path: {source.path} line {number} is not JSON ({error}); correct it") from None
             if not isinstance(row, dict):
-                raise ValueError(
-                    f"data.path: {source.path} line {number} is not an object; write {{{json.dumps(text_key)}: ...}}"
-                )
-            if text_key not in row:
-                raise _no_column(source, f" line {number}", text_key, list(row))
-            text = _text(row[text_key], source, text_key, f"line {number}")
-            yield Document(source.document_name(number), iter([text]), read / size)
+                mend = f"write {{{json.dumps(config.column)}: ...}}"
+                raise ValueError(f"data.path: {source.path} line {number} is not an object; {mend}")
+            if config.column not in row:
+                raise _no_column(source, f" line {number}", config.column, list(row))
+            yield _row(row[config.column], source, config, "line", number, read / size)
 
 
-def _read_parquet(source: Source, text_key: str) -> Iterator[Document]:
+def _read_parquet(source: Source, config: DataConfig) -> Iterator[Document]:
     try:
         import pyarrow
         import pyarrow.parquet
@@ -228,17 +295,16 @@ def _read_parquet(source: Source, text_key: str) -> Iterator[Document]:
         raise ValueError(f"data.path: {source.path} is not a Parquet file ({reason}); write it again") from None
     with table:
         names = table.schema_arrow.names
-        if text_key not in names:
-            raise _no_column(source, "", text_key, names)
+        if config.column not in names:
+            raise _no_column(source, "", config.column, names)
         number, rows = 0, max(table.metadata.num_rows, 1)
-        for batch in table.iter_batches(columns=[text_key]):
+        for batch in table.iter_batches(columns=[config.column]):
             for value in batch.column(0).to_pylist():
                 number += 1
-                text = _text(value, source, text_key, f"row {number}")
-                yield Document(source.document_name(number), iter([text]), number / rows)
+                yield _row(value, source, config, "row", number, number / rows)
 
 
-def _read_dataset(source: Source, text_key: str) -> Iterator[Document]:
+def _read_dataset(source: Source, config: DataConfig) -> Iterator[Document]:
     """A folder written by `save_to_disk`; of a dictionary of splits, `train` (the others are meant for tests)."""
     try:
         import datasets  # pyrefly: ignore[missing-import]
@@ -253,20 +319,47 @@ def _read_dataset(source: Source, text_key: str) -> Iterator[Document]:
                 f"data.path: {source.path} has no split 'train' (it has {_listed(table)}); give one split's folder"
             )
         table = table["train"]
-    if text_key not in table.column_names:
-        raise _no_column(source, "", text_key, table.column_names)
-    rows: Iterable[Any] = table.select_columns([text_key])
+    if config.column not in table.column_names:
+        raise _no_column(source, "", config.column, table.column_names)
+    rows: Iterable[Any] = table.select_columns([config.column])
     for number, row in enumerate(rows, start=1):
-        text = _text(row[text_key], source, text_key, f"row {number}")
-        yield Document(source.document_name(number), iter([text]), number / len(table))
+        yield _row(row[config.column], source, config, "row", number, number / len(table))
 
 
-_READERS: dict[SourceKind, Callable[[Source, str], Iterator[Document]]] = {
+_READERS: dict[SourceKind, Callable[[Source, DataConfig], Iterator[Document]]] = {
     "text": _read_text,
     "jsonl": _read_jsonl,
     "parquet": _read_parquet,
     "dataset": _read_dataset,
+    "ids": _read_ids,
 }
+
+
+def _row(value: Any, source: Source, config: DataConfig, word: str, number: int, read: float) -> Document:
+    """word, number: where it is, as "line", 3."""
+    where = f"{word} {number}"
+    if config.tokenizer == IDS:
+        chunk: Chunk = _ids(value, source, config, f" in {where}")
+    else:
+        chunk = _text(value, source, config.column, where)
+    return Document(source.document_name(number), iter([chunk]), read)
+
+
+def _ids(value: Any, source: Source, config: DataConfig, where: str) -> Ids:
+    """One-dimensional whole numbers of the vocabulary, as an array; ValueError where it is something else."""
+    try:
+        ids = np.asarray(value) if isinstance(value, list | np.ndarray) else np.empty((1, 1))
+    except ValueError:  # lists of several lengths
+        ids = np.empty((1, 1))
+    if ids.ndim != 1 or (len(ids) and ids.dtype.kind not in "iu"):
+        found = f"{ids.ndim}-dimensional {ids.dtype}" if isinstance(value, np.ndarray) else as_typed(value)[:40]
+        raise ValueError(f"data.path: {source.path} holds {found}{where}; write one dimension of whole numbers")
+    if len(ids) and not 0 <= (least := int(ids.min())) <= (most := int(ids.max())) < config.vocab:
+        raise ValueError(
+            f"data.vocab = {config.vocab}: {source.path} has an id of {least if least < 0 else most}{where}; raise it, "
+            f'or correct the ids (data.ids_dtype = "{config.ids_dtype}" for .bin)'
+        )
+    return ids
 
 
 def _text(value: Any, source: Source, text_key: str, where: str) -> str:

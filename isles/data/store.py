@@ -36,10 +36,7 @@ _PARTS = ("train", "validation")
 _ARRAYS = ("tokens", "bounds", "file_of")
 _SUMS = "sums"  # of the blocks of its tokens
 _SMALL = ("bounds", "file_of", _SUMS)  # compared whole when it is opened
-_LOOK, _SILENCE = (
-    0.1,
-    600.0,
-)  # seconds: between two looks at a draft; without a change, until its process counts as stuck
+_LOOK, _SILENCE = 0.1, 600.0  # seconds: between two looks at a draft; without a change until it counts as stuck
 _COPIED = 1 << 20  # bytes, or ids, at a time
 
 
@@ -60,6 +57,7 @@ class _Log:
 
     def add(self, data: bytes) -> None:
         self.file.write(data)
+        self.file.flush()
         self.size, self.crc = self.size + len(data), zlib.crc32(data, self.crc)
 
 
@@ -104,15 +102,9 @@ class Draft:
     def save(self, text: str) -> None:
         """Another process goes on from here. text: digest of what was read."""
         place: dict[str, Any] = {"characters": self.characters, "tokens": self.tokens, "text": text}
-        self.flush()
         for log in (self._ids, self._documents):
             place[log.path.name] = [log.size, log.crc]
         write_text(self.part / "place.json", json.dumps({"check": _check(place), **place}))
-
-    def flush(self) -> None:
-        """Write what is in memory."""
-        self._ids.file.flush()
-        self._documents.file.flush()
 
     def close(self) -> None:
         """Close its files."""
@@ -121,7 +113,6 @@ class Draft:
 
     def all_documents(self) -> np.ndarray:
         """(D,) of `DOCUMENT`. Nothing is added any more."""
-        self.flush()
         return np.fromfile(self._documents.path, dtype=DOCUMENT)
 
     def stream(self, part: str, start_D: np.ndarray, length_D: np.ndarray, **where: Any) -> TokenStream:
@@ -147,7 +138,7 @@ class Draft:
 
 
 def _write(corpus: Corpus, folder: Path) -> None:
-    """Write all of it but tokens that are there already; only these files stay, and the lock."""
+    """Write all of it but tokens that a draft has written; only these files stay, and the lock."""
     for part in _PARTS:
         stream = getattr(corpus, part)
         for array in _ARRAYS:
@@ -186,6 +177,8 @@ def make_corpus(
             if held and folder.exists():
                 shutil.rmtree(part)  # this process made it while another one renamed its own
             elif held:
+                for file in part.glob("*.npy"):
+                    file.unlink()  # perhaps not whole
                 try:
                     _write(make(part), part)
                 except ValueError:  # of the text: nobody goes on with this draft
@@ -209,7 +202,10 @@ def _held(part: Path, notify: Callable[[str], None] | None) -> Iterator[bool]:
         held = False
         with contextlib.suppress(FileNotFoundError):
             lock = opened.enter_context((part / "lock").open("ab"))
-            while not _locked(lock.fileno()):
+            while not held:
+                with contextlib.suppress(BlockingIOError):
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
                 if notify is not None and seen < 0:
                     notify("another process prepares this data: waiting for it")
                 size = sum(file.stat().st_size for file in part.iterdir())
@@ -220,14 +216,6 @@ def _held(part: Path, notify: Callable[[str], None] | None) -> Iterator[bool]:
                 time.sleep(_LOOK)
             held = os.path.samestat(os.fstat(lock.fileno()), (part / "lock").stat())
         yield held
-
-
-def _locked(handle: int) -> bool:
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def save_corpus(corpus: Corpus, folder: Path) -> Corpus:

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from isles.base.parsing import parse_json
+from isles.data.config import IDS
 
 _BYTES = Path(__file__).with_name("byte_level")  # BPE without merges over the bytes, for other tools
 Ids = np.ndarray  # one-dimensional, of the smallest unsigned type that holds every id
@@ -65,6 +66,22 @@ class ByteTokenizer:
         return bytes(int(i) for i in ids).decode("utf-8", errors="replace")
 
 
+class ReadyIds:
+    """In the place of a tokenizer where files hold ids (`data.tokenizer = "ids"`): text is a ValueError."""
+
+    name = IDS
+    eos_id: int | None = None
+
+    def __init__(self, vocab: int) -> None:
+        self.vocab_size = vocab
+        self.fingerprint = f"{IDS} {vocab}"
+
+    def encode(self, *_: Any, **__: Any) -> Any:
+        raise ValueError('data.tokenizer = "ids": the run read token ids, so it can use no text; give ids')
+
+    encode_batch = decode = encode
+
+
 class HuggingFaceTokenizer:
     """A `tokenizer.json` of the `tokenizers` library. Special tokens are not added; a corpus adds `eos_id` itself.
 
@@ -112,8 +129,10 @@ class HuggingFaceTokenizer:
         return self._rust.decode([int(i) for i in ids], skip_special_tokens=False)
 
 
-def load_tokenizer(tokenizer: str) -> Tokenizer:
-    """The tokenizer that `data.tokenizer` names; ValueError where there is none."""
+def load_tokenizer(tokenizer: str, vocab: int = 0) -> Tokenizer:
+    """The tokenizer that `data.tokenizer` names; ValueError where there is none. vocab: `data.vocab`."""
+    if tokenizer == IDS:
+        return ReadyIds(vocab)
     if tokenizer == "bytes":
         return ByteTokenizer()
     path = Path(tokenizer).expanduser()

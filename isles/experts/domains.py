@@ -168,7 +168,7 @@ def _tree(text: str) -> ast.Module:
 
 
 def _library() -> Texts:
-    for file in _shuffled(source.path for source in list_sources("")):
+    for file in _shuffled(source.path for source in list_sources(DataConfig())):
         text = file.read_text(encoding="utf-8", errors="replace")
         if "\f" not in text:  # splitlines would count other lines than the parser
             yield text

@@ -228,7 +228,8 @@ class Served:
 
 def tokenizer_of(member: ForestMember) -> Tokenizer:
     """An expert's, without its model. ValueError where it is missing."""
-    return load_tokenizer(read_config(str(member.run / "config.toml"), {}, []).data.tokenizer)
+    data = read_config(str(member.run / "config.toml"), {}, []).data
+    return load_tokenizer(data.tokenizer, data.vocab)
 
 
 @torch.no_grad()

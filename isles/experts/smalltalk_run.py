@@ -83,7 +83,7 @@ class SmalltalkSeed:
 
     def gate(self) -> Gate:
         """What chooses, trained."""
-        gate = gate_of(self.forest(), load_tokenizer(self.base.data.tokenizer))
+        gate = gate_of(self.forest(), load_tokenizer(self.base.data.tokenizer, self.base.data.vocab))
         assert gate is not None
         return gate
 

@@ -20,7 +20,8 @@ from dataclasses import dataclass, replace
 
 from isles.base.tables import non_defaults
 from isles.data import load_tokenizer
-from isles.data.sources import list_sources
+from isles.data.sources import check_sample
+from isles.data.store import is_stored
 from isles.memory.config import MemoryConfig
 from isles.models import limits
 from isles.models.config import ModelConfig
@@ -46,7 +47,7 @@ def plan_run(config: Config, *, probe: bool = False, machines: int = 1, machine:
 
     probe: measure a step of one worker on this machine if the configuration gives no `step_seconds`. machines: number
     of machines. machine: what each worker has, by name; "": that of [memory], or this machine. Reads the tokenizer and
-    lists the text's files; starts and writes nothing. ValueError for what the run itself would refuse before training.
+    the beginning of the text; starts and writes nothing. ValueError for what the run itself would refuse at its start.
     """
     refuse_conflicts(config, "fixed workers")
     _refuse_files(config)
@@ -71,8 +72,9 @@ def refuse(config: Config, *, joined: bool = False) -> None:
 
 def _refuse_files(config: Config) -> None:
     """ValueError for files that cannot be read, and for settings beyond the model's limits."""
-    check_vocabulary(limits(config.model).vocab, load_tokenizer(config.data.tokenizer))
-    list_sources(config.data.path)
+    check_vocabulary(limits(config.model).vocab, load_tokenizer(config.data.tokenizer, config.data.vocab))
+    if not is_stored(config.data.path):
+        check_sample(config.data)
     refusals(config)
     if config.run.start:
         start_file(config.run.start)

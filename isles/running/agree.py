@@ -44,10 +44,8 @@ def meet_nodes(
     resume: None for a new run, else the step to resume from; `node_group.facts["resume"]` is then the newest step up to
     it of which all machines have a checkpoint. notify: called with progress messages for the user.
     """
-    if node_spec.shared_directory and node_spec.node > 0:
-        notify = lambda text: None  # noqa: E731  # torchrun starts many: rank 0 tells
-    prepare_data(config.data, notify)
     if node_spec.nodes == 1:
+        prepare_data(config.data, notify)
         yield NodeGroup(spec=node_spec)
         return
     world = config.world
@@ -65,8 +63,10 @@ def meet_nodes(
         "checkpoints": None if resume is None else [step for step in Checkpoints(out).steps() if step <= resume],
         "out": None if node_spec.shared_directory else [uuid.getnode(), str(out.resolve())],
     }
+    quiet = lambda text: None  # noqa: E731
+    prepare_data(config.data, quiet if node_spec.shared_directory and node_spec.node else notify)
     if node_spec.shared_directory:
-        notify = lambda text: None  # noqa: E731  # torchrun starts all at once: there is nothing to wait for
+        notify = quiet  # torchrun starts all at once: there is nothing to wait for
     node_group = _meet(node_spec, description, out, world.join_deadline, notify)
     notify(_OPEN)
     for link in node_group.links.values():

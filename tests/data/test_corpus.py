@@ -285,7 +285,8 @@ def test_saved_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ({"a.jsonl": '{"text": null}\n'}, "", r"data\.text_key = 'text' holds NoneType instead of text in line 1"),
         ({"a.jsonl": '{"text": "\\ud800"}\n'}, "", r"data\.text_key = 'text' holds half a surrogate pair in line 1"),
         ({"a.jsonl": '{"text": "x"\n'}, "", r"data\.path: .* line 1 is not JSON \(.*\); correct it"),
-        ({"a.jsonl": '["x"]\n'}, "", r'data\.path: .* line 1 is not an object; write \{"text": \.\.\.\}'),
+        ({"a.jsonl": '{"text": "x"}\n3\n'}, "", r'data\.path: .* line 2 is not an object; write \{"text": \.\.\.\}'),
+        ({"a.jsonl": '\n["x"]\n'}, "", r"data\.path: .*a\.jsonl is a JSON array; write one object a line"),
         ({"a.jsonl": b'{"text": "\xe9"}\n'}, "", r"data\.path: .* line 1 is not UTF-8; convert it"),
     ],
 )

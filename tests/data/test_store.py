@@ -178,6 +178,8 @@ def test_what_was_stopped_goes_on(
         before = encoded[0]
         stop, encoded[0] = -1, 0
         (part,) = cache.iterdir()
+        for name in ("train-bounds", "validation-file_of", "train-tokens", "train-sums"):
+            (part / f"{name}.npy").write_bytes(b"of a process that was killed while it wrote this")
         if spoilt:
             data = bytearray((part / spoilt).read_bytes())
             data[draw.randrange(len(data))] ^= 1 << draw.randrange(3)

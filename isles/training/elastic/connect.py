@@ -35,6 +35,7 @@ from isles.comm.mesh import Mesh
 from isles.comm.sockets.connection import LinkLost
 from isles.comm.tcp import parse_address, refuse_unknown, written
 from isles.data import Corpus, load_corpus
+from isles.data.config import IDS
 from isles.launch.workers import LocalWorkers, raise_first
 from isles.membership.client import FollowerClient, MembershipClient, failure_notifier
 from isles.membership.keys import CONFIG, HELLO, UP
@@ -84,6 +85,8 @@ def with_own(theirs: Tables, own: Tables, lacks: Tables | None = None) -> Tables
             raise ValueError(f"--set {name}: only the lighthouse sets this; a joiner may set {', '.join(_OWN)}")
     for name in _OWN:
         table, key = table_of(theirs, name)
+        if (name, table.get(key)) == ("data.tokenizer", IDS):
+            continue  # no path
         value = table.pop(key, None)
         if name in _NEEDED and value not in (None, "", "bytes") and key not in table_of(own, name)[0]:
             if lacks is None:

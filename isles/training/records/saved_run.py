@@ -102,4 +102,4 @@ def load_saved(run: Path, *, device: str = "auto", trust: bool = False, masked: 
         raise ValueError(f'{run}: pipeline.boundary.kind = "{kind}" has no mask to be judged without')
     model = untrained(config, masked=masked)
     load_weights(model, weights, str(run / "config.toml"))
-    return SavedRun(config, model.eval(), load_tokenizer(config.data.tokenizer))
+    return SavedRun(config, model.eval(), load_tokenizer(config.data.tokenizer, config.data.vocab))

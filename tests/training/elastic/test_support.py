@@ -156,6 +156,10 @@ def test_a_joiner_takes_nothing_of_its_own_machine_from_a_lighthouse() -> None:
     }
     made = with_own({"model": {"factory": "their:model"}}, merged_tables(None, {}, ["model.factory=my:model"]))
     assert made == {"model": {"factory": "my:model"}}
+    ids = {"tokenizer": "ids", "vocab": 400, "ids_dtype": "uint32"}  # is no path: all join with ids
+    assert with_own({"data": {"path": "/theirs/a.bin", **ids}}, {"data": {"path": "/mine"}}) == {
+        "data": {"path": "/mine", **ids}
+    }
 
 
 def test_what_a_machine_has_for_itself_goes_on_to_its_other_workers() -> None:
