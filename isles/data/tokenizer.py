@@ -29,14 +29,14 @@ class Tokenizer(Protocol):
 
     `eos_id` ends a document; None where the vocabulary has no such id (documents are then ended by a newline).
     `fingerprint` is equal for two tokenizers exactly when they give equal ids. `files`: its tokenizer.json, and the
-    tokenizer_config.json beside it, which may be missing.
+    tokenizer_config.json beside it, which may be missing; none where there is no text.
     """
 
     name: str
     vocab_size: int
     eos_id: int | None
     fingerprint: str
-    files: tuple[Path, Path]
+    files: tuple[Path, ...]
 
     def encode(self, text: str) -> Ids: ...
 
@@ -52,7 +52,7 @@ class ByteTokenizer:
     vocab_size = 256
     eos_id: int | None = None
     fingerprint = "bytes"
-    files = (_BYTES / "tokenizer.json", _BYTES / "tokenizer_config.json")
+    files: tuple[Path, ...] = (_BYTES / "tokenizer.json", _BYTES / "tokenizer_config.json")
 
     def encode(self, text: str) -> Ids:
         """uint8 ids, one a byte of the UTF-8 form."""
@@ -71,6 +71,7 @@ class ReadyIds:
 
     name = IDS
     eos_id: int | None = None
+    files: tuple[Path, ...] = ()
 
     def __init__(self, vocab: int) -> None:
         self.vocab_size = vocab
@@ -112,7 +113,7 @@ class HuggingFaceTokenizer:
         if not ids:
             raise ValueError(f"data.tokenizer = {str(file)!r} has an empty vocabulary; train it before saving it")
         self.vocab_size = max(ids) + 1  # ids may have gaps, and an embedding needs a row for the largest
-        self.files = (file, file.with_name("tokenizer_config.json"))
+        self.files: tuple[Path, ...] = (file, file.with_name("tokenizer_config.json"))
         self.eos_id = _eos_id(self.files[1], self._rust)
         self.fingerprint = hashlib.sha256(content + str(self.eos_id).encode()).hexdigest()
         self._dtype = smallest_dtype(self.vocab_size)

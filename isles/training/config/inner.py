@@ -15,7 +15,6 @@ steps only; outer steps do not touch it. Loads no torch; the optimizer itself: `
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -77,34 +76,19 @@ class InnerConfig:
         demand(self, "accumulation", lambda x: x >= 1, "choose 1 or more batches")
 
 
-def _falling(share: float, config: InnerConfig) -> float:
-    """From 1 to the final fraction; share: 1 at the peak, 0 at the end."""
-    return config.final_lr_fraction + (1 - config.final_lr_fraction) * share
-
-
-def _done(step: int, begin: int, steps: int) -> float:
-    return min((step - begin) / max(steps - begin, 1), 1.0)
-
-
-def _wsd(step: int, steps: int, config: InnerConfig) -> float:
-    begin = max(steps - max(round(config.decay_fraction * steps), 1), config.warmup_steps)
-    return _falling(1 - max(_done(step, begin, steps), 0.0), config)
-
-
-_AFTER_WARMUP: dict[Schedule, Callable[[int, int, InnerConfig], float]] = {
-    "cosine": lambda s, n, c: _falling((1 + math.cos(math.pi * _done(s, c.warmup_steps, n))) / 2, c),
-    "linear": lambda s, n, c: _falling(1 - _done(s, c.warmup_steps, n), c),
-    "wsd": _wsd,
-    "inverse_sqrt": lambda s, n, c: max(c.final_lr_fraction, math.sqrt(max(c.warmup_steps, 1) / s)),
-    "constant": lambda s, n, c: 1.0,
-}
-
-
 def lr_factor(step: int, steps: int, config: InnerConfig) -> float:
     """The learning rate of inner step `step` (1..steps) as a share of the peak; see the module."""
-    if step <= config.warmup_steps:
-        return step / config.warmup_steps
-    return _AFTER_WARMUP[config.schedule](step, steps, config)
+    begin, least = config.warmup_steps, config.final_lr_fraction
+    if step <= begin:
+        return step / begin
+    if config.schedule == "constant":
+        return 1.0
+    if config.schedule == "inverse_sqrt":
+        return max(least, math.sqrt(max(begin, 1) / step))
+    if config.schedule == "wsd":
+        begin = max(steps - max(round(config.decay_fraction * steps), 1), begin)
+    done = min(max((step - begin) / max(steps - begin, 1), 0.0), 1.0)
+    return least + (1 - least) * ((1 + math.cos(math.pi * done)) / 2 if config.schedule == "cosine" else 1 - done)
 
 
 def inner_kind(config: InnerConfig, usual: Literal["adamw", "sgd"]) -> str:
