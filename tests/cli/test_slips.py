@@ -63,7 +63,7 @@ REFUSED: list[tuple[str, list[str]]] = [
     ("train --set sync_every=5", ["did you mean 'replicas.sync_every'?"]),
     ("train --set inner.learning_rate=1", ["unknown key 'inner.learning_rate': did you mean 'inner.lr'?"]),
     ("train --set model.n_embd=64", ["did you mean 'model.d_model'?"]),
-    ("train --set inner.decay=1", ["unknown key 'inner.decay': choose one of"]),
+    ("train --set inner.zzz=1", ["unknown key 'inner.zzz': choose one of"]),
     ("train --steps 10", ["no exchange falls into a run of 10 steps", "--set replicas.sync_every=10"]),
     ("train --data typo", ["data.path = 'typo' does not exist"]),
     ("train --lr fast", ["'--lr'", "valid number"]),
