@@ -52,6 +52,8 @@ def resume(
     if nodes == 1:
         torchrun.adopt()
     end_in_order()
+    if (run / "experts.toml").exists():
+        raise ValueError(f"{run}: holds experts; type the isles experts command that began them again, and they go on")
     complete, comes_and_goes = (run / "summary.json").exists(), (run / "members.jsonl").exists()
     if comes_and_goes and (step, steps, stages, device, nodes) != (None, None, None, None, 1):
         options = "--step, --steps, --stages, --device and --nodes"

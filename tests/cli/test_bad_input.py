@@ -42,6 +42,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "other.jsonl").write_text('{"words": "fine"}\n')
     (folder / "no.parquet").write_text("not parquet")
     (folder / "nothing").mkdir()
+    (folder / "experts").mkdir()
+    (folder / "experts" / "experts.toml").touch()
     (folder / "questions.jsonl").write_text('{"what": "no layout that is known"}\n')
     (folder / "no_tokenizer.json").write_text("{}")
     _tokenizer(folder / "tokenizer.json")
@@ -256,6 +258,7 @@ MISTAKES: list[tuple[list[str], list[str]]] = [
     (["resume", "done"], ["done: this run is complete"]),
     (["resume", "stopped", "--steps", "4"], ["--steps 4: the checkpoint is of step 4", "choose more"]),
     (["resume", "done", "--steps", "12"], ["done: no checkpoint of this run", "run.start=done"]),
+    (["resume", "experts"], ["experts: holds experts", "isles experts"]),
     (["resume", "nothing"], ["nothing: no complete checkpoint", "run.checkpoint_every"]),
     (["resume", "truncated"], ["truncated: no complete checkpoint"]),
     (["resume", "corrupt"], ["corrupt", "worker-1.safetensors", "damaged", "remove"]),

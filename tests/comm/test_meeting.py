@@ -215,6 +215,25 @@ sys.stdout.write(f"all {world.rank} {world.local_rank} {ranks}\\n")  # in one pi
 """
 
 
+RESTARTED = """
+import os, sys, torch, isles
+world = isles.init()
+ranks = [int(one) for one in world.outer.all_gather(torch.tensor([world.rank]))]
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and world.rank == 1:
+    os._exit(3)
+world.outer.barrier()
+sys.stdout.write(f"all {world.rank} {world.local_rank} {ranks}\\n")
+"""
+
+
+@pytest.mark.long
+def test_processes_that_torchrun_has_restarted_meet_anew(tmp_path: Path) -> None:
+    """Its store still has what those before them wrote."""
+    (tmp_path / "train.py").write_text(RESTARTED)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--local-addr", "127.0.0.1", "--max-restarts", "1"]
+    _all(2, [*torchrun, "--nproc-per-node", "2", str(tmp_path / "train.py")], tmp_path)
+
+
 @pytest.mark.long
 def test_mpirun(tmp_path: Path) -> None:
     """`mpirun -n 3 python train.py`, with nothing else set."""
@@ -222,7 +241,7 @@ def test_mpirun(tmp_path: Path) -> None:
         pytest.skip("no mpirun here")
     (tmp_path / "train.py").write_text(TRAIN)
     options = ["--allow-run-as-root", "--oversubscribe", "-n", "3"]
-    _three(["mpirun", *options, sys.executable, str(tmp_path / "train.py")], tmp_path)
+    _all(3, ["mpirun", *options, sys.executable, str(tmp_path / "train.py")], tmp_path)
 
 
 @pytest.mark.long
@@ -230,13 +249,13 @@ def test_srun(tmp_path: Path) -> None:
     """`srun -n 3 python train.py` on a cluster of this machine alone."""
     (tmp_path / "train.py").write_text(TRAIN)
     with slurm(tmp_path) as environment:
-        _three(["srun", "-n", "3", "--overcommit", sys.executable, str(tmp_path / "train.py")], tmp_path, environment)
+        _all(3, ["srun", "-n", "3", "--overcommit", sys.executable, str(tmp_path / "train.py")], tmp_path, environment)
 
 
-def _three(command: list[str], folder: Path, environment: dict[str, str] | None = None) -> None:
+def _all(size: int, command: list[str], folder: Path, environment: dict[str, str] | None = None) -> None:
     reported = {**(environment or os.environ), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=reported, cwd=folder, capture_output=True, text=True, timeout=180)
     logs = {path.name: path.read_text()[-2000:] for path in folder.glob("*.log")}
     assert done.returncode == 0, (done.stderr, logs)
     lines = sorted(line for line in done.stdout.splitlines() if line.startswith("all"))
-    assert lines == [f"all {rank} {rank} [0, 1, 2]" for rank in range(3)], done.stdout
+    assert lines == [f"all {rank} {rank} {[*range(size)]}" for rank in range(size)], done.stdout

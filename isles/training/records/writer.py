@@ -149,7 +149,7 @@ def write_config(config: Config, out: Path) -> None:
 
 def reopen(config: Config, out: Path) -> None:
     """Make the run in `out` one that goes on to the last step of `config`: it is complete no more."""
-    if read_toml(str(out / CONFIG))["run"]["steps"] != config.run.steps:
+    if read_toml(str(out / CONFIG))["run"].get("steps") != config.run.steps:
         write_text(out / CONFIG, to_toml(config, referenced_names(config)))
     (out / SUMMARY).unlink(missing_ok=True)
 
