@@ -17,7 +17,6 @@ from isles.cli import torchrun
 from isles.cli.terminal import As, ConfigFile, InnerSteps, Progress, Set, Trust, end_in_order, takes_settings
 from isles.report import write_report
 from isles.report.units import format_bytes, format_seconds
-from isles.running.python import new_directory, ready
 
 Nodes = Annotated[int, typer.Option(help="Machines that train together; the same command on each.")]
 Node = Annotated[int, typer.Option(help="Which of them this is, from 0.")]
@@ -65,6 +64,7 @@ def train(
         option = "--probe" if probe else "--json" if json else "--gpu"
         raise ValueError(f"{option} goes with --dry-run: add it, or take it out")
     from isles.launch.nodes import NodeSpec
+    from isles.running.python import new_directory, ready
     from isles.training.config.reading import gather, resolve
     from isles.training.records.tokens import node_token, read_token
 
