@@ -28,7 +28,6 @@ from isles.cli.terminal import (
 )
 from isles.report import write_report
 from isles.report.units import format_bytes, format_seconds
-from isles.running.python import new_directory, ready
 
 Nodes = Annotated[int, typer.Option(help="Machines that train together; the same command on each.")]
 Node = Annotated[int, typer.Option(help="Which of them this is, from 0.")]
@@ -89,6 +88,7 @@ def train(
         why = "name the run directory with --out" if out is None else "--nodes has a directory a machine; start by srun"
         raise ValueError(f"--resume auto: {why}")
     from isles.launch.nodes import NodeSpec
+    from isles.running.python import new_directory, ready
     from isles.training.config.reading import gather, resolve
     from isles.training.records.tokens import node_token, read_token
 

@@ -71,8 +71,7 @@ DEFAULT_METHOD = "noloco"
 _DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 
 Tables = dict[str, dict[str, Any]]
-ConfigSource = str | Mapping[str, Any] | None
-"""The path of a CONFIG.toml, or its tables; None: the embedded run."""
+ConfigSource = str | Mapping[str, Any] | None  # the path of a CONFIG.toml, or its tables; None: the embedded run
 
 
 def read_config(
