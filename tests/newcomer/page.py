@@ -10,7 +10,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
-SCRIPTS: dict[str, str] = dict(re.findall(r"Save this as `(\w+\.py)`[^\n]*\n\n```python\n(.*?)```", PAGE, re.DOTALL))
+SCRIPTS: dict[str, str] = dict(re.findall(r"Save this as `(\w+\.py)`[^`]*(?:`[^`\n]+`[^`]*)?\n\n```python\n(.*?)```", PAGE, re.DOTALL))
 TASK: str = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)[0]
 
 
