@@ -10,7 +10,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
-SCRIPTS: dict[str, str] = dict(re.findall(r"Save this as `(\w+\.py)`[^`]*(?:`[^`\n]+`[^`]*)?\n\n```python\n(.*?)```", PAGE, re.DOTALL))
+_SCRIPT = r"Save this as `(\w+\.py)`[^`]*(?:`[^`\n]+`[^`]*)?\n\n```python\n(.*?)```"  # words before it may hold code
+SCRIPTS: dict[str, str] = dict(re.findall(_SCRIPT, PAGE, re.DOTALL))
 TASK: str = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)[0]
 
 
