@@ -150,6 +150,8 @@ _SAMPLED, _SAMPLED_ROWS = 8, 100  # sources, and documents of each
 def check_sample(config: DataConfig) -> None:
     """Read the beginning of some sources. ValueError as in `list_sources` and `read_documents`."""
     sources = list_sources(config)
+    if not any(source.size for source in sources):
+        raise ValueError(f"data.path = {config.path!r} holds no text ({len(sources)} files, all empty); give others")
     for source in sources[:: -(-len(sources) // _SAMPLED)]:
         if source.kind == "text" and config.tokenizer != IDS:
             with source.path.open("rb") as file:

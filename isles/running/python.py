@@ -77,6 +77,8 @@ def train(
         raise ValueError("isles.train starts its workers itself: run this without torchrun, or torchrun -m isles train")
     from isles.running.run import launch
 
+    if not isinstance(config, Config | Path | str | dict | None):
+        raise ValueError(f"config = {config!r}: give the path of a CONFIG.toml, its tables as a dict, or run.config")
     tables = parse_toml(to_toml(config)) if isinstance(config, Config) else config
     tables = gather(str(tables) if isinstance(tables, Path) else tables, settings_named(changes), [])
     resolved = ready(tables)
