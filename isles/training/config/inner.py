@@ -15,19 +15,13 @@ steps only; outer steps do not touch it. Loads no torch; the optimizer itself: `
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from isles.base.errors import demand
 from isles.base.parts import names_code, one_of_or_code
 
-_MUON: dict[str, tuple[Callable[[Any], bool], str]] = {  # options of torch.optim.Muon: what is right, and the mend
-    "momentum": (lambda x: type(x) in (int, float) and 0 <= x < 1, "a number in [0, 1), such as 0.95"),
-    "nesterov": (lambda x: isinstance(x, bool), "true or false"),
-    "ns_steps": (lambda x: type(x) is int and 1 <= x < 100, "1 to 99 steps, such as 5"),
-    "adjust_lr_fn": (lambda x: x in ("match_rms_adamw", "original"), '"match_rms_adamw" or "original"'),
-}
+_MUON = ("momentum", "nesterov", "ns_steps", "adjust_lr_fn")  # options of torch.optim.Muon
 Schedule = Literal["cosine", "wsd", "linear", "constant", "inverse_sqrt"]
 
 
@@ -65,11 +59,9 @@ class InnerConfig:
 
     def __post_init__(self) -> None:
         one_of_or_code("optimizer", self.optimizer, ("auto", "adamw", "sgd", "muon"))
-        for key, value in (self.options or {}).items():
+        for key in self.options or {}:
             if self.optimizer == "muon" and key not in _MUON:
                 raise ValueError(f'options.{key}: with "muon", choose one of {", ".join(_MUON)}, or leave it out')
-            if self.optimizer == "muon" and not _MUON[key][0](value):
-                raise ValueError(f"options.{key} = {value!r}: choose {_MUON[key][1]}")
             if self.optimizer != "muon" and not names_code("optimizer", self.optimizer):
                 raise ValueError(f'options.{key} is for your own optimizer or "muon", not for "{self.optimizer}"')
             if key in ("lr", "weight_decay"):
