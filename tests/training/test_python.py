@@ -101,9 +101,14 @@ def test_a_mistake_is_a_value_error_of_one_line(
     assert "\n" not in str(error.value) and [path.name for path in folder.iterdir()] == ["my-text.txt"]
 
 
-def test_not_below_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
-    with pytest.raises(ValueError, match="torchrun -m isles train"):
+SRUN = {"SLURM_PROCID": "1", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "1"}
+
+
+@pytest.mark.parametrize("started", [{"TORCHELASTIC_RUN_ID": "x"}, {**SRUN, "SLURM_LOCALID": "1", "SLURM_JOB_ID": "7"}])
+def test_not_below_torchrun_or_srun(started: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in started.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match="without torchrun, srun -n and mpirun"):
         isles.train()
 
 
