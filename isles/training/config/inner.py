@@ -15,6 +15,7 @@ steps only; outer steps do not touch it. Loads no torch; the optimizer itself: `
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
