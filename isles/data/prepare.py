@@ -145,7 +145,7 @@ def _pieces(
             number += 1
             if number <= whole:
                 continue
-            read = 0
+            read = characters if number == whole + 1 else 0
             for text, last in _cut(document.chunks, tokenizer):
                 read += len(text)
                 yield _Piece(file, document.name, text, last, before + max(document.read * size, min(read, size)))
