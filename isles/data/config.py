@@ -21,6 +21,10 @@ class DataConfig:
     """Text file, JSONL, Parquet, saved Hugging Face dataset, or a folder of such files, or a folder that holds a stored
     corpus, which has its own split; "" means the source of the running Python's standard library.
     """
+    validation_path: str = ""
+    """Text of the same formats for validation; all of `path` is then trained on. "": `validation_fraction` of `path`,
+    or the split "validation", else "test", of a saved dataset that has one.
+    """
     tokenizer: str = "bytes"
     """What makes ids of text: "bytes" (one id a byte), or the path of a Hugging Face `tokenizer.json` or of the folder
     that holds one; left out beside model.hf: that folder's. "ids": the files hold token ids (.bin, .npy, rows of ids).
@@ -40,7 +44,7 @@ class DataConfig:
     batch_size: int = 16
     """Sequences a step."""
     validation_fraction: float = 0.05
-    """Share of the tokens kept out of training, in [0, 1); 0 means no validation."""
+    """Share of the tokens kept out of training, in [0, 1); 0 means no validation. Left out beside `validation_path`."""
     validation_sequences: int = 128
     """Sequences that one validation pass reads, evenly spaced over the validation tokens."""
     cache: str = "auto"
@@ -49,7 +53,7 @@ class DataConfig:
     """
 
     def __post_init__(self) -> None:
-        for key in ("path", "tokenizer", "text_key", "cache"):
+        for key in ("path", "validation_path", "tokenizer", "text_key", "cache"):
             value = getattr(self, key)
             if not isinstance(value, str):
                 raise ValueError(f"data.{key} = {value!r} is not a string; put it in quotes")
@@ -71,6 +75,8 @@ class DataConfig:
         fraction = self.validation_fraction
         if not isinstance(fraction, (int, float)) or isinstance(fraction, bool) or not 0 <= fraction < 1:
             raise ValueError(f"data.validation_fraction = {fraction!r} is not in [0, 1); use for example 0.05")
+        if self.validation_path and fraction != type(self).validation_fraction:
+            raise ValueError(f"data.validation_fraction = {fraction!r} beside data.validation_path; leave one out")
 
     @property
     def column(self) -> str:
