@@ -25,7 +25,7 @@ from isles.data.store import is_stored
 from isles.data.tokenizer import Ids
 
 SourceKind = Literal["text", "jsonl", "parquet", "dataset", "ids"]
-Key = Literal["path", "validation_path"]
+SourceKey = Literal["path", "validation_path"]
 Chunk = str | Ids
 
 _ROWS: dict[str, SourceKind] = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
@@ -50,7 +50,7 @@ class Source:
     name: str
     kind: SourceKind
     alone: bool  # named by the user itself, not found in a folder: then nothing about it is passed over
-    key: Key = "path"
+    key: SourceKey = "path"
     validates: bool = False
 
     def __str__(self) -> str:
@@ -79,7 +79,7 @@ def list_sources(config: DataConfig) -> list[Source]:
     return sources
 
 
-def _sources(config: DataConfig, key: Key) -> list[Source]:
+def _sources(config: DataConfig, key: SourceKey) -> list[Source]:
     path, kinds, held = getattr(config, key), _KINDS[config.tokenizer == IDS], key != "path"
     root = Path(path).expanduser()
     if not root.exists():
@@ -137,7 +137,7 @@ def _walk(root: Path, enter: Callable[[str], bool]) -> Iterator[Path]:
 _SPLITS = "dataset_dict.json"  # of a saved `DatasetDict`, which has a folder for each split
 
 
-def _splits(config: DataConfig, root: Path, key: Key) -> list[Source]:
+def _splits(config: DataConfig, root: Path, key: SourceKey) -> list[Source]:
     """`train`, and `validation`, else `test`, for validation."""
     try:
         there = [name for name in parse_json((root / _SPLITS).read_bytes())["splits"] if (root / name).is_dir()]
@@ -354,7 +354,7 @@ def _read_dataset(source: Source, config: DataConfig) -> Iterator[Document]:
         import datasets  # pyrefly: ignore[missing-import]
     except ImportError:
         raise ValueError(f'{source} is a saved dataset and needs the package datasets; pip install ".[hf]"') from None
-    table = datasets.load_from_disk(str(source.path))
+    table: Any = datasets.load_from_disk(str(source.path))
     if config.column not in table.column_names:
         raise _no_column(source, "", config.column, table.column_names)
     rows: Iterable[Any] = table.select_columns([config.column])
