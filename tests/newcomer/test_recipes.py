@@ -50,7 +50,9 @@ def test_each_recipe_is_tested() -> None:
         ast.parse(SCRIPTS[name])
         assert commands(heading) == [f"torchrun --nproc-per-node 2 --virtual-local-rank {name}"]
     for page in (ROOT / "docs").glob("*.md"):
-        assert page.name == "recipes.md" or not re.search(r"os\.environ\.pop|setup_dataloaders|LoraConfig", page.read_text())
+        assert page.name == "recipes.md" or not re.search(
+            r"os\.environ\.pop|setup_dataloaders|LoraConfig", page.read_text()
+        )
 
 
 @pytest.fixture(scope="module")
