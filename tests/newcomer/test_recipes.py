@@ -101,7 +101,7 @@ def loss(folder: Path, adapters: Path | None = None) -> float:
     return after
 
 
-def rows(folder: Path):  # noqa: ANN201
+def rows(folder: Path):
     import json
 
     import torch
