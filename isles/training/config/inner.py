@@ -15,14 +15,13 @@ steps only; outer steps do not touch it. Loads no torch; the optimizer itself: `
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from isles.base.errors import as_typed, demand
 from isles.base.parts import names_code, one_of_or_code
 
-_MUON: dict[str, Callable[[Any], bool]] = {
+_MUON = {
     "momentum": lambda x: isinstance(x, int | float) and 0 <= x < 1,
     "nesterov": lambda x: isinstance(x, bool),
     "ns_steps": lambda x: isinstance(x, int) and 1 <= x < 100,
