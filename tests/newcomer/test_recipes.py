@@ -5,6 +5,7 @@ loop, to the bit.
 from __future__ import annotations
 
 import ast
+import json
 import re
 from pathlib import Path
 
@@ -82,13 +83,17 @@ def test_a_recipe_runs_as_printed(folder: Path, name: str) -> None:
 
 
 def loss(folder: Path, adapters: Path | None = None) -> float:
-    """Of the saved model on the first rows, in nats a token; adapters: put into a fresh model. Below what it was."""
+    """Of the saved model on the first text, in nats a token; adapters: put into a fresh model. Below what it was."""
     import torch
+    from tokenizers import Tokenizer
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder.parents[1] / "models" / "my-llama"))
-    ids = rows(folder.parents[1])
+    home = folder.parents[1]
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(home / "models" / "my-llama"))
+    text = json.loads((home / "my-text.jsonl").read_text().partition("\n")[0])["text"]
+    ids = torch.tensor(Tokenizer.from_file(str(home / "models" / "my-llama" / "tokenizer.json")).encode(text).ids)
+    ids = ids[: len(ids) // 64 * 64].view(-1, 64)
     before = float(model(input_ids=ids, labels=ids).loss.detach())
     if adapters is None:
         model = AutoModelForCausalLM.from_pretrained(folder)
@@ -99,18 +104,6 @@ def loss(folder: Path, adapters: Path | None = None) -> float:
     after = float(model(input_ids=ids, labels=ids).loss.detach())
     assert after < before - (0.02 if adapters else 0.5), (before, after)
     return after
-
-
-def rows(folder: Path):
-    import json
-
-    import torch
-    from tokenizers import Tokenizer
-
-    tokenizer = Tokenizer.from_file(str(folder / "models" / "my-llama" / "tokenizer.json"))
-    with open(folder / "my-text.jsonl", encoding="utf-8") as file:
-        ids = tokenizer.encode(json.loads(file.readline())["text"]).ids
-    return torch.tensor(ids[: len(ids) // 64 * 64]).view(-1, 64)
 
 
 def check_lora(folder: Path, printed: str) -> None:
