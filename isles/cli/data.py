@@ -21,10 +21,12 @@ def prepare(
     """Tokenise the text of a configuration once, for all runs on this machine; goes on where it was stopped."""
     from isles.data import load_corpus
     from isles.data.prepare import corpus_folder
+    from isles.data.sources import check_sample
     from isles.training.config.reading import gather, resolve
 
     end_in_order()
     data = resolve(gather(config, {}, set_ or [], trust=trust)).data
+    check_sample(data)
     corpus = load_corpus(data, lambda text: print(text, file=sys.stderr, flush=True), check=True)
     parts, folder = (corpus.train, corpus.validation), corpus_folder(data)
     print_named(

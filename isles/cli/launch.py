@@ -19,10 +19,10 @@ _SCRIPT = """\
 #!/bin/bash
 {options}
 # A task is a worker. Before the job's time is over Slurm sends SIGUSR1 (--signal): the run saves a checkpoint and ends
-# with exit code {stopped}. The job then queues again, and goes on from the checkpoint.
+# with exit code {stopped}, or with 138 before it has begun. The job then queues again, and goes on.
 srun {command}
 code=$?
-if [ "$code" -eq {stopped} ]; then
+if [ "$code" -eq {stopped} ] || [ "$code" -eq 138 ]; then
     scontrol requeue "$SLURM_JOB_ID"
 fi
 exit "$code"

@@ -137,7 +137,7 @@ def evaluate(
     from isles.models import autocast
     from isles.training.step import validation_loss
 
-    settings = saved.config.data if data is None else replace(saved.config.data, path=data)
+    settings = saved.config.data if data is None else replace(saved.config.data, path=data, validation_path="")
     corpus = load_corpus(settings)
     loader = Loader(corpus, settings, context=saved.context)
     where = next(saved.model.parameters()).device

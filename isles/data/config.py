@@ -21,6 +21,8 @@ class DataConfig:
     """Text file, JSONL, Parquet, saved Hugging Face dataset, or a folder of such files, or a folder that holds a stored
     corpus, which has its own split; "" means the source of the running Python's standard library.
     """
+    validation_path: str = ""
+    """Validation text, in these formats; "": a share of `path`, or a saved dataset's split "validation" or "test"."""
     tokenizer: str = "bytes"
     """What makes ids of text: "bytes" (one id a byte), or the path of a Hugging Face `tokenizer.json` or of the folder
     that holds one; left out beside model.hf: that folder's. "ids": the files hold token ids (.bin, .npy, rows of ids).
@@ -40,7 +42,7 @@ class DataConfig:
     batch_size: int = 16
     """Sequences a step."""
     validation_fraction: float = 0.05
-    """Share of the tokens kept out of training, in [0, 1); 0 means no validation."""
+    """Share of the tokens kept out of training, in [0, 1); 0 means no validation. Left out beside `validation_path`."""
     validation_sequences: int = 128
     """Sequences that one validation pass reads, evenly spaced over the validation tokens."""
     cache: str = "auto"
@@ -49,9 +51,8 @@ class DataConfig:
     """
 
     def __post_init__(self) -> None:
-        for key in ("path", "tokenizer", "text_key", "cache"):
-            value = getattr(self, key)
-            if not isinstance(value, str):
+        for key in ("path", "validation_path", "tokenizer", "text_key", "cache"):
+            if not isinstance(value := getattr(self, key), str):
                 raise ValueError(f"data.{key} = {value!r} is not a string; put it in quotes")
         if not self.tokenizer:
             raise ValueError('data.tokenizer is empty; use "bytes" or the path of a tokenizer.json')
@@ -59,18 +60,18 @@ class DataConfig:
             raise ValueError(f'data.vocab = {self.vocab!r}; with data.tokenizer = "ids", give how many ids there are')
         if self.tokenizer != IDS and (self.vocab, self.ids_dtype) != (0, "uint16"):
             raise ValueError('data.vocab and data.ids_dtype go with data.tokenizer = "ids"; set it, or leave them out')
-        choices_of = {"split": get_args(Split), "batch_mode": get_args(BatchMode), "ids_dtype": get_args(IdsType)}
-        for key, choices in choices_of.items():
-            value = getattr(self, key)
-            if value not in choices:
-                raise ValueError(f"data.{key} = {value!r} is not known; use {' or '.join(map(repr, choices))}")
+        for key, kind in (("split", Split), ("batch_mode", BatchMode), ("ids_dtype", IdsType)):
+            if (value := getattr(self, key)) not in get_args(kind):
+                known = " or ".join(map(repr, get_args(kind)))
+                raise ValueError(f"data.{key} = {value!r} is not known; use {known}")
         for key in ("batch_size", "validation_sequences"):
-            value = getattr(self, key)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            if type(value := getattr(self, key)) is not int or value < 1:
                 raise ValueError(f"data.{key} = {value!r} is not a number of sequences; use an integer of at least 1")
         fraction = self.validation_fraction
         if not isinstance(fraction, (int, float)) or isinstance(fraction, bool) or not 0 <= fraction < 1:
             raise ValueError(f"data.validation_fraction = {fraction!r} is not in [0, 1); use for example 0.05")
+        if self.validation_path and fraction != type(self).validation_fraction:
+            raise ValueError(f"data.validation_fraction = {fraction!r} beside data.validation_path; leave one out")
 
     @property
     def column(self) -> str:

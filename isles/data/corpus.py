@@ -79,7 +79,7 @@ class TokenStream:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Corpus:
-    """Tokenised text in two disjoint parts. One object serves any number of loaders.
+    """Tokenised text in two parts. One object serves any number of loaders.
 
     name: what was read ("standard library", or the path). split_by: whether whole documents or their ends were kept out
     of training. sha256: hex digest of the tokens and document bounds of both parts, so equal exactly when a run would

@@ -77,7 +77,7 @@ class Loader:
                 f"{corpus.row - 1}, not {context}"
             )
         self._windows = windows(tokens, context, corpus.row)
-        self._validation = self._fixed_validation(config.validation_sequences)
+        self._validation = self._fixed_validation(config)
         self._orders: dict[int, np.ndarray] = {}  # by epoch, those that the last batch touched
 
     @property
@@ -167,18 +167,19 @@ class Loader:
         share = self.worker if self.split == "by_file" else 0
         return epoch_order(self.sequences, seed=self.seed, epoch=epoch, share=share)
 
-    def _fixed_validation(self, sequences: int) -> tuple[np.ndarray, np.ndarray] | None:
+    def _fixed_validation(self, config: DataConfig) -> tuple[np.ndarray, np.ndarray] | None:
         """(all validation windows, indices of those that are read); None without validation text."""
         tokens = self.corpus.validation.tokens
         if len(tokens) == 0:
             return None
         if len(tokens) <= self.context:  # said now and not after the first thousand steps
+            key, mend = ("path", "give") if config.validation_path else ("fraction", "raise it or give")
             raise ValueError(
-                f"data.validation_fraction keeps {len(tokens)} tokens for validation, fewer than "
-                f"context + 1 = {self.context + 1}; raise it or give more text"
+                f"data.validation_{key} gives {len(tokens)} tokens for validation, fewer than "
+                f"context + 1 = {self.context + 1}; {mend} more text"
             )
         among = windows(tokens, self.context, self.corpus.row)
-        return among, spaced(len(among), sequences)
+        return among, spaced(len(among), config.validation_sequences)
 
 
 def resharded(state: dict[str, Any], *, workers: int, batch_size: int) -> dict[str, Any]:

@@ -1,12 +1,13 @@
-"""From the documents of `data.path` to a corpus (`load_corpus`): tokenised by one process a machine, in memory that
-does not depend on the size of the text, and stored (`store`) for all others.
+"""From the documents of `data.path` and `data.validation_path` to a corpus (`load_corpus`): tokenised by one process a
+machine, in memory that does not depend on the size of the text, and stored (`store`) for all others.
 
 Long documents are cut at line ends into pieces. A cut must change no id, so the ids around it are compared with those
 of the uncut text; where no line end will do, the piece grows, up to the whole document.
 
-Which side of the split a document falls on is decided by a hash of its name, so it depends neither on the machine nor
-on the other documents. Where that leaves validation less than half or more than twice its share (one book, a few files
-of unequal size) every document is cut in two instead and its end goes to validation; no token is on both sides.
+Where validation has no files of its own, a hash of a document's name decides which side of the split it falls on, so
+it depends neither on the machine nor on the other documents. Where that leaves validation less than half or more than
+twice its share (one book, a few files of unequal size) every document is cut in two instead and its end goes to
+validation; no token is on both sides.
 """
 
 from __future__ import annotations
@@ -71,11 +72,17 @@ def _prepare(
         text = _tokenise(draft, sources, config, tokenizer, notify)
     documents = draft.all_documents()
     length_D, file_D = documents["tokens"], documents["file"].astype(smallest_dtype(len(sources)))
-    if not length_D.sum():
-        why = f"holds no text ({len(sources)} files, all empty or binary); give files with text"
-        raise ValueError(f"data.path = {config.path!r} {why}")
+    validates_D = np.array([source.validates for source in sources])[file_D]
+    for end in (sources[0], sources[-1]):  # the second one validates where validation has sources of its own
+        if not length_D[validates_D == end.validates].sum():
+            files, what = sum(one.validates == end.validates for one in sources), " for validation" * end.validates
+            why = f"holds no text{what} ({files} files, all empty or binary); give files with text"
+            raise ValueError(f"data.{end.key} = {getattr(config, end.key)!r} {why}")
     _warn_of_left_out(sources, set(file_D.tolist()))
-    trained_D, split_by = _training_lengths(documents["hash"], length_D, float(config.validation_fraction))
+    if sources[-1].validates:
+        trained_D, split_by = np.where(validates_D, 0, length_D), "document"
+    else:
+        trained_D, split_by = _training_lengths(documents["hash"], length_D, float(config.validation_fraction))
     start_D = np.cumsum(length_D) - length_D
     where = {"files": tuple(source.name for source in sources), "file_of": file_D}
     train = draft.stream("train", start_D, trained_D, **where)
@@ -145,7 +152,7 @@ def _pieces(
             number += 1
             if number <= whole:
                 continue
-            read = 0
+            read = characters if number == whole + 1 else 0
             for text, last in _cut(document.chunks, tokenizer):
                 read += len(text)
                 yield _Piece(file, document.name, text, last, before + max(document.read * size, min(read, size)))
@@ -255,10 +262,11 @@ def _unit_hash(name: str) -> float:
 def _warn_of_left_out(sources: Sequence[Source], read: set[int]) -> None:
     """Empty files are no loss; files with content that gave no document are worth a word."""
     silent = [source for index, source in enumerate(sources) if index not in read]
-    binary = [source.name for source in silent if source.kind != "dataset" and source.size]
+    binary = [source for source in silent if source.kind != "dataset" and source.size]
     if binary:
         warnings.warn(
-            f"data.path: {len(binary)} of {len(sources)} files hold no text and were left out, among them {binary[0]}",
+            f"data.{binary[0].key}: {len(binary)} of {len(sources)} files hold no text and were left out, "
+            f"among them {binary[0].name}",
             stacklevel=4,
         )
 
@@ -278,7 +286,7 @@ def load_corpus(config: DataConfig, notify: OnProgress = lambda text: None, *, c
     or written or holds no text.
     """
     tokenizer = load_tokenizer(config.tokenizer, config.vocab)
-    if is_stored(config.path):
+    if is_stored(config):
         stored = open_corpus(Path(config.path).expanduser(), tokenizer)
         assert stored is not None
         return stored
@@ -321,7 +329,7 @@ def prepare_data(config: DataConfig, notify: OnProgress) -> None:
 
 def corpus_folder(config: DataConfig) -> Path | None:
     """Where `load_corpus` stores the corpus; None where each process reads the text itself."""
-    if is_stored(config.path):
+    if is_stored(config):
         return Path(config.path).expanduser()
     return _stored_as(config, list_sources(config), load_tokenizer(config.tokenizer, config.vocab))[1]
 
@@ -332,7 +340,7 @@ _SMALL = 32_000_000  # bytes of text that are read and split as bytes in a fract
 def _stored_as(config: DataConfig, sources: list[Source], tokenizer: Tokenizer) -> tuple[str, Path | None]:
     """(what the corpus is made from, its folder)"""
     marks = fingerprint(sources)
-    settings = [config.path, config.column, config.ids_dtype, float(config.validation_fraction)]
+    settings = [config.path, config.validation_path, config.column, config.ids_dtype, float(config.validation_fraction)]
     content = hashlib.sha256(json.dumps([FORMAT, tokenizer.fingerprint, marks, *settings]).encode()).hexdigest()[:32]
     cache = config.cache
     if cache == "auto":

@@ -1,5 +1,6 @@
-"""The files behind `data.path`, in an order that is the same on every machine, and their documents, by a reader for
-each format. A document is a text file, or a row; its text comes in chunks, so that no file needs memory for all of it.
+"""The files behind `data.path` and `data.validation_path`, in an order that is the same on every machine, and their
+documents, by a reader for each format. A document is a text file, or a row; its text comes in chunks, so that no file
+needs memory for all of it.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ import codecs
 import json
 import os
 import sysconfig
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -19,9 +21,11 @@ import numpy as np
 from isles.base.errors import as_typed
 from isles.base.parsing import parse_json
 from isles.data.config import IDS, DataConfig
+from isles.data.store import is_stored
 from isles.data.tokenizer import Ids
 
 SourceKind = Literal["text", "jsonl", "parquet", "dataset", "ids"]
+SourceKey = Literal["path", "validation_path"]
 Chunk = str | Ids
 
 _ROWS: dict[str, SourceKind] = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
@@ -36,12 +40,21 @@ _BUILT_FILES = ("_sysconfigdata", "_sysconfig_vars", "sitecustomize", "usercusto
 
 @dataclass(frozen=True)
 class Source:
-    """One file of a corpus (or one saved dataset folder). `name` is its path relative to `data.path`, with slashes."""
+    """One file of a corpus (or one saved dataset's folder).
+
+    name: its path relative to `data.path`, with slashes. key: of [data], that led to it. validates: whether all of it
+    is for validation.
+    """
 
     path: Path
     name: str
     kind: SourceKind
     alone: bool  # named by the user itself, not found in a folder: then nothing about it is passed over
+    key: SourceKey = "path"
+    validates: bool = False
+
+    def __str__(self) -> str:
+        return f"data.{self.key}: {self.path}"
 
     @property
     def size(self) -> int:
@@ -55,29 +68,38 @@ class Source:
 
 
 def list_sources(config: DataConfig) -> list[Source]:
-    """The sources behind `data.path`, sorted by name. Hidden files and folders are left out.
+    """The sources behind `data.path`, sorted by name, and after them those for validation alone. Hidden files and
+    folders are left out.
 
     ValueError where the path does not exist or the folder holds no file.
     """
-    path, ids = config.path, config.tokenizer == IDS
-    if not path:
-        return _standard_library()
+    sources = _sources(config, "path") if config.path else _standard_library()
+    if config.validation_path:
+        sources = [one for one in sources if not one.validates] + _sources(config, "validation_path")
+    return sources
+
+
+def _sources(config: DataConfig, key: SourceKey) -> list[Source]:
+    path, kinds, held = getattr(config, key), _KINDS[config.tokenizer == IDS], key != "path"
     root = Path(path).expanduser()
     if not root.exists():
         raise ValueError(
-            f"data.path = {path!r} does not exist; give a file or a folder, or leave it empty for the standard library"
+            f"data.{key} = {path!r} does not exist; give a file or a folder, or leave it empty for "
+            + ("a share of data.path" if held else "the standard library")
         )
     if root.is_file():
-        return [Source(root, root.name, _KINDS[ids].get(root.suffix.lower(), "text"), alone=True)]
-    if _is_saved_dataset(root):
-        return [Source(root, root.name, "dataset", alone=True)]
+        return [Source(root, root.name, kinds.get(root.suffix.lower(), "text"), True, key, held)]
+    if (root / "state.json").is_file() and (root / "dataset_info.json").is_file():
+        return [Source(root, root.name, "dataset", True, key, held)]
+    if (root / _SPLITS).is_file():
+        return _splits(config, root, key)
     sources = [
-        Source(file, file.relative_to(root).as_posix(), _KINDS[ids].get(file.suffix.lower(), "text"), alone=False)
+        Source(file, file.relative_to(root).as_posix(), kinds.get(file.suffix.lower(), "text"), False, key, held)
         for file in _walk(root, enter=lambda folder: not folder.startswith(".") and folder != "__pycache__")
         if not file.name.startswith(".")
     ]
     if not sources:
-        raise ValueError(f"data.path = {path!r} is a folder without a readable file; put text, JSONL or Parquet there")
+        raise ValueError(f"data.{key} = {path!r} is a folder without a readable file; put text, JSONL or Parquet there")
     return sorted(sources, key=lambda source: source.name)
 
 
@@ -112,9 +134,23 @@ def _walk(root: Path, enter: Callable[[str], bool]) -> Iterator[Path]:
                 yield file
 
 
-def _is_saved_dataset(folder: Path) -> bool:
-    one_split = (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file()
-    return one_split or (folder / "dataset_dict.json").is_file()
+_SPLITS = "dataset_dict.json"  # of a saved `DatasetDict`, which has a folder for each split
+
+
+def _splits(config: DataConfig, root: Path, key: SourceKey) -> list[Source]:
+    """`train`, and `validation`, else `test`, for validation."""
+    try:
+        there = [name for name in parse_json((root / _SPLITS).read_bytes())["splits"] if (root / name).is_dir()]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"data.{key}: {root / _SPLITS} cannot be read ({error}); save the dataset again") from None
+    held = [name for name in ("validation", "test") if name in there][:1]
+    chosen, lacking = (held, "'validation' or 'test'") if key != "path" else (["train"], "'train'")
+    if not chosen or chosen[0] not in there:
+        has = f"has no split {lacking} (it has {_listed(there)})"
+        raise ValueError(f"data.{key}: {root} {has}; give one split's folder")
+    if key == "path" and config.validation_fraction:
+        chosen += held
+    return [Source(root / name, f"{root.name}/{name}", "dataset", True, key, name != "train") for name in chosen]
 
 
 _CHUNK = 1 << 20  # bytes
@@ -134,23 +170,33 @@ class Document(NamedTuple):
 def read_documents(source: Source, config: DataConfig) -> Iterator[Document]:
     """Every document of `source` in order, with its chunks that are not empty; read them before the next document.
 
-    A binary file found in a folder gives nothing; one that `data.path` names itself is a ValueError, as is anything
+    A binary file found in a folder gives nothing; one that the user names itself is a ValueError, as is anything
     else that cannot be read.
     """
     try:
         for document in _READERS[source.kind](source, config):
             yield document._replace(chunks=(chunk for chunk in document.chunks if len(chunk)))
     except OSError as error:
-        raise ValueError(f"data.path: {source.path} cannot be read ({error.strerror or error}); correct it") from error
+        raise ValueError(f"{source} cannot be read ({error.strerror or error}); correct it") from error
 
 
 _SAMPLED, _SAMPLED_ROWS = 8, 100  # sources, and documents of each
 
 
 def check_sample(config: DataConfig) -> None:
-    """Read the beginning of some sources. ValueError as in `list_sources` and `read_documents`."""
+    """Read the beginning of some sources, and warn where a dataset's split is for validation. ValueError as in
+    `list_sources` and `read_documents`.
+    """
+    if is_stored(config):
+        return
     sources = list_sources(config)
-    for source in sources[:: -(-len(sources) // _SAMPLED)]:
+    parts = [[one for one in sources if one.validates is validates] for validates in (False, True)]
+    if not any(source.size for source in parts[0]):
+        raise ValueError(f"data.path = {config.path!r} holds no text ({len(parts[0])} files, all empty); give others")
+    if (last := sources[-1]).validates and last.key == "path":
+        what = f"validation reads the split {last.path.name!r} of the dataset, not data.validation_fraction"
+        warnings.warn(f"data.path: {what}", stacklevel=2)
+    for source in (one for part in parts for one in part[:: -(-len(part) // _SAMPLED) or 1]):
         if source.kind == "text" and config.tokenizer != IDS:
             with source.path.open("rb") as file:
                 head = file.read(_HEAD_BYTES)
@@ -165,7 +211,7 @@ def check_sample(config: DataConfig) -> None:
 def _read_text(source: Source, config: DataConfig) -> Iterator[Document]:
     if config.tokenizer == IDS:
         if source.alone:
-            raise ValueError(f"data.path: {source.path} holds no token ids; give .bin or .npy, or set data.tokenizer")
+            raise ValueError(f"{source} holds no token ids; give .bin or .npy, or set data.tokenizer")
         return
     with source.path.open("rb") as file:
         data = head = file.read(_HEAD_BYTES)
@@ -191,18 +237,18 @@ def _is_text(source: Source, head: bytes, has_nul: bool) -> bool:
     if source.alone and suffix in (".csv", ".tsv"):
         other = ["is a table; write its text as JSONL or Parquet, or name it .txt to train on it as it is"]
     if source.alone and other:
-        raise ValueError(f"data.path: {source.path} {other[0]}")
+        raise ValueError(f"{source} {other[0]}")
     if source.alone and suffix == ".json":
         _refuse_array(source, head)
     # A NUL marks an image or an archive; UTF-16 has NULs too but is text that can be converted.
     if has_nul and (source.alone or head.startswith(_UTF16_MARKS)):
-        raise ValueError(f"data.path: {source.path} has NUL bytes and is no text: {_looks_like(head)}")
+        raise ValueError(f"{source} has NUL bytes and is no text: {_looks_like(head)}")
     return not has_nul and not other
 
 
 def _refuse_array(source: Source, head: bytes) -> None:
     if head.lstrip().startswith(b"["):
-        raise ValueError(f"data.path: {source.path} is a JSON array; write one object a line (jq -c '.[]'), as JSONL")
+        raise ValueError(f"{source} is a JSON array; write one object a line (jq -c '.[]'), as JSONL")
 
 
 def _read_ids(source: Source, config: DataConfig) -> Iterator[Document]:
@@ -216,7 +262,7 @@ def _read_ids(source: Source, config: DataConfig) -> Iterator[Document]:
             array = np.memmap(source.path, dtype=np.dtype(config.ids_dtype).newbyteorder("<"), mode="r")
     except (ValueError, EOFError) as error:
         what = "a whole array of numbers" if is_npy else f'of data.ids_dtype = "{config.ids_dtype}"'
-        raise ValueError(f"data.path: {source.path} is not {what} ({error}); correct it") from None
+        raise ValueError(f"{source} is not {what} ({error}); correct it") from None
     parts = [array] if array.ndim != 1 else (array[at : at + _CHUNK] for at in range(0, len(array), _CHUNK))
     yield Document(source.document_name(), (_ids(part, source, config, "") for part in parts))
 
@@ -232,7 +278,7 @@ def _decoded(source: Source, file: BinaryIO, head: bytes) -> Iterator[str]:
         except UnicodeDecodeError as error:
             hint = _looks_like(head) if _has_ids(head) else "convert it with iconv -t utf-8, or take it out"
             raise ValueError(
-                f"data.path: {source.path} is not UTF-8 text (byte {error.object[error.start]:#04x} at offset "
+                f"{source} is not UTF-8 text (byte {error.object[error.start]:#04x} at offset "
                 f"{at - held + error.start}); {hint}"
             ) from None
         at += len(data)
@@ -271,12 +317,12 @@ def _read_jsonl(source: Source, config: DataConfig) -> Iterator[Document]:
             try:
                 row = parse_json(line.decode("utf-8-sig"))
             except UnicodeDecodeError:
-                raise ValueError(f"data.path: {source.path} line {number} is not UTF-8; convert it") from None
+                raise ValueError(f"{source} line {number} is not UTF-8; convert it") from None
             except ValueError as error:
-                raise ValueError(f"data.path: {source.path} line {number} is not JSON ({error}); correct it") from None
+                raise ValueError(f"{source} line {number} is not JSON ({error}); correct it") from None
             if not isinstance(row, dict):
                 mend = f"write {{{json.dumps(config.column)}: ...}}"
-                raise ValueError(f"data.path: {source.path} line {number} is not an object; {mend}")
+                raise ValueError(f"{source} line {number} is not an object; {mend}")
             if config.column not in row:
                 raise _no_column(source, f" line {number}", config.column, list(row))
             yield _row(row[config.column], source, config, "line", number, read / size)
@@ -287,12 +333,12 @@ def _read_parquet(source: Source, config: DataConfig) -> Iterator[Document]:
         import pyarrow
         import pyarrow.parquet
     except ImportError:
-        raise ValueError(f'data.path: {source.path} needs the package pyarrow; pip install ".[data]"') from None
+        raise ValueError(f'{source} needs the package pyarrow; pip install ".[data]"') from None
     try:
         table = pyarrow.parquet.ParquetFile(source.path)
     except (pyarrow.ArrowException, OSError) as error:
         reason = " ".join(str(error).split())
-        raise ValueError(f"data.path: {source.path} is not a Parquet file ({reason}); write it again") from None
+        raise ValueError(f"{source} is not a Parquet file ({reason}); write it again") from None
     with table:
         names = table.schema_arrow.names
         if config.column not in names:
@@ -305,20 +351,12 @@ def _read_parquet(source: Source, config: DataConfig) -> Iterator[Document]:
 
 
 def _read_dataset(source: Source, config: DataConfig) -> Iterator[Document]:
-    """A folder written by `save_to_disk`; of a dictionary of splits, `train` (the others are meant for tests)."""
+    """A folder written by `Dataset.save_to_disk`."""
     try:
         import datasets  # pyrefly: ignore[missing-import]
     except ImportError:
-        raise ValueError(
-            f'data.path: {source.path} is a saved dataset and needs the package datasets; pip install ".[hf]"'
-        ) from None
-    table = datasets.load_from_disk(str(source.path))
-    if isinstance(table, datasets.DatasetDict):
-        if "train" not in table:
-            raise ValueError(
-                f"data.path: {source.path} has no split 'train' (it has {_listed(table)}); give one split's folder"
-            )
-        table = table["train"]
+        raise ValueError(f'{source} is a saved dataset and needs the package datasets; pip install ".[hf]"') from None
+    table: Any = datasets.load_from_disk(str(source.path))
     if config.column not in table.column_names:
         raise _no_column(source, "", config.column, table.column_names)
     rows: Iterable[Any] = table.select_columns([config.column])
@@ -353,7 +391,7 @@ def _ids(value: Any, source: Source, config: DataConfig, where: str) -> Ids:
         ids = np.empty((1, 1))
     if ids.ndim != 1 or (len(ids) and ids.dtype.kind not in "iu"):
         found = f"{ids.ndim}-dimensional {ids.dtype}" if isinstance(value, np.ndarray) else as_typed(value)[:40]
-        raise ValueError(f"data.path: {source.path} holds {found}{where}; write one dimension of whole numbers")
+        raise ValueError(f"{source} holds {found}{where}; write one dimension of whole numbers")
     if len(ids) and not 0 <= (least := int(ids.min())) <= (most := int(ids.max())) < config.vocab:
         raise ValueError(
             f"data.vocab = {config.vocab}: {source.path} has an id of {least if least < 0 else most}{where}; raise it, "

@@ -27,6 +27,7 @@ import numpy as np
 
 from isles.base.durable import write_text
 from isles.base.parsing import parse_json
+from isles.data.config import DataConfig
 from isles.data.corpus import CheckedBlocks, Corpus, TokenStream, block_sums
 from isles.data.tokenizer import Ids, Tokenizer
 
@@ -228,10 +229,14 @@ def save_corpus(corpus: Corpus, folder: Path) -> Corpus:
         raise not_writable(folder, error) from error
 
 
-def is_stored(path: str) -> bool:
-    """Whether `path` is a folder that `save_corpus` wrote: then it can stand as `data.path`."""
-    folder = Path(path).expanduser()
-    return (folder / "manifest.json").is_file() and (folder / "train-tokens.npy").is_file()
+def is_stored(config: DataConfig) -> bool:
+    """Whether `data.path` is a folder that `save_corpus` wrote. ValueError for one beside, or as, validation_path."""
+    folders = [Path(path).expanduser() for path in (config.path, config.validation_path)]
+    found = [(one / "manifest.json").is_file() and (one / "train-tokens.npy").is_file() for one in folders]
+    if config.validation_path and any(found):
+        what = "a stored corpus has its own split; leave it out, or give files"
+        raise ValueError(f"data.validation_path = {config.validation_path!r}: {what}")
+    return found[0]
 
 
 def open_corpus(folder: Path, tokenizer: Tokenizer) -> Corpus | None:

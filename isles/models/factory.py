@@ -10,6 +10,7 @@ multiple choice work too. `generate` samples the text after a prompt.
 from __future__ import annotations
 
 import os
+import sys
 import sysconfig
 import warnings
 from collections import Counter
@@ -170,13 +171,15 @@ def build(config: ModelConfig, seed: int, rank: int = 0, home: torch.device | No
 def compiled(model: nn.Module, config: ModelConfig) -> nn.Module:
     """`model`, compiled in place if `model.compile`: its class and names stay. The compiler runs at the first batch."""
     if config.compile:
+        _refuse_uncompiled(config, next(model.parameters()).device)
         model.compile(mode=None if config.compile is True else config.compile)
     return model
 
 
 def _refuse_uncompiled(config: ModelConfig, device: torch.device) -> None:
     """ValueError if `model.compile` lacks what torch compiles with on `device`."""
-    compiler, header = os.environ.get("CXX", "g++"), Path(sysconfig.get_path("include"), "Python.h")
+    compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
+    header = Path(sysconfig.get_path("include"), "Python.h")
     lacks = {"triton": find_spec("triton")} if device.type == "cuda" else {compiler: which(compiler)}
     lacks |= {"Python.h": header.is_file()}
     for name, found in lacks.items():

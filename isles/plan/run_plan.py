@@ -21,7 +21,6 @@ from dataclasses import dataclass, replace
 from isles.base.tables import non_defaults
 from isles.data import load_tokenizer
 from isles.data.sources import check_sample
-from isles.data.store import is_stored
 from isles.memory.config import MemoryConfig
 from isles.models import limits
 from isles.models.config import ModelConfig
@@ -73,8 +72,7 @@ def refuse(config: Config, *, joined: bool = False) -> None:
 def _refuse_files(config: Config) -> None:
     """ValueError for files that cannot be read, and for settings beyond the model's limits."""
     check_vocabulary(limits(config.model).vocab, load_tokenizer(config.data.tokenizer, config.data.vocab))
-    if not is_stored(config.data.path):
-        check_sample(config.data)
+    check_sample(config.data)
     refusals(config)
     if config.run.start:
         start_file(config.run.start)

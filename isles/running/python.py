@@ -16,6 +16,7 @@ from typing import Any
 from isles.base.memory import free_memory
 from isles.base.parsing import parse_json, parse_toml
 from isles.base.schema import backend_of
+from isles.comm.environment import world_variables
 from isles.training.config.reading import ConfigSource, Tables, gather, read_config, resolve, settings_named, to_toml
 from isles.training.config.sections import Config
 
@@ -73,10 +74,16 @@ def train(
         ValueError: a setting is wrong or cannot be had here: the line that the command prints.
         isles.WorkerFailed, isles.PeerLost: workers failed.
     """
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        raise ValueError("isles.train starts its workers itself: run this without torchrun, or torchrun -m isles train")
+    several = (world_variables(os.environ) or {}).get("WORLD_SIZE", "1") != "1"
+    if several or "TORCHELASTIC_RUN_ID" in os.environ:
+        raise ValueError(
+            "isles.train starts its workers itself: run this without torchrun, srun -n and mpirun, or these with -m "
+            "isles train"
+        )
     from isles.running.run import launch
 
+    if not isinstance(config, Config | Path | str | dict | None):
+        raise ValueError(f"config = {config!r}: give the path of a CONFIG.toml, its tables as a dict, or run.config")
     tables = parse_toml(to_toml(config)) if isinstance(config, Config) else config
     tables = gather(str(tables) if isinstance(tables, Path) else tables, settings_named(changes), [])
     resolved = ready(tables)

@@ -50,8 +50,8 @@ def inner_optimizer(model: nn.Module, config: InnerConfig, usual: Literal["adamw
     groups = [group for group in groups if group["params"]]
     if names_code("optimizer", kind):
         return settled(own_optimizer(config, groups), model)
-    rows, sgd = by_rows(groups, model), kind == "sgd"
-    if any(parameter.is_meta for parameter in trained):
+    rows, sgd, is_sketch = by_rows(groups, model), kind == "sgd", any(parameter.is_meta for parameter in trained)
+    if is_sketch:
         made = torch.optim.SGD if sgd else torch.optim.AdamW if rows is None else RowwiseAdamW
         rest = [_sketched(made, groups if sgd or rows is None else rows, config.lr)] if groups else []
     elif sgd:
@@ -61,7 +61,8 @@ def inner_optimizer(model: nn.Module, config: InnerConfig, usual: Literal["adamw
     else:
         rest = [torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, fused=True)] if groups else []
     each = first + rest
-    return settled(each[0] if len(each) == 1 else SeveralOptimizers(each), model)
+    chosen = each[0] if len(each) == 1 else SeveralOptimizers(each)
+    return chosen if is_sketch else settled(chosen, model)
 
 
 def own_optimizer(config: InnerConfig, groups: list[dict[str, Any]]) -> Optimizer:

@@ -82,6 +82,12 @@ class Trainer(TrainingLoop):
             raise ValueError(
                 "the checkpoint is of another model: set [model] in the run's config.toml back to what it was"
             ) from error
+        inner = state["optimizer"]["inner"]
+        saved, own = inner.get("inner", inner).get("param_groups", ()), self.optimizer.param_groups
+        if saved and [group.keys() for group in saved] != [group.keys() for group in own]:
+            raise ValueError(
+                "the checkpoint is of another inner optimizer: set inner.optimizer in config.toml back to what it was"
+            )
         self.optimizer.load_state_dict(state["optimizer"])
         self.optimizer.roster.load_state_dict({})  # every rank of a resumed run has a worker again
         load_schedule(self.schedule, state["schedule"])

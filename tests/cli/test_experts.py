@@ -63,6 +63,7 @@ MISTAKES: list[tuple[list[str], list[str]]] = [
     (["hdee", "no_easy.toml", "--out", "new", *sets(*HDEE)], ['no domain of difficulty "easy"', "[domains.NAME]"]),
     (["hdee", "domains.toml", "--quick"], ["leave out domains.toml"]),
     (["hdee", *NEW, *sets(*HDEE, "data.path=x")], ["data.path", "[domains.NAME]"]),
+    (["hdee", *NEW, *sets(*HDEE, "data.validation_path=x")], ["data.validation_path", "take it out"]),
     (["hdee", *NEW, *sets(*HDEE, "hdee.stepps=[1, 2, 3]")], ["unknown key 'hdee.stepps'", "did you mean 'hdee.steps'"]),
     (["hdee", *NEW, *sets(*HDEE, "run.seed=3")], ["run.seed", "hdee.seeds says which"]),
     (["hdee", *NEW, *sets(*HDEE, "hdee.prefix=17")], ["hdee.prefix = 17", "model.context = 16"]),

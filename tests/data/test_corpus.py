@@ -216,7 +216,7 @@ def test_parquet_rows_are_documents(tmp_path: Path) -> None:
 
 
 def test_saved_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The package is heavy and may be absent, so a stand-in with the four names that are used reads the folder."""
+    """The package is heavy and may be absent, so a stand-in with the names that are used reads the folder."""
 
     class Dataset(list):
         column_names = ("text",)
@@ -225,28 +225,26 @@ def test_saved_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             assert names == ["text"]
             return self
 
-    class DatasetDict(dict):
-        pass
-
     class Package:
         pass
 
     folder = tmp_path / "saved"
-    (folder / "train").mkdir(parents=True)
-    (folder / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
-    (folder / "train" / "data.arrow").write_bytes(b"\0")
-    rows = Dataset({"text": f"row {i}"} for i in range(4))
-    saved: dict[str, object] = {str(folder): DatasetDict(train=rows, test=Dataset([{"text": "test"}]))}
+    saved: dict[str, object] = {}
+    for name, texts in (("train", [f"row {i}" for i in range(4)]), ("test", ["test"])):
+        (folder / name).mkdir(parents=True)
+        (folder / name / "data.arrow").write_bytes(b"\0")
+        saved[str(folder / name)] = Dataset({"text": text} for text in texts)
+    (folder / "dataset_dict.json").write_text('{"splits": ["train", "test", "gone"]}')
     package = Package()
     package.load_from_disk = saved.get
-    package.DatasetDict = DatasetDict
     monkeypatch.setitem(sys.modules, "datasets", package)
-    corpus = load(folder, validation_fraction=0)
+    corpus = load(folder)
     assert documents(corpus.train) == [b"row 0\n", b"row 1\n", b"row 2\n", b"row 3\n"]
-    saved[str(folder)] = DatasetDict(test=rows)
+    assert documents(corpus.validation) == [b"test\n"]
+    (folder / "dataset_dict.json").write_text('{"splits": ["gone", "test"]}')
     with pytest.raises(ValueError, match=r"^data\.path: .* has no split 'train' \(it has test\); give one"):
         load(folder, validation_fraction=0.5)
-    saved[str(folder)] = rows
+    (folder / "dataset_dict.json").write_text('{"splits": ["train"]}')
     with pytest.raises(ValueError, match=r"^data\.text_key = 'body' is missing in .*: text$"):
         load(folder, text_key="body")
     monkeypatch.setitem(sys.modules, "datasets", None)

@@ -31,6 +31,9 @@ ROOT = Path(__file__).parents[2]
         ({"vocab": 256}, "data.vocab"),
         ({"ids_dtype": "uint32"}, "data.vocab and data.ids_dtype"),
         ({"path": None}, "data.path"),
+        ({"validation_path": 5}, "data.validation_path"),
+        ({"validation_path": "held.txt", "validation_fraction": 0.1}, "data.validation_fraction"),
+        ({"validation_path": "held.txt", "validation_fraction": 0}, "data.validation_fraction"),
         ({"cache": 3}, "data.cache"),
     ],
 )

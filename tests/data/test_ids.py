@@ -156,6 +156,7 @@ def test_what_is_no_list_of_ids_is_refused(
 @pytest.mark.parametrize(
     ("name", "content", "match"),
     [
+        ("a.txt", b"", "holds no text"),
         ("a.pdf", b"%PDF-1.7\n", "is a PDF; extract its text"),
         ("a.txt.gz", b"\x1f\x8b\x08", "is compressed; unpack it"),
         ("a.docx", b"PK\3\4", "is a ZIP archive"),

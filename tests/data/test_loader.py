@@ -228,7 +228,7 @@ def test_impossible_loaders(stories: Corpus) -> None:
     by_file = DataConfig(split="by_file")
     refuses(r'^data\.split = "by_file" cannot share \d+ documents among 100 workers; use', config=by_file, workers=100)
     refuses(r"^data\.path: the share of worker 0 in training has \d+ tokens", config=by_file, workers=4, context=2400)
-    refuses(r"^data\.validation_fraction keeps \d+ tokens for validation, fewer than .*; raise", context=2400)
+    refuses(r"^data\.validation_fraction gives \d+ tokens for validation, fewer than .*; raise", context=2400)
     without = load_corpus(DataConfig(path=stories.name, validation_fraction=0))
     nothing_kept = Loader(without, PLAIN, context=2400)
     with pytest.raises(ValueError, match=r"^data\.validation_fraction = 0 keeps no text for validation; use"):

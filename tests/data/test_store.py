@@ -156,7 +156,7 @@ def test_what_was_stopped_goes_on(
     spoilt: str, tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After any batch, with no text encoded again; a spoilt draft begins anew."""
-    batches, encoded = prepare._batches, [0]
+    batches, encoded, places = prepare._batches, [0], list[float]()
     stop = -1
 
     def stopping(pieces: Iterator[Any]) -> Iterator[Any]:
@@ -164,6 +164,7 @@ def test_what_was_stopped_goes_on(
             if number == stop:
                 raise KeyboardInterrupt
             encoded[0] += sum(len(piece.text) for piece in batch)
+            places.append(batch[-1].done)
             yield batch
 
     draw = random.Random(2)
@@ -173,6 +174,7 @@ def test_what_was_stopped_goes_on(
     monkeypatch.setattr(prepare, "_batches", stopping)
     for after in (2, 5):
         stop, encoded[0] = after, 0
+        places.clear()
         with pytest.raises(KeyboardInterrupt):
             load(root, tokenizer, cache)
         before = encoded[0]
@@ -185,6 +187,7 @@ def test_what_was_stopped_goes_on(
             data[draw.randrange(len(data))] ^= 1 << draw.randrange(3)
             (part / spoilt).write_bytes(data)
         assert load(root, tokenizer, cache).sha256 == right
+        assert spoilt or places == sorted(places)  # what is shown goes on, too
         assert encoded[0] == size - (0 if spoilt else before) > 0
         (folder,) = cache.iterdir()
         assert not {"ids", "documents", "place.json", "lock"} & {file.name for file in folder.iterdir()}

@@ -1,5 +1,5 @@
-"""Somebody's first hour, by the commands of docs/recipes.md: from a Hugging Face folder to a model that others load; a
-job of Slurm that is taken off its machine.
+"""Somebody's first hour, by the commands of docs/recipes.md: from a Hugging Face folder to a model that others load,
+and a job of Slurm that is taken off its machine.
 """
 
 from __future__ import annotations

@@ -44,7 +44,8 @@ def words_tokenizer(folder: Path, words: int) -> Path:
 
 
 def test_bytes_come_out_as_a_tokenizer_with_the_same_ids(tmp_path: Path, auto: Any) -> None:
-    config = tiny(write_text(tmp_path / "text.txt"), method="diloco", workers=2)
+    held = f"data.validation_path={write_text(tmp_path / 'held.txt', seed=1)}"
+    config = tiny(write_text(tmp_path / "text.txt"), held, method="diloco", workers=2)
     summary = run(config, tmp_path / "run")
     export(tmp_path / "run")
     folder = tmp_path / "run" / "export-hf"
@@ -64,7 +65,8 @@ def test_bytes_come_out_as_a_tokenizer_with_the_same_ids(tmp_path: Path, auto: A
         assert row in card
     told = resolve(parse_toml(card.partition("```toml\n")[2].partition("```")[0]))
     assert (told.model, told.replicas, told.inner) == (config.model, config.replicas, config.inner)
-    assert told.data.path == "text.txt" and str(tmp_path) not in card  # no path of this machine
+    assert (told.data.path, told.data.validation_path) == ("text.txt", "held.txt")
+    assert str(tmp_path) not in card  # no path of this machine
 
 
 def test_a_tokenizer_of_ones_own_goes_with_the_model(tmp_path: Path, auto: Any) -> None:

@@ -184,6 +184,10 @@ def test_an_optimizer_of_ones_own_is_called_with_groups_rate_and_options(tmp_pat
         (["inner.optimizer=mun"], r"unknown inner.optimizer 'mun': did you mean 'muon'"),
         (["inner.options={eps=1}"], r'inner.options.eps is for your own optimizer or "muon", not for "auto"'),
         (["inner.optimizer=muon", "inner.options={betas=1}"], r"inner.options.betas: .* choose one of momentum, "),
+        (
+            ["inner.optimizer=muon", "inner.options={ns_steps=100}"],
+            r"inner.options.ns_steps = 100 is no value of torch",
+        ),
         (["inner.optimizer=torch.optim:NAdam", "inner.options={lr=1}"], r"options.lr: set inner.lr instead"),
         (["inner.optimizer=torch.optim:NAdam", "inner.options={mu=1}"], r"^inner.options.mu = 1: .* no such option"),
         (
@@ -226,3 +230,13 @@ def test_peers_step_with_muon(routing: str, method: str, tmp_path: Any) -> None:
     told = Told()
     summary = run(tiny(write_text(tmp_path / "text.txt"), *settings, method=method, workers=4), tmp_path / "run", told)
     assert summary["val_loss"] < 5.5
+
+
+def test_a_run_does_not_go_on_with_another_inner_optimizer(tmp_path: Any) -> None:
+    text, out = write_text(tmp_path / "text.txt"), tmp_path / "run"
+    run(tiny(text, "run.checkpoint_every=3", steps=4), out)
+    for name in ("summary.json", "model.safetensors"):
+        (out / name).unlink()
+    for kind in ("sgd", "muon"):
+        with pytest.raises(ValueError, match=r"of another inner optimizer: set inner\.optimizer in config\.toml back"):
+            run(tiny(text, f"inner.optimizer={kind}", steps=4), out, resume=3)

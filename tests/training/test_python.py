@@ -82,6 +82,7 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
     (lambda: isles.train(data="nowhere"), "data.path = 'nowhere' does not exist"),
     (lambda: isles.train(tokens="1M", steps=3), "run.tokens = 1000000 and run.steps both say"),
     (lambda: isles.train("nowhere.toml"), "nowhere.toml: cannot be read"),
+    (lambda: isles.train([]), "config = []: give the path of a CONFIG.toml"),  # type: ignore[arg-type]
     (lambda: isles.train({"run": 5}), "run stands outside a section"),
     (lambda: isles.train({"rum": {}}), "unknown section 'rum': did you mean 'run'?"),
     (lambda: isles.train(workers=10_000), "world.workers = 10000: more than 8 a core"),
@@ -100,9 +101,14 @@ def test_a_mistake_is_a_value_error_of_one_line(
     assert "\n" not in str(error.value) and [path.name for path in folder.iterdir()] == ["my-text.txt"]
 
 
-def test_not_below_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
-    with pytest.raises(ValueError, match="torchrun -m isles train"):
+SRUN = {"SLURM_PROCID": "1", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "1"}
+
+
+@pytest.mark.parametrize("started", [{"TORCHELASTIC_RUN_ID": "x"}, {**SRUN, "SLURM_LOCALID": "1", "SLURM_JOB_ID": "7"}])
+def test_not_below_torchrun_or_srun(started: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in started.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match="without torchrun, srun -n and mpirun"):
         isles.train()
 
 

@@ -444,6 +444,7 @@ class ClusterWorker(TrainingLoop):
             self.server.load_state_dict(state["server"], state["steps"])
         self._go_on(state)
         self._tokens_before = state["tokens_before"]
+        self.tokens = self._tokens
         self.world.transport.load_state_dict(state["transport"])
         self.world.world.traffic.load_state_dict(state["traffic"])
         self.load_records(state)

@@ -18,10 +18,16 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from isles.base.errors import demand
+from isles.base.errors import as_typed, demand
 from isles.base.parts import names_code, one_of_or_code
 
-_MUON = ("momentum", "nesterov", "ns_steps", "adjust_lr_fn")  # options of torch.optim.Muon
+_MUON = {
+    "momentum": lambda x: isinstance(x, int | float) and 0 <= x < 1,
+    "nesterov": lambda x: isinstance(x, bool),
+    "ns_steps": lambda x: isinstance(x, int) and 1 <= x < 100,
+    "adjust_lr_fn": lambda x: x in ("match_rms_adamw", "original"),
+}
+"""Options of torch.optim.Muon, and what they may be."""
 Schedule = Literal["cosine", "wsd", "linear", "constant", "inverse_sqrt"]
 
 
@@ -59,9 +65,11 @@ class InnerConfig:
 
     def __post_init__(self) -> None:
         one_of_or_code("optimizer", self.optimizer, ("auto", "adamw", "sgd", "muon"))
-        for key in self.options or {}:
+        for key, value in (self.options or {}).items():
             if self.optimizer == "muon" and key not in _MUON:
                 raise ValueError(f'options.{key}: with "muon", choose one of {", ".join(_MUON)}, or leave it out')
+            if self.optimizer == "muon" and not _MUON[key](value):
+                raise ValueError(f"options.{key} = {as_typed(value)} is no value of torch.optim.Muon: leave it out")
             if self.optimizer != "muon" and not names_code("optimizer", self.optimizer):
                 raise ValueError(f'options.{key} is for your own optimizer or "muon", not for "{self.optimizer}"')
             if key in ("lr", "weight_decay"):

@@ -36,6 +36,7 @@ from isles.comm.sockets.connection import LinkLost
 from isles.comm.tcp import parse_address, refuse_unknown, written
 from isles.data import Corpus, load_corpus
 from isles.data.config import IDS
+from isles.data.sources import check_sample
 from isles.launch.workers import LocalWorkers, raise_first
 from isles.membership.client import FollowerClient, MembershipClient, failure_notifier
 from isles.membership.keys import CONFIG, HELLO, UP
@@ -70,7 +71,7 @@ from isles.training.elastic.worker import ElasticWorker
 from isles.training.interrupts import first_interrupt, notify_in_handler
 from isles.training.worker import deadlines
 
-_NEEDED = ("model.hf", "model.factory", "data.path", "data.tokenizer")  # a joiner must set these like the lighthouse
+_NEEDED = ("model.hf", "model.factory", "data.path", "data.validation_path", "data.tokenizer")  # must be set alike
 _OWN = (*_NEEDED, "model.options", "model.device", "data.cache", "pipeline.skippipe.plan", "memory.disk")
 _OWN += ("memory.machine", "memory.plan", "world.threads", "world.virtual.links", "world.virtual.inner_links")
 _OWN += ("run.start", "run.loggers")
@@ -167,6 +168,7 @@ class RunConnection:
     @cached_property
     def corpus(self) -> Corpus:
         """This machine's training text. ValueError if it cannot be read."""
+        check_sample(self.config.data)
         return load_corpus(self.config.data)
 
     @cached_property

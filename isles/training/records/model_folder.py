@@ -31,7 +31,8 @@ def write_beside(saved: SavedRun, run: Path, folder: Path) -> None:
     file = run / SUMMARY
     summary = parse_json(file.read_text(encoding="utf-8")) if file.is_file() else {"method": config.method}
     rows = "\n".join(f"| {key} | {summary[key]} |" for key in _SAID if summary.get(key) is not None)
-    settings = to_toml(config, {"data.path": Path(config.data.path).name, "model.device": "auto"}, sparse=True)
+    names = {f"data.{key}": Path(getattr(config.data, key)).name for key in ("path", "validation_path")}
+    settings = to_toml(config, {**names, "model.device": "auto"}, sparse=True)
     card = Path(__file__).with_name("model_card.md").read_text(encoding="utf-8")
     card = card.format(name=run.resolve().name, method=config.method, rows=rows, settings=settings)
     (folder / "README.md").write_text(card, encoding="utf-8")

@@ -119,6 +119,7 @@ hf = "/theirs/hf"
 device = "cuda"
 [data]
 path = "/theirs/text"
+validation_path = "/theirs/held"
 tokenizer = "/theirs/tokenizer.json"
 cache = "/theirs/cache"
 [world]
@@ -138,7 +139,7 @@ plan = "/theirs/plan.json"
 
 def test_a_joiner_takes_nothing_of_its_own_machine_from_a_lighthouse() -> None:
     """Not one of its paths is left, nor how the machine is used; what the run needs must be typed here."""
-    needed = ["model.hf", "data.path", "data.tokenizer"]
+    needed = ["model.hf", "data.path", "data.validation_path", "data.tokenizer"]
     own: dict[str, Any] = {}
     for name in needed:
         with pytest.raises(ValueError, match=f"the run has {name} = .* --set {name}="):
@@ -148,7 +149,7 @@ def test_a_joiner_takes_nothing_of_its_own_machine_from_a_lighthouse() -> None:
     assert "/theirs" not in str(found)
     assert found == {
         "model": {"hf": "/mine"},
-        "data": {"path": "/mine", "tokenizer": "/mine"},
+        "data": {"path": "/mine", "validation_path": "/mine", "tokenizer": "/mine"},
         "world": {"virtual": {}},
         "memory": {},
         "pipeline": {"skippipe": {}},
