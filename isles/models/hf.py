@@ -35,13 +35,15 @@ class HuggingFaceLM(nn.Module):
 
     @torch.no_grad()
     def ends_in_head(self) -> bool:
-        """Whether its scores are its head of the last hidden state, and nothing else; of a sketch, by shape."""
+        """Whether its scores are its head of the last hidden state, and nothing else; of a sketch, whether it has one."""
         head, mode = self.model.get_output_embeddings(), self.model.training
+        if head is None or self.model.device.type == "meta":  # transformers reads values for its masks
+            return head is not None
         ids = torch.arange(4, dtype=torch.int64, device=self.model.device)[None]  # several: one may be of padding
         self.model.eval()
-        scores, ours = self.logits(ids), None if head is None else head(self._hidden(ids))
+        scores, ours = self.logits(ids), head(self._hidden(ids))
         self.model.train(mode)
-        return ours is not None and ours.shape == scores.shape and (ours.is_meta or torch.equal(ours, scores))
+        return ours.shape == scores.shape and torch.equal(ours, scores)
 
     @property
     def blocks(self) -> nn.ModuleList:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from isles.models import ModelConfig, build
+from isles.models import ModelConfig, build, sketch
 from isles.models.cuts import pieces
 from isles.models.decoder import Decoder, next_token_loss
 from isles.models.hf import HuggingFaceLM, load_hf, save_as_llama
@@ -62,6 +62,7 @@ def test_a_loss_in_chunks_is_the_loss(tmp_path: Path, transformers: Any) -> None
         getattr(transformers, f"{kind}Config")(**small).save_pretrained(tmp_path / kind)
         config = ModelConfig(hf=str(tmp_path / kind), dtype="float64", logits_megabytes=0.0009)
         model = build(config, seed=0)
+        assert all(parameter.is_meta for parameter in sketch(config).parameters())  # for --dry-run
         with nullcontext() if kind == "Llama" else pytest.warns(UserWarning, match="a Gemma2ForCausalLM does more"):
             output = model(window)
         assert model.loss_tokens == 5 and (output.logits is None) == (kind == "Llama")
