@@ -35,7 +35,7 @@ class HuggingFaceLM(nn.Module):
 
     @torch.no_grad()
     def ends_in_head(self) -> bool:
-        """Whether its scores are its head of the last hidden state, and nothing else; of a sketch, that it has a head."""
+        """Whether its scores are its head of the last hidden state, and nothing else; of a sketch: has it one."""
         head, mode = self.model.get_output_embeddings(), self.model.training
         if head is None or self.model.device.type == "meta":  # transformers reads values for its masks
             return head is not None
