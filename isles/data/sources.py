@@ -192,7 +192,8 @@ def check_sample(config: DataConfig) -> None:
     sources = list_sources(config)
     parts = [[one for one in sources if one.validates is validates] for validates in (False, True)]
     if not any(source.size for source in parts[0]):
-        raise ValueError(f"data.path = {config.path!r} holds no text ({len(parts[0])} files, all empty); give others")
+        why = f"holds no text ({len(parts[0])} files, all empty); give files with text"
+        raise ValueError(f"data.path = {config.path!r} {why}")
     if (last := sources[-1]).validates and last.key == "path":
         what = f"validation reads the split {last.path.name!r} of the dataset, not data.validation_fraction"
         warnings.warn(f"data.path: {what}", stacklevel=2)

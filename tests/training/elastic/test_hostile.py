@@ -100,7 +100,7 @@ def test_one_of_four_processes(tmp_path: Path, seed: int) -> None:
     """Three honest workers, and a process that lies from their third round on, and joins again when it is shut out."""
     method, more = METHODS[[*METHODS][seed % len(METHODS)]]
     settings = [f"replicas.{key}={value}" for key, value in {"method": method, **more}.items()]
-    world = NearbyLighthouse(tmp_path, *settings, "world.outer_deadline=10", founders=3, steps=40 * EVERY)
+    world = NearbyLighthouse(tmp_path, *settings, "world.outer_deadline=10", founders=3, steps=60 * EVERY)
     keeper, taken = world._run.keeper, list[list[int]]()
     collect = keeper._collect
     keeper._collect = lambda members: taken.append(collect(members)) or taken[-1]
