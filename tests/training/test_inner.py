@@ -157,14 +157,16 @@ def test_a_step_of_muon_by_hand() -> None:
     """
     model = Decoder(SMALL)
     weight = model.blocks[0].mlp.up.weight  # (16, 8)
-    before, (turn, _) = weight.detach().clone(), torch.linalg.qr(torch.randn(16, 8))
+    gradient = torch.randn(16, 8, generator=torch.Generator().manual_seed(0))
+    before, (turn, _) = weight.detach().clone(), torch.linalg.qr(gradient)
     weight.grad = 3.0 * turn
     inner_optimizer(model, InnerConfig(optimizer="muon", lr=0.01, weight_decay=0.5), "adamw").step()
     size = 1 / math.sqrt(8)  # of each of eight equal singular values, where the squares sum to 1
     for _ in range(5):
         size = 3.4445 * size - 4.7750 * size**3 + 2.0315 * size**5
-    expected = before * (1 - 0.01 * 0.5) - 0.01 * 0.2 * math.sqrt(16) * size * turn
-    assert torch.allclose(weight, expected, atol=1e-4)  # of steps of 0.003: the products are in bfloat16
+    step = 0.01 * 0.2 * math.sqrt(16) * size * turn
+    # Products in bfloat16 (8 bits) differ by up to 2.4 % of the largest entry, over 200 draws.
+    assert torch.allclose(before * (1 - 0.01 * 0.5) - weight, step, rtol=0, atol=0.03 * float(step.abs().max()))
     assert 0.5 < size < 1.5
 
 
