@@ -124,7 +124,11 @@ class Soak:
         assert "isles: in: member" not in said or "make room there" in said, self.world.logs()
         self._held.pop(worker, None)
         self.living.remove(worker)
-        self.troubles = [one for one in self.troubles if one.worker != worker.name]
+        # It has ended since its last trouble, a full disk, or never was in; what was done to it before stays.
+        own, now = [one for one in self.troubles if one.worker == worker.name and one.what != "join"], time.monotonic()
+        self.troubles = [one for one in self.troubles if one.worker != worker.name or one in own]
+        if own:
+            self.troubles.append(Trouble("leave", worker.name, max(one.at for one in own), now))
         self._start()
 
     def _said(self, worker: Worker) -> str:
