@@ -1,4 +1,4 @@
-"""Running `isles` as a user does: a process of its own, and what is left of it."""
+"""Running `isles` as a user does: a process of its own, and what is left of it; or, sooner, in this process."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import psutil
+import pytest
 
 from tests.integration.namespaces import Machine
 
@@ -80,3 +81,23 @@ def eventually(condition: Callable[[], object]) -> bool:
             return False
         time.sleep(0.05)
     return True
+
+
+def in_process(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, str, str]]:
+    """answer(*words): (exit code, stdout, stderr) of the command in `folder`, by this process, without a fork server."""
+    from isles import cli
+
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    monkeypatch.setattr("isles.running.backends.start_server", lambda: None)
+
+    def answer(*words: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["isles", *words])
+        with pytest.raises(SystemExit) as caught:
+            cli.main()
+        return int(caught.value.code or 0), *capfd.readouterr()
+
+    return answer

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -19,7 +18,7 @@ from rich.text import Text
 
 from isles import __version__, cli
 from isles.training.records.rundir import RunLock
-from tests.cli.command import isles
+from tests.cli.command import in_process, isles
 from tests.training.runs import POISONED, TINY, run, tiny, write_text
 
 Answer = Callable[..., tuple[int, str]]
@@ -85,16 +84,11 @@ def _tokenizer(path: Path) -> None:
 @pytest.fixture
 def answer(folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Answer:
     """answer(*arguments): (exit code, stderr) of the command in the user's folder."""
-    monkeypatch.chdir(folder)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr("signal.signal", lambda *_: None)
-    monkeypatch.setattr("isles.running.backends.start_server", lambda: None)
+    command = in_process(folder, monkeypatch, capfd)
 
     def ask(*arguments: str) -> tuple[int, str]:
-        monkeypatch.setattr(sys, "argv", ["isles", *arguments])
-        with pytest.raises(SystemExit) as caught:
-            cli.main()
-        return int(caught.value.code or 0), capfd.readouterr().err
+        code, _, error = command(*arguments)
+        return code, error
 
     return ask
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
@@ -11,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from isles import cli
-from tests.cli.command import Command, eventually
+from tests.cli.command import Command, eventually, in_process
 from tests.membership.sessions import free_port
 from tests.training.runs import TINY, metrics, write_folder, write_text
 
@@ -31,16 +29,12 @@ def read(out: str, error: str) -> Events:
 
 @pytest.fixture
 def answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Answer:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("signal.signal", lambda *_: None)
-    monkeypatch.setattr("isles.running.backends.start_server", lambda: None)
     write_text(tmp_path / "text.txt")
+    command = in_process(tmp_path, monkeypatch, capfd)
 
     def ask(*words: str) -> tuple[int, Events]:
-        monkeypatch.setattr(sys, "argv", ["isles", *words, "--log", "json"])
-        with pytest.raises(SystemExit) as caught:
-            cli.main()
-        return int(caught.value.code or 0), read(*capfd.readouterr())
+        code, out, error = command(*words, "--log", "json")
+        return code, read(out, error)
 
     return ask
 

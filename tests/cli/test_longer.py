@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from isles import cli
 from isles.training.config.inner import InnerConfig, lr_factor
 from isles.training.records.checkpoint import Checkpoints
+from tests.cli.command import in_process
 from tests.training.runs import TINY, metrics, write_text
 
 TRAIN = ["train", "--workers", "2", "--set", "data.path=text.txt"]
@@ -24,16 +23,12 @@ Answer = Callable[..., tuple[int, str]]
 @pytest.fixture
 def answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Answer:
     """answer(*words): (exit code, stdout and stderr) of the command, in a folder with a text."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("signal.signal", lambda *_: None)
-    monkeypatch.setattr("isles.running.backends.start_server", lambda: None)
     write_text(tmp_path / "text.txt")
+    command = in_process(tmp_path, monkeypatch, capfd)
 
     def ask(*words: str) -> tuple[int, str]:
-        monkeypatch.setattr(sys, "argv", ["isles", *words])
-        with pytest.raises(SystemExit) as caught:
-            cli.main()
-        return int(caught.value.code or 0), "".join(capfd.readouterr())
+        code, out, error = command(*words)
+        return code, out + error
 
     return ask
 

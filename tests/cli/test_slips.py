@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from isles import cli
 from isles.base.errors import nearest
+from tests.cli.command import in_process
 from tests.training.runs import TINY, run, tiny, write_text
 
 Answer = Callable[..., tuple[int, str, str]]
@@ -30,19 +29,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def answer(folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Answer:
     """answer(*arguments): (exit code, stdout, stderr) of the command in the user's folder; starting a worker fails."""
-    monkeypatch.chdir(folder)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr("signal.signal", lambda *_: None)
-    monkeypatch.setattr("isles.running.backends.start_server", lambda: None)
     monkeypatch.setattr("isles.launch.handles.WorkerProcesses", None)
-
-    def ask(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["isles", *arguments])
-        with pytest.raises(SystemExit) as caught:
-            cli.main()
-        return int(caught.value.code or 0), *capfd.readouterr()
-
-    return ask
+    return in_process(folder, monkeypatch, capfd)
 
 
 # (what is typed, the answer's words)
