@@ -86,7 +86,7 @@ def eventually(condition: Callable[[], object]) -> bool:
 def in_process(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> Callable[..., tuple[int, str, str]]:
-    """answer(*words): (exit code, stdout, stderr) of the command in `folder`, by this process, which forks no server."""
+    """answer(*words): (exit code, stdout, stderr) of the command in `folder`, by this process; none is started."""
     from isles import cli
 
     monkeypatch.chdir(folder)
