@@ -121,9 +121,9 @@ def explain(error: Any) -> str:
     if name := getattr(error, "option_name", None) if message.startswith("No such option") else None:
         from isles.training.config.reading import settings_like
 
-        close = nearest(name, options)
+        close = nearest(name.lstrip("-"), [one.lstrip("-") for one in options])  # the dashes would make all names alike
         like = settings_like(name.lstrip("-")) if "--set" in options and close is None else []
-        meant = close or (f"--set {like[0]}=..." if like else "")
+        meant = f"--{close}" if close else f"--set {like[0]}=..." if like else ""
         return f"no such option {name}" + (f": did you mean {meant}?" if meant else "")
     return message
 

@@ -209,7 +209,7 @@ def _at_once(out: Path | None, node_spec: NodeSpec) -> str:
 
     steps = [] if out is None else Checkpoints(out).steps()
     if not steps:
-        return "ended at once; nothing was saved"
+        return "ended at once; no step was saved"
     return f"ended at once; saved after step {steps[-1]}, go on with: isles resume {out}{node_spec.flags}"
 
 

@@ -189,10 +189,11 @@ class _Fetch:
 
     def open(self, seconds: float) -> dict[str, Any]:
         """Wait until the file is published; its length, number and facts."""
-        until = self.session.now() + seconds
+        until, why = self.session.now() + seconds, "the lighthouse does not give its key"
         while self.session.now() < until:
             reply = refusal = None
             if self._has_key():
+                why = "it does not answer, or has not published it"
                 self._post(-1, 0, min(seconds, 5.0))
                 reply, refusal = self._wait(0, min(seconds, 5.0))
             if reply is not None:
@@ -203,7 +204,7 @@ class _Fetch:
                 raise StateUnavailable("its source is lost")
             with self.changed:
                 self.changed.wait_for(lambda: False, _AGAIN)
-        raise StateUnavailable(f"nothing arrived within {seconds:g} s")
+        raise StateUnavailable(f"nothing arrived within {seconds:g} s: {why}")
 
     def _has_key(self) -> bool:
         """Whether answers of the source can be authenticated."""

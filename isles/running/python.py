@@ -84,6 +84,8 @@ def train(
 
     if not isinstance(config, Config | Path | str | dict | None):
         raise ValueError(f"config = {config!r}: give the path of a CONFIG.toml, its tables as a dict, or run.config")
+    if not isinstance(out, Path | str | None):
+        raise ValueError(f"out = {out!r}: give the path of the new run directory")
     tables = parse_toml(to_toml(config)) if isinstance(config, Config) else config
     tables = gather(str(tables) if isinstance(tables, Path) else tables, settings_named(changes), [])
     resolved = ready(tables)

@@ -46,6 +46,7 @@ REFUSED: list[tuple[str, list[str]]] = [
     ("train --learning-rate 1e-3", ["did you mean --set inner.lr=...?"]),
     ("train --metod ddp", ["did you mean --method?"]),
     ("train --frobnicate 3", ["no such option --frobnicate"]),
+    ("lighthouse --listen host:1", ["no such option --listen\n"]),  # and no guess
     ("train --set lr=1e-3", ["lr: did you mean 'inner.lr'?"]),
     ("train --set path=F", ["path: did you mean 'data.path'?"]),
     ("train --set sync_every=5", ["did you mean 'replicas.sync_every'?"]),

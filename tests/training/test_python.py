@@ -83,6 +83,7 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
     (lambda: isles.train(tokens="1M", steps=3), "run.tokens = 1000000 and run.steps both say"),
     (lambda: isles.train("nowhere.toml"), "nowhere.toml: cannot be read"),
     (lambda: isles.train([]), "config = []: give the path of a CONFIG.toml"),  # type: ignore[arg-type]
+    (lambda: isles.train(out=3), "out = 3: give the path"),  # type: ignore[arg-type]
     (lambda: isles.train({"run": 5}), "run stands outside a section"),
     (lambda: isles.train({"rum": {}}), "unknown section 'rum': did you mean 'run'?"),
     (lambda: isles.train(workers=10_000), "world.workers = 10000: more than 8 a core"),
