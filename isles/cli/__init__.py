@@ -10,6 +10,7 @@ import gc
 import multiprocessing
 import os
 import sys
+import time
 from collections.abc import Callable
 from functools import cache
 from typing import Annotated
@@ -69,6 +70,7 @@ app.add_typer(launch.app, name="launch")
 app.add_typer(join.swarm, name="swarm")
 
 _UsageError = typer.BadParameter.__bases__[0]  # click's, wherever this version of typer keeps it
+_LAST_WORD = 3.0  # seconds
 
 
 @app.callback(invoke_without_command=True)
@@ -135,4 +137,6 @@ def _with_notes(error: Exception) -> str:
 def _fail(message: str, code: int) -> int:
     if torchrun.is_main_process():
         say(" ".join(message.splitlines()), "error", "isles: ")
+    else:  # torchrun ends all processes with the first one that fails: rank 0 speaks before
+        time.sleep(_LAST_WORD)
     return code
