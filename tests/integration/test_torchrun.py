@@ -88,7 +88,7 @@ def test_the_same_run(is_forked: bool, tmp_path: Path) -> None:
     [
         (["--workers", "3"], "isles: world.workers = 3, but torchrun started 2 processes"),
         (["--set", "run.stepz=3"], "isles: unknown key 'run.stepz'"),
-        (["--steps", "2"], "isles: no exchange falls into a run of 2 steps"),
+        (["--steps", "2"], "isles: replicas.sync_every: no exchange falls into a run of 2 steps"),
         (["--method", "own:Breaks", "--steps", "6"], "isles: worker 1 failed: ZeroDivisionError: of my own making"),
     ],
     ids=["workers", "key", "refused by the workers", "breaks"],
