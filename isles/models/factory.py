@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from isles.base.errors import as_typed
 from isles.base.imports import describe, import_target
+from isles.base.marks import FIRST
 from isles.models.config import ModelConfig
 from isles.models.decoder import Decoder
 from isles.models.hf import load_hf
@@ -100,6 +101,32 @@ def check_contract(model: nn.Module, target: str, context: int) -> None:
 
 
 @torch.no_grad()
+def check_marks(model: nn.Module, context: int, *, isolates: bool) -> None:
+    """Run marked tokens (`isles.base.marks`) forward, before training. ValueError unless the loss of a document is the
+    same whatever follows it that is not learned, and, if `isolates`, whatever stands before it.
+    """
+    document = torch.arange((context + 1) // 2, dtype=torch.int64) % 2
+    losses, was_training, device = [], model.training, next(model.parameters()).device
+    model.eval()
+    try:
+        for other in (0, 1):
+            others = torch.full((context + 1 - len(document),), ~other, dtype=torch.int64)
+            if isolates:
+                document[0], others[0] = -1 - FIRST, ~other - FIRST
+            orders = [(document, others), (others, document)][: 1 + isolates]
+            losses += [float(model(torch.cat(order)[None].to(device)).loss) for order in orders]
+        fault = f"losses that must be equal are {' and '.join(f'{one:.6g}' for one in sorted({*losses}))}"
+        if max(losses) - min(losses) <= 100 * torch.finfo(next(model.parameters()).dtype).eps:
+            return
+    except Exception as error:  # the model is the user's, or transformers': whatever it raises
+        fault = f"it fails ({describe(error)})"
+    finally:
+        model.train(was_training)
+    what = "keep documents apart; set data.isolate_documents = false" if isolates else "obey labels and loss_mask"
+    raise ValueError(f"data: this {type(model).__name__} does not {what}, or see docs/own-model.md: {fault}")
+
+
+@torch.no_grad()
 def next_token_scores(model: Any, tokens_BT: Tensor) -> Tensor:
     """Scores (B, T, V) for the token after each of `tokens_BT`, int64, of any model. ValueError without logits."""
     if callable(getattr(model, "logits", None)):
@@ -155,9 +182,11 @@ def placement(config: ModelConfig, workers: int) -> str:
     return line + (f"; GPUs idle: {idle} (model.device, or more workers, would use them)" if idle else "")
 
 
-def build(config: ModelConfig, seed: int, rank: int = 0, home: torch.device | None = None) -> nn.Module:
+def build(
+    config: ModelConfig, seed: int, rank: int = 0, home: torch.device | None = None, *, isolates: bool = False
+) -> nn.Module:
     """Build the model of `config` for worker `rank`, in `model.dtype`, compiled if `model.compile`. home: device of the
-    weights; None: the device that computes.
+    weights; None: the device that computes. isolates: see `Decoder`; a model of `model.factory` reads marks itself.
 
     The weights depend on the configuration and `seed` alone: every rank and every device starts from the same model,
     and the global random generators stay unchanged. Compilation is in place, so parameter names and the class stay
@@ -165,7 +194,10 @@ def build(config: ModelConfig, seed: int, rank: int = 0, home: torch.device | No
     """
     device = choose_device(config, rank)
     _refuse_fp16_on_cpu(config, device)
-    return compiled(_create(config, seed, home or device), config)
+    made: Any = _create(config, seed, home or device)
+    if isolates and config.factory is None:
+        made.isolates = True
+    return compiled(made, config)
 
 
 def compiled(model: nn.Module, config: ModelConfig) -> nn.Module:

@@ -261,7 +261,8 @@ class ElasticWorker:
         trainer, config = self.trainer, self._config
         if trainer.text is None or not trainer.validates:
             return None
-        model = build(config.model, seed=config.run.seed, rank=trainer.world.local_rank)
+        rank, isolates = trainer.world.local_rank, config.data.isolate_documents
+        model = build(config.model, seed=config.run.seed, rank=rank, isolates=isolates)
         load_weights(model, file, "the lighthouse")
         return validation_loss(model, trainer.text.validation_batches(), trainer.autocast())
 
