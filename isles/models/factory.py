@@ -105,25 +105,26 @@ def check_marks(model: nn.Module, context: int, *, isolates: bool) -> None:
     """Run marked tokens (`isles.base.marks`) forward, before training. ValueError unless the loss of a document is the
     same whatever follows it that is not learned, and, if `isolates`, whatever stands before it.
     """
-    document = torch.arange((context + 1) // 2, dtype=torch.int64) % 2
-    losses, was_training, device = [], model.training, next(model.parameters()).device
+    where, losses, first = next(model.parameters()), list[float](), FIRST * isolates
+    document = torch.arange((context + 1) // 2, dtype=torch.int64, device=where.device) % 2
+    mode = model.training
     model.eval()
     try:
         for other in (0, 1):
-            others = torch.full((context + 1 - len(document),), ~other, dtype=torch.int64)
-            if isolates:
-                document[0], others[0] = -1 - FIRST, ~other - FIRST
+            others = document.new_full((context + 1 - len(document),), ~other)
+            document[0], others[0] = -1 - first, ~other - first
             orders = [(document, others), (others, document)][: 1 + isolates]
-            losses += [float(model(torch.cat(order)[None].to(device)).loss) for order in orders]
-        fault = f"losses that must be equal are {' and '.join(f'{one:.6g}' for one in sorted({*losses}))}"
-        if max(losses) - min(losses) <= 100 * torch.finfo(next(model.parameters()).dtype).eps:
+            losses += [float(model(torch.cat(order)[None]).loss) for order in orders]
+        if max(losses) - min(losses) <= max(1e-4, torch.finfo(where.dtype).eps / 2):
             return
+        fault = f"losses that must be equal are {min(losses):.6g} and {max(losses):.6g}"
     except Exception as error:  # the model is the user's, or transformers': whatever it raises
         fault = f"it fails ({describe(error)})"
     finally:
-        model.train(was_training)
+        model.train(mode)
     what = "keep documents apart; set data.isolate_documents = false" if isolates else "obey labels and loss_mask"
-    raise ValueError(f"data: this {type(model).__name__} does not {what}, or see docs/own-model.md: {fault}")
+    kind = type(getattr(model, "model", model)).__name__
+    raise ValueError(f"data: this {kind} does not {what}, or see docs/own-model.md: {fault}")
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""`labels` and `loss_mask` of rows of token ids, and marks of the documents' first tokens, in the batches of a loader."""
+"""`labels` and `loss_mask` of rows of token ids, and marks of documents' first tokens, in the batches of a loader."""
 
 from __future__ import annotations
 
@@ -83,7 +83,9 @@ def test_a_mask_that_leaves_nothing_out_changes_no_bit(tmp_path: Path) -> None:
     ones = _rows(loss_mask=[[1] * len(one) for one in DOCUMENTS], labels=[one.tolist() for one in DOCUMENTS])
     ones[2] |= {"labels": None}
     del ones[3]["labels"], ones[4]["loss_mask"]
-    plain, masked = (load_corpus(settings(_jsonl(tmp_path / f"{len(rows[0])}.jsonl", rows))) for rows in (_rows(), ones))
+    plain, masked = (
+        load_corpus(settings(_jsonl(tmp_path / f"{len(rows[0])}.jsonl", rows))) for rows in (_rows(), ones)
+    )
     assert (masked.sha256, masked.text_sha256, masked.masks) == (plain.sha256, plain.text_sha256, False)
     assert masked.train.tokens.dtype == np.uint32
 
