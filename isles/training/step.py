@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import repeat
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -170,7 +171,7 @@ class Whole:
 
     optimizer: all backward passes but the last run under its `no_sync`. autocast: a context for each forward pass.
     scaler: a torch.amp.GradScaler, or None. batches: number of batches per `run`. marks: whether their tokens may have
-    some; then each batch counts by its learned targets.
+    some (`isles.base.marks`).
     """
 
     reads = True
@@ -190,19 +191,15 @@ class Whole:
 
     def run(self, batches: Iterable[Tensor]) -> Tensor:
         total = torch.zeros((), device=next(self._model.parameters()).device, dtype=torch.float32)
-        for number, (tokens, divisor) in enumerate(self._divided(batches), 1):
+        shares: Iterable[tuple[Tensor, Tensor | int, Tensor | int]] = ((tokens, 1, self._batches) for tokens in batches)
+        if self._marks:  # a batch counts as much as it has learned targets
+            batches = list(batches)
+            learned = torch.stack([learned_in(tokens) for tokens in batches])
+            shares = zip(batches, learned, repeat(learned.sum().clamp(min=1)), strict=False)
+        for number, (tokens, share, of) in enumerate(shares, 1):
             with nullcontext() if number == self._batches else self._optimizer.no_sync():
-                total += self._backward(tokens, divisor)
+                total += self._backward(tokens, share, of)
         return total
-
-    def _divided(self, batches: Iterable[Tensor]) -> Iterator[tuple[Tensor, Tensor | int]]:
-        """The batches of a step, each with the divisor of its loss: all learned targets by its own."""
-        if not self._marks:
-            yield from ((tokens, self._batches) for tokens in batches)
-            return
-        batches = list(batches)
-        learned = torch.stack([learned_in(tokens) for tokens in batches])
-        yield from zip(batches, (learned.sum() / learned.clamp(min=1)).clamp(min=1), strict=True)
 
     def state_dict(self) -> None:
         return None
@@ -216,9 +213,9 @@ class Whole:
     def whole(self, optimizer: ReplicaSync) -> nn.Module:
         return optimizer.consolidate()
 
-    def _backward(self, tokens: Tensor, divisor: Tensor | int) -> Tensor:
+    def _backward(self, tokens: Tensor, share: Tensor | int, of: Tensor | int) -> Tensor:
         with self._autocast():
-            loss = self._model(tokens).loss / divisor
+            loss = self._model(tokens).loss * share / of
         (loss if self._scaler is None else self._scaler.scale(loss)).backward()
         return loss.detach()
 
