@@ -195,10 +195,7 @@ def build(
     """
     device = choose_device(config, rank)
     _refuse_fp16_on_cpu(config, device)
-    made: Any = _create(config, seed, home or device)
-    if isolates and config.factory is None:
-        made.isolates = True
-    return compiled(made, config)
+    return compiled(_create(config, seed, home or device, isolates), config)
 
 
 def compiled(model: nn.Module, config: ModelConfig) -> nn.Module:
@@ -222,24 +219,24 @@ def _refuse_uncompiled(config: ModelConfig, device: torch.device) -> None:
             )
 
 
-def sketch(config: ModelConfig) -> nn.Module:
+def sketch(config: ModelConfig, *, isolates: bool = False) -> nn.Module:
     """The model of `config` with shapes but without numbers, on the meta device: it takes no memory."""
     if config.factory is not None:
         return sketch_own(config.factory, config.options or {}, DTYPES[config.dtype])
-    return _create(config, 0, torch.device("meta"))
+    return _create(config, 0, torch.device("meta"), isolates)
 
 
-def _create(config: ModelConfig, seed: int, device: torch.device) -> nn.Module:
+def _create(config: ModelConfig, seed: int, device: torch.device, isolates: bool) -> nn.Module:
     dtype = DTYPES[config.dtype]
     if config.factory is not None:
         return make(config.factory, config.options or {}, seed).to(device=device, dtype=dtype)
     if config.hf is None:
         decoder = Decoder(config.shape(), seed=seed, device=device, dtype=dtype)
-        decoder.loss_tokens = config.loss_tokens(decoder.shape.vocab)
+        decoder.loss_tokens, decoder.isolates = config.loss_tokens(decoder.shape.vocab), isolates
         return decoder
     made = load_hf(config.hf, seed=seed, dtype=dtype, device=device, vocab=config.vocab)
     made.loss_tokens = config.loss_tokens(made.model.config.get_text_config().vocab_size)
-    made.has_plain_head = made.ends_in_head()
+    made.has_plain_head, made.isolates = made.ends_in_head(), isolates
     return made
 
 

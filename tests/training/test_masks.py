@@ -10,7 +10,6 @@ from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -21,23 +20,11 @@ from isles.base.marks import FIRST, ids_of
 from isles.data import Loader, load_corpus
 from isles.models import build
 from isles.training.config.sections import Config
-from tests.training.runs import CONTEXT, run, tiny
+from tests.training.runs import CONTEXT, ROWS, run, tiny, write_rows
 
-VOCAB, STEPS = 30, 6
+STEPS = 6
 PLAIN = ["inner.optimizer=sgd", "inner.schedule=constant", "inner.warmup_steps=0", "inner.weight_decay=0"]
 PLAIN += ["inner.max_norm=0", "inner.lr=0.3", "model.dtype=float64"]
-ROWS = ["data.tokenizer=ids", f"data.vocab={VOCAB}", f"model.vocab={VOCAB}", "data.validation_fraction=0.2"]
-
-
-def write_rows(path: Path, *, learned: float = 0.5) -> Path:
-    """Short documents; where `learned` is less than 1 some tokens, and all of some documents, are not learned."""
-    draw, rows = np.random.default_rng(0), []
-    for number in range(120):
-        ids = draw.integers(0, VOCAB, draw.integers(1, 30))
-        labels = np.where(draw.random(len(ids)) < (learned if number % 5 else np.floor(learned)), ids, -100)
-        rows.append(json.dumps({"input_ids": ids.tolist(), "labels": labels.tolist()}))
-    path.write_text("\n".join(rows))
-    return path
 
 
 def masked(rows: Path, *more: str, **other: Any) -> Config:
