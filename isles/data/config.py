@@ -8,7 +8,7 @@ from typing import Literal, get_args
 Split = Literal["iid", "by_file"]
 Mode = Literal["per_worker", "global"]
 IdsType = Literal["uint16", "uint32"]
-Bool = Literal[False, True]
+Flag = Literal[False, True]
 
 PREPARING = "preparing data"  # how lines of progress begin
 IDS = "ids"  # instead of a tokenizer: the files hold token ids
@@ -60,7 +60,7 @@ class DataConfig:
             raise ValueError(f'data.vocab = {self.vocab!r}; with data.tokenizer = "ids", give how many ids there are')
         if self.tokenizer != IDS and (self.vocab, self.ids_dtype) != (0, "uint16"):
             raise ValueError('data.vocab and data.ids_dtype go with data.tokenizer = "ids"; set it, or leave them out')
-        for key, kind in (("split", Split), ("batch_mode", Mode), ("ids_dtype", IdsType), ("isolate_documents", Bool)):
+        for key, kind in (("split", Split), ("batch_mode", Mode), ("ids_dtype", IdsType), ("isolate_documents", Flag)):
             if (value := getattr(self, key)) not in get_args(kind):
                 known = " or ".join(map(repr, get_args(kind)))
                 raise ValueError(f"data.{key} = {value!r} is not known; use {known}")

@@ -52,8 +52,8 @@ SplitBy = Literal["document", "position"]
 class TokenStream:
     """Documents laid end to end.
 
-    tokens: (T,), the smallest unsigned type that holds the vocabulary, or the smallest signed one where some are not to
-    be learned, which are ~id; in memory or memory-mapped; read-only. blocks: what tells whether they are as they were
+    tokens: (T,), the smallest unsigned type that holds the vocabulary; where some are not learned, which are ~id, the
+    smallest signed one; in memory or memory-mapped; read-only. blocks: what tells whether they are as they were
     written, where they lie on disk; ask `check` before reading.
     bounds: (D + 1,) int64; document d is tokens[bounds[d] : bounds[d + 1]], never empty.
     files: the files that were read; file_of: (D,), the index into `files` of each document.

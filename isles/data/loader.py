@@ -39,6 +39,7 @@ class Loader:
     batch_size: sequences that this worker reads a step (after `batch_mode`).
     sequences: windows in this worker's epoch (of all workers together with "iid").
     consumed: sequences read so far by all workers together.
+    marks: whether some tokens are marked (`isles.base.marks`): those not learned, firsts of isolated documents.
 
     ValueError: an impossible worker, context or seed; a global batch that does not divide; too little text for one
     sequence; fewer documents than workers with "by_file".
@@ -60,6 +61,7 @@ class Loader:
         self.seed = seed
         self.split = config.split
         self.batch_size, self._isolates = config.batch_size_per_worker(workers), config.isolate_documents
+        self.marks = corpus.masks or self._isolates
         self.consumed = 0
         tokens, self._begin = corpus.train.tokens, 0
         if config.split == "by_file":
@@ -82,11 +84,6 @@ class Loader:
         self._orders: dict[int, np.ndarray] = {}  # by epoch, those that the last batch touched
 
     @property
-    def marks(self) -> bool:
-        """Whether tokens may have marks (`isles.base.marks`)."""
-        return self.corpus.masks or self._isolates
-
-    @property
     def sequences(self) -> int:
         return len(self._windows)
 
@@ -94,9 +91,7 @@ class Loader:
         return self
 
     def __next__(self) -> torch.Tensor:
-        """The next batch: (batch_size, context + 1) int64; inputs are [:, :-1], targets [:, 1:]. Tokens that are not
-        learned, and with `data.isolate_documents` the first ones of documents, have marks (`isles.base.marks`).
-        """
+        """The next batch: (batch_size, context + 1) int64; inputs are [:, :-1], targets [:, 1:]."""
         rows = np.arange(self.batch_size)
         if self.split == "iid":
             positions = self.consumed + rows * self.workers + self.worker

@@ -375,15 +375,11 @@ _READERS: dict[SourceKind, Callable[[Source, DataConfig], Iterator[Document]]] =
 }
 
 
-_MASKS = {
-    "labels": (IGNORED, "the id where it is learned, else -100"),
-    "loss_mask": (0, "1 where it is learned, else 0"),
-}
-"""What a row of ids may have beside them: what it has where an id is not learned, and what it may have."""
+_MASKS = {"labels": (IGNORED, "the id if it is learned, else -100"), "loss_mask": (0, "1 if it is learned, else 0")}
+"""What a row of ids may have beside them: what stands there for an id that is not learned, and what may stand there."""
 
 
 def _columns(config: DataConfig, names: Sequence[str]) -> list[str]:
-    """Those of a table that are read."""
     return [config.column, *(name for name in _MASKS if config.tokenizer == IDS and name in names)]
 
 
@@ -399,22 +395,14 @@ def _row(row: dict[str, Any], source: Source, config: DataConfig, word: str, num
 
 
 def _masked(ids: Ids, row: dict[str, Any], where: str) -> Ids:
-    """`ids`, with ~id for those that the row says are not learned. ValueError where it is not clear which."""
+    """`ids`, with ~id for those that the row says are not learned. ValueError where that is not clear."""
     learned = np.ones(len(ids), dtype=bool)
     for name, (off, form) in _MASKS.items():
-        if row.get(name) is None:
-            continue
-        try:
-            values = np.asarray(row[name])
-        except ValueError:  # lists of several lengths
-            values = ids[:0]
-        if values.shape != ids.shape or values.dtype.kind not in "biuf":
-            raise ValueError(f"{where}: {name} is not one number for each of {len(ids)} ids; write {form}")
-        wrong = np.flatnonzero((values != off) & (values != (ids if name == "labels" else 1)))
-        if len(wrong):
-            at = wrong[0]
-            raise ValueError(f"{where}: {name} has {values[at]} for the id {ids[at]} (entry {at}); write {form}")
-        learned &= values != off
+        if row.get(name) is not None:
+            values = np.array(row[name], dtype=object)
+            if values.shape != ids.shape or not ((values == off) | (values == (ids if off else 1))).all():
+                raise ValueError(f"{where}: {name} must have, for each of {len(ids)} ids, {form}; correct the row")
+            learned &= values != off
     return ids if learned.all() else np.where(learned, ids, ~ids.astype(np.int64))
 
 

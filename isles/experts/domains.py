@@ -264,8 +264,7 @@ class DomainText:
         except ValueError as error:
             raise ValueError(f"domain {domain.name!r}: {error}") from None
         if self.corpus.masks:
-            why = "has labels or loss_mask, and experts learn every token; leave them out"
-            raise ValueError(f"domain {domain.name!r}: {domain.path} {why}")
+            raise ValueError(f"domain {domain.name!r}: experts learn every token; leave labels and loss_mask out")
         for part, tokens in (("training", self.corpus.train), ("validation", self.corpus.validation)):
             if len(tokens) <= 2 * (context + 1):
                 raise ValueError(

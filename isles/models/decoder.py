@@ -134,13 +134,8 @@ class Attention(nn.Module):
         qkv_BTNC = self.qkv(x_BTD).view(B, T, 3 * H, C)
         qk_BTNC, v_BTHC = qkv_BTNC.split((2 * H, H), dim=2)
         q_BTHC, k_BTHC = rotary(qk_BTNC).chunk(2, dim=2)
-        mixed_BHTC = F.scaled_dot_product_attention(
-            q_BTHC.transpose(1, 2),
-            k_BTHC.transpose(1, 2),
-            v_BTHC.transpose(1, 2),
-            attn_mask=mask_B1TT,
-            is_causal=mask_B1TT is None,
-        )
+        q, k, v = (one_BTHC.transpose(1, 2) for one_BTHC in (q_BTHC, k_BTHC, v_BTHC))
+        mixed_BHTC = F.scaled_dot_product_attention(q, k, v, attn_mask=mask_B1TT, is_causal=mask_B1TT is None)
         return self.out(mixed_BHTC.transpose(1, 2).reshape(B, T, H * C))
 
 
@@ -209,9 +204,7 @@ class Decoder(nn.Module):
         initialise(self, shape, seed)
 
     def forward(self, tokens: Tensor) -> Output:
-        """Loss and logits of windows `tokens` (B, T+1), int64, which may have marks (`isles.base.marks`). Each of the
-        first T tokens predicts the next one.
-        """
+        """Loss and logits of windows `tokens` (B, T+1), int64, marked or not. Each of the first T predicts the next."""
         return output_of(self.leave, self._stream(tokens[:, :-1]), targets_of(tokens), self.loss_tokens)
 
     def logits(self, tokens_BT: Tensor, order: Sequence[int] | None = None) -> Tensor:

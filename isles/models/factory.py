@@ -105,10 +105,8 @@ def check_marks(model: nn.Module, context: int, *, isolates: bool) -> None:
     """Run marked tokens (`isles.base.marks`) forward, before training. ValueError unless the loss of a document is the
     same whatever follows it that is not learned, and, if `isolates`, whatever stands before it.
     """
-    where, losses, first = next(model.parameters()), list[float](), FIRST * isolates
+    where, losses, first = next(model.eval().parameters()), list[float](), FIRST * isolates
     document = torch.arange((context + 1) // 2, dtype=torch.int64, device=where.device) % 2
-    mode = model.training
-    model.eval()
     try:
         for other in (0, 1):
             others = document.new_full((context + 1 - len(document),), ~other)
@@ -121,7 +119,7 @@ def check_marks(model: nn.Module, context: int, *, isolates: bool) -> None:
     except Exception as error:  # the model is the user's, or transformers': whatever it raises
         fault = f"it fails ({describe(error)})"
     finally:
-        model.train(mode)
+        model.train()
     what = "keep documents apart; set data.isolate_documents = false" if isolates else "obey labels and loss_mask"
     kind = type(getattr(model, "model", model)).__name__
     raise ValueError(f"data: this {kind} does not {what}, or see docs/own-model.md: {fault}")

@@ -56,8 +56,9 @@ class Text(Loader):
         corpus, (context, vocab) = corpus or load_corpus(config.data), limits(config.model)
         check_vocabulary(vocab, corpus.tokenizer)
         if corpus.masks and config.pipeline.stages > 1:
-            why = "has labels or loss_mask, and stages learn every token; set pipeline.stages = 1, or leave them out"
-            raise ValueError(f"data.path = {config.data.path!r} {why}")
+            raise ValueError(
+                "data.path: stages learn every token; set pipeline.stages = 1, or leave labels and loss_mask out"
+            )
         if world.local_rank == 0:  # one per machine, each of which has its own files
             world.report({"corpus": corpus.sha256, "rank": world.rank})
         reader, readers = share or world.reader

@@ -17,6 +17,9 @@ from isles.data.store import save_corpus
 from tests.data.test_ids import DOCUMENTS, VOCAB, settings
 
 DRAW = np.random.default_rng(7)
+LABELS = (
+    r"data\.path: .*rows\.jsonl line 2: labels must have, for each of 3 ids, the id if it is learned, else -100; corr"
+)
 LEARNED = [DRAW.random(len(one)) < 0.6 for one in DOCUMENTS]
 
 
@@ -93,16 +96,19 @@ def test_a_mask_that_leaves_nothing_out_changes_no_bit(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("column", "match"),
     [
-        ({"labels": [5, 6, 8]}, r"rows\.jsonl line 2: labels has 8 for the id 7 \(entry 2\); write the id where it is"),
-        ({"labels": [-100, -1, 7]}, r"labels has -1 for the id 6 \(entry 1\); write"),
-        ({"labels": [5, 6]}, r"line 2: labels is not one number for each of 3 ids; write the id where it is learned"),
-        ({"labels": [[5], [6], [7]]}, "labels is not one number for each of 3 ids"),
-        ({"labels": [5, [6], 7]}, "labels is not one number for each of 3 ids"),
-        ({"labels": "567"}, "labels is not one number for each of 3 ids"),
-        ({"labels": ["5", "6", "7"]}, "labels is not one number for each of 3 ids"),
-        ({"loss_mask": [1, 0, 2]}, r"loss_mask has 2 for the id 7 \(entry 2\); write 1 where it is learned, else 0"),
-        ({"loss_mask": [1, 0.5, 0]}, r"loss_mask has 0\.5 for the id 6"),
-        ({"loss_mask": 1}, "loss_mask is not one number for each of 3 ids"),
+        ({"labels": [5, 6, 8]}, LABELS),
+        ({"labels": [-100, -1, 7]}, LABELS),
+        ({"labels": [5, 6]}, LABELS),
+        ({"labels": [[5], [6], [7]]}, LABELS),
+        ({"labels": [5, [6], 7]}, LABELS),
+        ({"labels": "567"}, LABELS),
+        ({"labels": ["5", "6", "7"]}, LABELS),
+        (
+            {"loss_mask": [1, 0, 2]},
+            "loss_mask must have, for each of 3 ids, 1 if it is learned, else 0; correct the row",
+        ),
+        ({"loss_mask": [1, 0.5, 0]}, "loss_mask must have, for each of 3 ids, 1 if"),
+        ({"loss_mask": 1}, "loss_mask must have, for each of 3 ids, 1 if"),
     ],
 )
 def test_a_mask_that_does_not_fit_is_told_in_a_line(column: dict[str, Any], match: str, tmp_path: Path) -> None:

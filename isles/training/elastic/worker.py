@@ -261,8 +261,7 @@ class ElasticWorker:
         trainer, config = self.trainer, self._config
         if trainer.text is None or not trainer.validates:
             return None
-        rank, isolates = trainer.world.local_rank, config.data.isolate_documents
-        model = build(config.model, seed=config.run.seed, rank=rank, isolates=isolates)
+        model = build(config.model, config.run.seed, trainer.world.local_rank, isolates=config.data.isolate_documents)
         load_weights(model, file, "the lighthouse")
         return validation_loss(model, trainer.text.validation_batches(), trainer.autocast())
 
