@@ -150,8 +150,7 @@ def priced(config: Config, text: str, over: str | None = None) -> SummaryTable:
     if waits or config.pipeline.skippipe.plan or kind_of(config.pipeline).has_peers:
         raise ValueError(f"--as {text}: {(*waits, 'pipeline.routing')[0]} makes the run depend on time; leave it out")
     model = ModelConfig(size=size, dtype=config.model.dtype, device="cpu")
-    data = replace(config.data, tokenizer="bytes", vocab=0, ids_dtype="uint16")
-    run = replace(config.run, start="", priced_as="")
+    data, run = replace(config.data, tokenizer="bytes"), replace(config.run, start="", priced_as="")
     plan = plan_run(replace(config, model=model, data=data, memory=MemoryConfig(), world=world, run=run))
     whole = step * max(world.factors) if plan.time is None else plan.time.step
     if not whole:

@@ -6,10 +6,12 @@ import json
 import shutil
 from collections.abc import Sequence
 from copy import deepcopy
+from dataclasses import replace
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -18,9 +20,19 @@ from torch import Tensor
 
 from isles.base.marks import FIRST, ids_of
 from isles.data import Loader, load_corpus
+from isles.experts.domains import Domain, DomainText
+from isles.experts.hdee import HdeeConfig
+from isles.experts.reading import checked
 from isles.models import build
+from isles.network.churn import ChurnEvent
+from isles.replicas import METHODS
+from isles.training.config.reading import read_config
 from isles.training.config.sections import Config
-from tests.training.runs import CONTEXT, ROWS, run, tiny, write_rows
+from isles.training.elastic.support import going_on
+from isles.training.swarm.step import of_all
+from tests.covers import share
+from tests.training.elastic.test_simulated import churned
+from tests.training.runs import CONTEXT, ROWS, TINY, VOCAB, run, tiny, write_rows
 
 STEPS = 6
 PLAIN = ["inner.optimizer=sgd", "inner.schedule=constant", "inner.warmup_steps=0", "inner.weight_decay=0"]
@@ -112,6 +124,67 @@ def test_a_run_goes_on_in_the_middle(tmp_path: Path) -> None:
     run(config, tmp_path / "stopped", resume=4)
     one, other = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "stopped"))
     assert one == other
+
+
+def write_tails(path: Path, seed: int) -> Path:
+    """Documents whose last tokens are of `seed` and not learned: nothing sees them where documents are isolated."""
+    draw, tails, rows = np.random.default_rng(0), np.random.default_rng(seed), []
+    for _ in range(150):
+        head, tail = draw.integers(0, VOCAB, draw.integers(1, 15)), tails.integers(0, VOCAB, 4)
+        mask = [1] * len(head) + [0] * len(tail)
+        rows.append(json.dumps({"input_ids": [*head.tolist(), *tail.tolist()], "loss_mask": mask}))
+    path.write_text("\n".join(rows))
+    return path
+
+
+@pytest.mark.parametrize("name", share(METHODS, turn=2, of=9))
+def test_what_nobody_sees_and_nobody_learns_changes_no_bit(name: str, tmp_path: Path) -> None:
+    """Of any method, on the model and on the validation loss; without isolation it does."""
+    for isolate in ("true", "false")[: 1 + (name == "noloco")]:
+        found = set()
+        for seed in (1, 2):
+            rows, out = write_tails(tmp_path / f"{seed}.jsonl", seed), tmp_path / f"{isolate}-{seed}"
+            backend = "distributed" if name == "fsdp" else "virtual"
+            words = ["model.layers=2", f"data.isolate_documents={isolate}", f"world.backend={backend}"]
+            summary = run(tiny(rows, *ROWS, *words, method=name), out)
+            found.add(((out / "model.safetensors").read_bytes(), summary["val_loss"]))
+        assert len(found) == (1 if isolate == "true" else 2)
+
+
+def test_so_it_is_where_workers_come_and_go(tmp_path: Path) -> None:
+    trace = [ChurnEvent(31.0, "join", 1), ChurnEvent(65.0, "kill", 1)]
+    found = set()
+    for seed in (1, 2):
+        (folder := tmp_path / str(seed)).mkdir()
+        small = tiny(write_tails(folder / "rows.jsonl", seed), *ROWS, "data.isolate_documents=true", workers=3)
+        world = replace(small.world, virtual=replace(small.world.virtual, step_seconds=10.0))
+        done = churned(going_on(replace(small, world=world)), trace, folder)
+        found.add(((done.out / "model.safetensors").read_bytes(), done.summary["val_loss"]))
+    assert len(found) == 1
+
+
+def test_models_that_do_not_obey_are_refused_before_training(tmp_path: Path) -> None:
+    rows = write_rows(tmp_path / "rows.jsonl")
+    words = [word for word in TINY if not word.startswith("model.")]
+    own = ["model.factory=tests.training.own_models:build", "model.context=16", *ROWS]
+    config = read_config(None, {"replicas.method": "none", "world.workers": 1}, [f"data.path={rows}", *words, *own])
+    with pytest.raises(
+        ValueError, match=r"^data: this Bigram does not obey labels and loss_mask, or see docs/own-model"
+    ):
+        run(config, tmp_path / "out")
+    with pytest.raises(ValueError, match=r"^domain 'chat': experts learn every token; leave labels and loss_mask out$"):
+        DomainText(Domain(name="chat", path=str(rows)), config.data, 16)
+    with pytest.raises(
+        ValueError, match=r"^data\.isolate_documents: experts are evaluated on whole windows: take it out$"
+    ):
+        checked("hdee", HdeeConfig, {"data": {"isolate_documents": True}})
+
+
+def test_peers_on_ids_are_compared(tmp_path: Path) -> None:
+    """Whatever their paths and tokenizers are: their tokens are compared by hash."""
+    ours, theirs = (masked(write_rows(tmp_path / name), method="diloco") for name in ("a.jsonl", "b.jsonl"))
+    assert of_all(ours) == of_all(theirs)
+    assert of_all(ours) != of_all(replace(ours, data=replace(ours.data, isolate_documents=True)))
 
 
 def test_what_learns_every_token_refuses(tmp_path: Path) -> None:
