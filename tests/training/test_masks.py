@@ -137,7 +137,7 @@ def write_tails(path: Path, seed: int) -> Path:
     return path
 
 
-@pytest.mark.parametrize("name", share(METHODS, turn=2, of=9))
+@pytest.mark.parametrize("name", share(METHODS, turn=9, of=99))
 def test_what_nobody_sees_and_nobody_learns_changes_no_bit(name: str, tmp_path: Path) -> None:
     """Of any method, on the model and on the validation loss; without isolation it does."""
     for isolate in ("true", "false")[: 1 + (name == "noloco")]:
@@ -151,6 +151,7 @@ def test_what_nobody_sees_and_nobody_learns_changes_no_bit(name: str, tmp_path: 
         assert len(found) == (1 if isolate == "true" else 2)
 
 
+@pytest.mark.long
 def test_so_it_is_where_workers_come_and_go(tmp_path: Path) -> None:
     trace = [ChurnEvent(31.0, "join", 1), ChurnEvent(65.0, "kill", 1)]
     found = set()

@@ -144,6 +144,8 @@ def is_quick(row: Row) -> bool:
     """
     if row.world == "shards":
         return fits(row) and row.memory == "recompute" and row.stop > 0 and row.method == "streaming-diloco"
+    if row.world == "documents":
+        return fits(row) and row.memory == "plan" and not row.stop
     if row.memory in ("recompute", "vectors"):
         return fits(row) and row.world in ("whole", "stages")
     apart = row.memory != "none" or row.world in ("whole", "gpt2")
