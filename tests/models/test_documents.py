@@ -127,6 +127,11 @@ def test_documents_of_a_window_are_what_they_are_alone(kind: str, tmp_path: Path
     if kind == "decoder":
         in_order = logits_in_order(model, window, [0, 1])[0]
         assert torch.equal(in_order, together)
+    else:
+        with pytest.raises(
+            ValueError, match=r"^data\.isolate_documents: some stages of a model\.hf do not .*; run all$"
+        ):
+            logits_in_order(model, window, [0])
     model.isolates = False  # which sees more
     seen = (model.logits(window)[0] - together).abs().amax(-1)
     assert not seen[: len(documents[0])].any() and (seen[len(documents[0]) :] > 1e-6).all()
