@@ -135,12 +135,15 @@ def evaluate(
         return
     from isles.data import Loader, load_corpus
     from isles.models import autocast
+    from isles.models.factory import check_marks
     from isles.training.step import validation_loss
 
     settings = saved.config.data if data is None else replace(saved.config.data, path=data, validation_path="")
     corpus = load_corpus(settings)
     loader = Loader(corpus, settings, context=saved.context)
     where = next(saved.model.parameters()).device
+    if saved.config.model.own is not None and loader.marks:
+        check_marks(saved.model, saved.context, isolates=settings.isolate_documents)
     if partial:
         from isles.models.stages import blocks_of_stages
         from isles.training.scoring import asked_order, order_loss, stages_of

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 Split = Literal["iid", "by_file"]
-BatchMode = Literal["per_worker", "global"]
+Mode = Literal["per_worker", "global"]
 IdsType = Literal["uint16", "uint32"]
+Flag = Literal[False, True]
 
 PREPARING = "preparing data"  # how lines of progress begin
 IDS = "ids"  # instead of a tokenizer: the files hold token ids
@@ -18,9 +19,8 @@ class DataConfig:
     """What is read and how it is dealt out. Every impossible value raises a ValueError of one line."""
 
     path: str = ""
-    """Text file, JSONL, Parquet, saved Hugging Face dataset, or a folder of such files, or a folder that holds a stored
-    corpus, which has its own split; "" means the source of the running Python's standard library.
-    """
+    """Text file, JSONL, Parquet, saved Hugging Face dataset, a folder of such files, or of a stored corpus, which has
+    its own split; "" means the source of the running Python's standard library."""
     validation_path: str = ""
     """Validation text, in these formats; "": a share of `path`, or a saved dataset's split "validation" or "test"."""
     tokenizer: str = "bytes"
@@ -35,9 +35,10 @@ class DataConfig:
     """The column of JSONL, Parquet and dataset rows; "": "text", or "input_ids" with tokenizer = "ids"."""
     split: Split = "iid"
     """Who reads what: "iid" deals one shuffled sequence of windows to the workers in turn; "by_file" gives each worker
-    documents of its own (neighbours in path order, so the workers' texts differ).
-    """
-    batch_mode: BatchMode = "per_worker"
+    documents of its own (neighbours in path order, so the workers' texts differ)."""
+    isolate_documents: bool = False
+    """Whether a token attends to its own document alone; the first token of a document is then no target."""
+    batch_mode: Mode = "per_worker"
     """Whether `batch_size` counts the sequences of one worker or of all workers together."""
     batch_size: int = 16
     """Sequences a step."""
@@ -47,8 +48,7 @@ class DataConfig:
     """Sequences that one validation pass reads, evenly spaced over the validation tokens."""
     cache: str = "auto"
     """Folder in which one process stores the tokenised text, which all others memory-map; "auto": `corpora` below
-    ~/.local/state/isles ($ISLES_HOME), but nothing for up to 32 MB read as bytes; "": each process prepares its own.
-    """
+    ~/.local/state/isles ($ISLES_HOME), but nothing for up to 32 MB read as bytes; "": nothing is stored."""
 
     def __post_init__(self) -> None:
         for key in ("path", "validation_path", "tokenizer", "text_key", "cache"):
@@ -60,7 +60,7 @@ class DataConfig:
             raise ValueError(f'data.vocab = {self.vocab!r}; with data.tokenizer = "ids", give how many ids there are')
         if self.tokenizer != IDS and (self.vocab, self.ids_dtype) != (0, "uint16"):
             raise ValueError('data.vocab and data.ids_dtype go with data.tokenizer = "ids"; set it, or leave them out')
-        for key, kind in (("split", Split), ("batch_mode", BatchMode), ("ids_dtype", IdsType)):
+        for key, kind in (("split", Split), ("batch_mode", Mode), ("ids_dtype", IdsType), ("isolate_documents", Flag)):
             if (value := getattr(self, key)) not in get_args(kind):
                 known = " or ".join(map(repr, get_args(kind)))
                 raise ValueError(f"data.{key} = {value!r} is not known; use {known}")

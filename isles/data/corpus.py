@@ -52,8 +52,9 @@ SplitBy = Literal["document", "position"]
 class TokenStream:
     """Documents laid end to end.
 
-    tokens: (T,), the smallest unsigned type that holds the vocabulary; in memory or memory-mapped; read-only. blocks:
-    what tells whether they are as they were written, where they lie on disk; ask `check` before reading.
+    tokens: (T,), the smallest unsigned type that holds the vocabulary; where some are not learned, which are ~id, the
+    smallest signed one; in memory or memory-mapped; read-only. blocks: what tells whether they are as they were
+    written, where they lie on disk; ask `check` before reading.
     bounds: (D + 1,) int64; document d is tokens[bounds[d] : bounds[d + 1]], never empty.
     files: the files that were read; file_of: (D,), the index into `files` of each document.
     """
@@ -95,6 +96,11 @@ class Corpus:
     sha256: str
     row: int = 0
     text_sha256: str = ""
+
+    @property
+    def masks(self) -> bool:
+        """Whether there are tokens that are not to be learned."""
+        return self.train.tokens.dtype.kind == "i"
 
 
 def rows_corpus(name: str, tokenizer: Tokenizer, train_NR: np.ndarray, validation_NR: np.ndarray) -> Corpus:

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from isles.base.marks import FIRST
 from isles.data.config import DataConfig
 from isles.data.corpus import Corpus, TokenStream
 from isles.data.order import epoch_order
@@ -38,6 +39,7 @@ class Loader:
     batch_size: sequences that this worker reads a step (after `batch_mode`).
     sequences: windows in this worker's epoch (of all workers together with "iid").
     consumed: sequences read so far by all workers together.
+    marks: whether some tokens are marked (`isles.base.marks`): those not learned, firsts of isolated documents.
 
     ValueError: an impossible worker, context or seed; a global batch that does not divide; too little text for one
     sequence; fewer documents than workers with "by_file".
@@ -58,7 +60,8 @@ class Loader:
         self.workers = workers
         self.seed = seed
         self.split = config.split
-        self.batch_size = config.batch_size_per_worker(workers)
+        self.batch_size, self._isolates = config.batch_size_per_worker(workers), config.isolate_documents
+        self.marks = corpus.masks or self._isolates
         self.consumed = 0
         tokens, self._begin = corpus.train.tokens, 0
         if config.split == "by_file":
@@ -108,15 +111,14 @@ class Loader:
             here = epochs == epoch
             chosen[here] = order[offsets[here]]
         self._orders = orders
-        self._check(self.corpus.train, chosen, self._begin)
-        return _batch(self._windows, chosen)
+        return self._batch(self.corpus.train, self._windows, chosen, self._begin)
 
     def validation_batches(self) -> Iterator[torch.Tensor]:
         """The batches of one validation pass: (rows, context + 1) int64, the last one perhaps with fewer rows.
 
         The same sequences in the same order for every worker, seed and number of workers: `validation_sequences`
         windows evenly spaced over the validation tokens, or all of them where there are fewer. Weigh a batch by its
-        rows: with a global batch size the number of workers decides how the sequences are cut into batches.
+        learned targets: with a global batch size the number of workers decides how the sequences are cut into batches.
         ValueError without validation text.
         """
         if self._validation is None:
@@ -124,8 +126,7 @@ class Loader:
         among, chosen = self._validation
         for start in range(0, len(chosen), self.batch_size):
             rows = chosen[start : start + self.batch_size]
-            self._check(self.corpus.validation, rows)
-            yield _batch(among, rows)
+            yield self._batch(self.corpus.validation, among, rows)
 
     def state_dict(self) -> dict[str, Any]:
         """Where the data stands, ready for JSON. It is the same for every worker, so a run saves only one."""
@@ -155,11 +156,17 @@ class Loader:
             raise ValueError(f"the loader state has consumed = {consumed!r}; it must be a whole number of sequences")
         self.consumed = consumed
 
-    def _check(self, stream: TokenStream, rows: np.ndarray, begin: int = 0) -> None:
-        """Whether the windows `rows`, counted from token `begin`, are as they were written; ValueError if not."""
-        stride = self.corpus.row or self.context
-        for start in (begin + rows * stride).tolist():
+    def _batch(self, stream: TokenStream, windows: np.ndarray, rows: np.ndarray, begin: int = 0) -> torch.Tensor:
+        """Those of the `windows` of `stream` from token `begin` on; ValueError unless they are as they were written."""
+        starts = begin + rows * (self.corpus.row or self.context)
+        for start in starts.tolist():
             stream.check(start, start + self.context + 1)
+        batch = windows[rows].astype(np.int64)
+        for row, start in zip(batch, starts, strict=True) if self._isolates else ():
+            first, last = np.searchsorted(stream.bounds, (start, start + len(row)))
+            firsts = stream.bounds[first:last] - start
+            row[firsts] = np.minimum(row[firsts], ~row[firsts]) - FIRST
+        return torch.from_numpy(batch)
 
     def _order(self, epoch: int) -> np.ndarray:
         if epoch in self._orders:
@@ -200,10 +207,6 @@ def spaced(count: int, wanted: int) -> np.ndarray:
     """Indices of `wanted` of `count` windows, evenly spaced; all where there are fewer."""
     taken = min(wanted, count)
     return np.arange(taken) * count // max(taken, 1)
-
-
-def _batch(windows: np.ndarray, rows: np.ndarray) -> torch.Tensor:
-    return torch.from_numpy(windows[rows].astype(np.int64))
 
 
 def document_shares(bounds: np.ndarray, workers: int) -> np.ndarray:

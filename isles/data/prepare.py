@@ -84,6 +84,7 @@ def _prepare(
     else:
         trained_D, split_by = _training_lengths(documents["hash"], length_D, float(config.validation_fraction))
     start_D = np.cumsum(length_D) - length_D
+    draft.narrow(smallest_dtype(tokenizer.vocab_size))
     where = {"files": tuple(source.name for source in sources), "file_of": file_D}
     train = draft.stream("train", start_D, trained_D, **where)
     validation = draft.stream("validation", start_D + trained_D, length_D - trained_D, **where)
@@ -295,7 +296,9 @@ def load_corpus(config: DataConfig, notify: OnProgress = lambda text: None, *, c
     key = (content, config.cache)
 
     def make(part: Path) -> Corpus:
-        with contextlib.closing(Draft(part, smallest_dtype(tokenizer.vocab_size))) as draft:
+        rows = isinstance(tokenizer, ReadyIds) and any(source.kind != "ids" for source in sources)
+        dtype = np.min_scalar_type(-tokenizer.vocab_size) if rows else smallest_dtype(tokenizer.vocab_size)
+        with contextlib.closing(Draft(part, dtype)) as draft:
             return _prepare(draft, sources, config, tokenizer, notify)
 
     with _lock:

@@ -19,6 +19,7 @@ from typing import Any, BinaryIO, Literal, NamedTuple
 import numpy as np
 
 from isles.base.errors import as_typed
+from isles.base.marks import IGNORED
 from isles.base.parsing import parse_json
 from isles.data.config import IDS, DataConfig
 from isles.data.store import is_stored
@@ -326,7 +327,7 @@ def _read_jsonl(source: Source, config: DataConfig) -> Iterator[Document]:
                 raise ValueError(f"{source} line {number} is not an object; {mend}")
             if config.column not in row:
                 raise _no_column(source, f" line {number}", config.column, list(row))
-            yield _row(row[config.column], source, config, "line", number, read / size)
+            yield _row(row, source, config, "line", number, read / size)
 
 
 def _read_parquet(source: Source, config: DataConfig) -> Iterator[Document]:
@@ -345,10 +346,10 @@ def _read_parquet(source: Source, config: DataConfig) -> Iterator[Document]:
         if config.column not in names:
             raise _no_column(source, "", config.column, names)
         number, rows = 0, max(table.metadata.num_rows, 1)
-        for batch in table.iter_batches(columns=[config.column]):
-            for value in batch.column(0).to_pylist():
+        for batch in table.iter_batches(columns=_columns(config, names)):
+            for row in batch.to_pylist():
                 number += 1
-                yield _row(value, source, config, "row", number, number / rows)
+                yield _row(row, source, config, "row", number, number / rows)
 
 
 def _read_dataset(source: Source, config: DataConfig) -> Iterator[Document]:
@@ -360,9 +361,9 @@ def _read_dataset(source: Source, config: DataConfig) -> Iterator[Document]:
     table: Any = datasets.load_from_disk(str(source.path))
     if config.column not in table.column_names:
         raise _no_column(source, "", config.column, table.column_names)
-    rows: Iterable[Any] = table.select_columns([config.column])
+    rows: Iterable[Any] = table.select_columns(_columns(config, table.column_names))
     for number, row in enumerate(rows, start=1):
-        yield _row(row[config.column], source, config, "row", number, number / len(table))
+        yield _row(row, source, config, "row", number, number / len(table))
 
 
 _READERS: dict[SourceKind, Callable[[Source, DataConfig], Iterator[Document]]] = {
@@ -374,14 +375,35 @@ _READERS: dict[SourceKind, Callable[[Source, DataConfig], Iterator[Document]]] =
 }
 
 
-def _row(value: Any, source: Source, config: DataConfig, word: str, number: int, read: float) -> Document:
+_MASKS = {"labels": (IGNORED, "the id if it is learned, else -100"), "loss_mask": (0, "1 if it is learned, else 0")}
+"""What a row of ids may have beside them: what stands there for an id that is not learned, and what may stand there."""
+
+
+def _columns(config: DataConfig, names: Sequence[str]) -> list[str]:
+    return [config.column, *(name for name in _MASKS if config.tokenizer == IDS and name in names)]
+
+
+def _row(row: dict[str, Any], source: Source, config: DataConfig, word: str, number: int, read: float) -> Document:
     """word, number: where it is, as "line", 3."""
-    where = f"{word} {number}"
+    where, value = f"{word} {number}", row[config.column]
     if config.tokenizer == IDS:
-        chunk: Chunk = _ids(value, source, config, f" in {where}")
+        ids = _ids(value, source, config, f" in {where}")
+        chunk: Chunk = _masked(ids, row, f"{source} {where}")
     else:
         chunk = _text(value, source, config.column, where)
     return Document(source.document_name(number), iter([chunk]), read)
+
+
+def _masked(ids: Ids, row: dict[str, Any], where: str) -> Ids:
+    """`ids`, with ~id for those that the row says are not learned. ValueError where that is not clear."""
+    learned = np.ones(len(ids), dtype=bool)
+    for name, (off, form) in _MASKS.items():
+        if row.get(name) is not None:
+            values = np.array(row[name], dtype=object)
+            if values.shape != ids.shape or not ((values == off) | (values == (ids if off else 1))).all():
+                raise ValueError(f"{where}: {name} must have, for each of {len(ids)} ids, {form}; correct the row")
+            learned &= values != off
+    return ids if learned.all() else np.where(learned, ids, ~ids.astype(np.int64))
 
 
 def _ids(value: Any, source: Source, config: DataConfig, where: str) -> Ids:

@@ -31,7 +31,7 @@ from isles.data.config import DataConfig
 from isles.data.corpus import CheckedBlocks, Corpus, TokenStream, block_sums
 from isles.data.tokenizer import Ids, Tokenizer
 
-FORMAT = 4  # raise it when reading, splitting or storing changes, so that no older corpus is taken for a new one
+FORMAT = 5  # raise it when reading, splitting or storing changes, so that no older corpus is taken for a new one
 DOCUMENT = np.dtype([("tokens", "<i8"), ("file", "<i8"), ("hash", "<f8")])  # hash: of its name
 _PARTS = ("train", "validation")
 _ARRAYS = ("tokens", "bounds", "file_of")
@@ -116,6 +116,12 @@ class Draft:
         """(D,) of `DOCUMENT`. Nothing is added any more."""
         return np.fromfile(self._documents.path, dtype=DOCUMENT)
 
+    def narrow(self, dtype: np.dtype) -> None:
+        """From now on its streams are of `dtype`, if no id is below 0. Nothing is added any more."""
+        self._raw = np.memmap(self._ids.path, dtype=self.dtype, mode="r")
+        if self.dtype.kind != "i" or self._raw.min() >= 0:
+            self.dtype = dtype
+
     def stream(self, part: str, start_D: np.ndarray, length_D: np.ndarray, **where: Any) -> TokenStream:
         """Write ids start to start + length of each document as the tokens of `part`; none is no document.
 
@@ -129,10 +135,9 @@ class Draft:
         head = {"descr": self.dtype.str, "fortran_order": False, "shape": (int(bounds[-1]),)}
         with (self.part / f"{part}-tokens.npy").open("wb") as file:
             np.lib.format.write_array_header_1_0(file, head)
-            ids = np.memmap(self._ids.path, dtype=self.dtype, mode="r")
             for start, stop in zip(start_D[first_D], stop_D[last_D], strict=True):
                 for at in range(start, stop, _COPIED):
-                    file.write(ids[at : min(at + _COPIED, stop)].data)
+                    file.write(self._raw[at : min(at + _COPIED, stop)].astype(self.dtype, copy=False).data)
         return TokenStream(
             tokens=_mapped(Path(file.name)), bounds=bounds, files=where["files"], file_of=where["file_of"][there]
         )

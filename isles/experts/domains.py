@@ -263,6 +263,8 @@ class DomainText:
             self.corpus = load_corpus(self.data)
         except ValueError as error:
             raise ValueError(f"domain {domain.name!r}: {error}") from None
+        if self.corpus.masks:
+            raise ValueError(f"domain {domain.name!r}: experts learn every token; leave labels and loss_mask out")
         for part, tokens in (("training", self.corpus.train), ("validation", self.corpus.validation)):
             if len(tokens) <= 2 * (context + 1):
                 raise ValueError(

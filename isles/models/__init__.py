@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from isles.base.imports import on_first_use
 
 if TYPE_CHECKING:
+    from isles.base.marks import documents_of, ids_of, targets_of
     from isles.models.config import ModelConfig
     from isles.models.decoder import Decoder, Output, next_token_loss, output_of
     from isles.models.factory import autocast, build, choose_device, sketch

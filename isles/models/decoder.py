@@ -38,6 +38,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
 
+from isles.base.marks import IGNORED, documents_of, ids_of, targets_of
 from isles.base.modes import generator_of
 from isles.models.blocks import check_order
 from isles.models.sizes import Shape
@@ -126,15 +127,15 @@ class Attention(nn.Module):
         self.qkv = _linear(shape.d_model, 3 * shape.d_model, device, dtype)
         self.out = _linear(shape.d_model, shape.d_model, device, dtype)
 
-    def forward(self, x_BTD: Tensor, rotary: Rotary) -> Tensor:
+    def forward(self, x_BTD: Tensor, rotary: Rotary, mask_B1TT: Tensor | None = None) -> Tensor:
+        """mask_B1TT: 0 where a token sees another one, else -inf; None: each sees itself and all before."""
         B, T, _ = x_BTD.shape
         H, C = self.heads, self.head_dim  # H C is D; less in a subnet with some of the heads (isles.models.subnet)
         qkv_BTNC = self.qkv(x_BTD).view(B, T, 3 * H, C)
         qk_BTNC, v_BTHC = qkv_BTNC.split((2 * H, H), dim=2)
         q_BTHC, k_BTHC = rotary(qk_BTNC).chunk(2, dim=2)
-        mixed_BHTC = F.scaled_dot_product_attention(
-            q_BTHC.transpose(1, 2), k_BTHC.transpose(1, 2), v_BTHC.transpose(1, 2), is_causal=True
-        )
+        q, k, v = (one_BTHC.transpose(1, 2) for one_BTHC in (q_BTHC, k_BTHC, v_BTHC))
+        mixed_BHTC = F.scaled_dot_product_attention(q, k, v, attn_mask=mask_B1TT, is_causal=mask_B1TT is None)
         return self.out(mixed_BHTC.transpose(1, 2).reshape(B, T, H * C))
 
 
@@ -161,8 +162,8 @@ class Block(nn.Module):
         self.mlp_norm = nn.RMSNorm(shape.d_model, eps=NORM_EPS, device=device, dtype=dtype)
         self.mlp = MLP(shape, device, dtype)
 
-    def forward(self, x_BTD: Tensor, rotary: Rotary) -> Tensor:
-        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), rotary)
+    def forward(self, x_BTD: Tensor, rotary: Rotary, mask_B1TT: Tensor | None = None) -> Tensor:
+        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), rotary, mask_B1TT)
         return x_BTD + self.mlp(self.mlp_norm(x_BTD))
 
 
@@ -179,6 +180,8 @@ class Decoder(nn.Module):
     """Name of the embedding."""
     loss_tokens = 0
     """See `output_of`."""
+    isolates = False
+    """Whether attention stays within a document (`isles.base.marks`)."""
 
     def __init__(
         self,
@@ -201,8 +204,8 @@ class Decoder(nn.Module):
         initialise(self, shape, seed)
 
     def forward(self, tokens: Tensor) -> Output:
-        """Loss and logits of windows `tokens` (B, T+1), int64. Each of the first T tokens predicts the next one."""
-        return output_of(self.leave, self._stream(tokens[:, :-1]), tokens[:, 1:], self.loss_tokens)
+        """Loss and logits of windows `tokens` (B, T+1), int64, marked or not. Each of the first T predicts the next."""
+        return output_of(self.leave, self._stream(tokens[:, :-1]), targets_of(tokens), self.loss_tokens)
 
     def logits(self, tokens_BT: Tensor, order: Sequence[int] | None = None) -> Tensor:
         """Scores (B, T, V) for the token after each of `tokens_BT`, int64; generation calls this. order: numbers of the
@@ -214,9 +217,10 @@ class Decoder(nn.Module):
 
     def _stream(self, tokens_BT: Tensor, order: Sequence[int] | None = None) -> Tensor:
         """The stream (B, T, D) after the last block."""
-        x_BTD = self.enter(tokens_BT)
+        x_BTD = self.enter(ids_of(tokens_BT))
+        mask_B1TT = _within_documents(tokens_BT, x_BTD) if self.isolates else None
         for block in self.blocks if order is None else [self.blocks[number] for number in order]:
-            x_BTD = self.through(block, x_BTD)
+            x_BTD = self.through(block, x_BTD, mask_B1TT)
         return x_BTD
 
     def enter(self, tokens_BT: Tensor) -> Tensor:
@@ -228,8 +232,8 @@ class Decoder(nn.Module):
             )
         return self.embed(tokens_BT)
 
-    def through(self, block: nn.Module, x_BTD: Tensor) -> Tensor:
-        return block(x_BTD, self.rotary)
+    def through(self, block: nn.Module, x_BTD: Tensor, mask_B1TT: Tensor | None = None) -> Tensor:
+        return block(x_BTD, self.rotary, mask_B1TT)
 
     def leave(self, x_BTD: Tensor) -> Tensor:
         """Scores (B, T, V) of the stream after the last block."""
@@ -245,9 +249,26 @@ class Decoder(nn.Module):
         initialise(self, self.shape, seed)
 
 
+def _within_documents(tokens_BT: Tensor, x_BTD: Tensor) -> Tensor:
+    """The mask of `Attention` for tokens that see themselves and those before in their document."""
+    documents_BT, device = documents_of(tokens_BT), x_BTD.device.type
+    seen_BTT = (documents_BT[:, :, None] == documents_BT[:, None]).tril()
+    # In the format of the queries, made once: torch would make a copy of a boolean mask in every block.
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x_BTD.dtype
+    return torch.zeros_like(seen_BTT, dtype=dtype).masked_fill(~seen_BTT, -torch.inf)[:, None]
+
+
 def next_token_loss(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
-    """Mean cross-entropy in nats over B T predictions, in float32 or wider whatever the logits' format."""
-    return F.cross_entropy(logits_BTV.flatten(0, 1).to(_at_least_float32(logits_BTV.dtype)), targets_BT.flatten())
+    """Mean cross-entropy in nats over the B T predictions whose target is not -100, in float32 or wider whatever the
+    logits' format; 0 without any.
+    """
+    logits_NV = logits_BTV.flatten(0, 1).to(_at_least_float32(logits_BTV.dtype))
+    return F.cross_entropy(logits_NV, targets_BT.flatten(), reduction="sum") / _learned(targets_BT)
+
+
+def _learned(targets: Tensor) -> Tensor:
+    """How many targets are learned, a scalar; 1 without any."""
+    return (targets != IGNORED).sum().clamp(min=1)
 
 
 def output_of(leave: Callable[[Tensor], Tensor], x_BTD: Tensor, targets_BT: Tensor, loss_tokens: int = 0) -> Output:
@@ -256,12 +277,12 @@ def output_of(leave: Callable[[Tensor], Tensor], x_BTD: Tensor, targets_BT: Tens
     Args:
         leave: maps the stream (..., D) after the last block to logits (..., V), each token by itself.
         x_BTD: the stream.
-        targets_BT: the next tokens, int64.
+        targets_BT: the next tokens, int64; -100 where none is learned.
         loss_tokens: of so many tokens logits may be held. For more, the loss is summed over chunks of tokens, whose
             logits are computed once more in the backward pass. 0: of all.
 
     Returns:
-        The mean loss in nats, the same up to the order of a sum, and the logits (B, T, V) or None.
+        The loss of `next_token_loss`, the same up to the order of a sum, and the logits (B, T, V) or None.
     """
     if not 0 < loss_tokens < targets_BT.numel():
         logits_BTV = leave(x_BTD)
@@ -269,7 +290,7 @@ def output_of(leave: Callable[[Tensor], Tensor], x_BTD: Tensor, targets_BT: Tens
     chunks = -(-targets_BT.numel() // loss_tokens)
     pairs = zip(x_BTD.flatten(0, 1).chunk(chunks), targets_BT.flatten().chunk(chunks), strict=True)
     again = partial(checkpoint, _summed_loss, leave, use_reentrant=False, preserve_rng_state=False)
-    return Output(torch.stack([again(x_ND, targets_N) for x_ND, targets_N in pairs]).sum() / targets_BT.numel(), None)
+    return Output(torch.stack([again(x_ND, targets_N) for x_ND, targets_N in pairs]).sum() / _learned(targets_BT), None)
 
 
 def _summed_loss(leave: Callable[[Tensor], Tensor], x_ND: Tensor, targets_N: Tensor) -> Tensor:

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from isles.base.errors import as_typed
 from isles.base.imports import describe, import_target
+from isles.base.marks import FIRST
 from isles.models.config import ModelConfig
 from isles.models.decoder import Decoder
 from isles.models.hf import load_hf
@@ -100,6 +101,31 @@ def check_contract(model: nn.Module, target: str, context: int) -> None:
 
 
 @torch.no_grad()
+def check_marks(model: nn.Module, context: int, *, isolates: bool) -> None:
+    """Run marked tokens (`isles.base.marks`) forward, before training. ValueError unless the loss of a document is the
+    same whatever follows it that is not learned, and, if `isolates`, whatever stands before it.
+    """
+    where, losses, first = next(model.eval().parameters()), list[float](), FIRST * isolates
+    document = torch.arange((context + 1) // 2, dtype=torch.int64, device=where.device) % 2
+    try:
+        for other in (0, 1):
+            others = document.new_full((context + 1 - len(document),), ~other)
+            document[0], others[0] = -1 - first, ~other - first
+            orders = [(document, others), (others, document)][: 1 + isolates]
+            losses += [float(model(torch.cat(order)[None]).loss) for order in orders]
+        if max(losses) - min(losses) <= max(1e-4, torch.finfo(where.dtype).eps / 2):
+            return
+        fault = f"losses that must be equal are {min(losses):.6g} and {max(losses):.6g}"
+    except Exception as error:  # the model is the user's, or transformers': whatever it raises
+        fault = f"it fails ({describe(error)})"
+    finally:
+        model.train()
+    what = "keep documents apart; set data.isolate_documents = false" if isolates else "obey labels and loss_mask"
+    kind = type(getattr(model, "model", model)).__name__
+    raise ValueError(f"data: this {kind} does not {what}, or see docs/own-model.md: {fault}")
+
+
+@torch.no_grad()
 def next_token_scores(model: Any, tokens_BT: Tensor) -> Tensor:
     """Scores (B, T, V) for the token after each of `tokens_BT`, int64, of any model. ValueError without logits."""
     if callable(getattr(model, "logits", None)):
@@ -155,9 +181,11 @@ def placement(config: ModelConfig, workers: int) -> str:
     return line + (f"; GPUs idle: {idle} (model.device, or more workers, would use them)" if idle else "")
 
 
-def build(config: ModelConfig, seed: int, rank: int = 0, home: torch.device | None = None) -> nn.Module:
+def build(
+    config: ModelConfig, seed: int, rank: int = 0, home: torch.device | None = None, *, isolates: bool = False
+) -> nn.Module:
     """Build the model of `config` for worker `rank`, in `model.dtype`, compiled if `model.compile`. home: device of the
-    weights; None: the device that computes.
+    weights; None: the device that computes. isolates: see `Decoder`; a model of `model.factory` reads marks itself.
 
     The weights depend on the configuration and `seed` alone: every rank and every device starts from the same model,
     and the global random generators stay unchanged. Compilation is in place, so parameter names and the class stay
@@ -165,7 +193,7 @@ def build(config: ModelConfig, seed: int, rank: int = 0, home: torch.device | No
     """
     device = choose_device(config, rank)
     _refuse_fp16_on_cpu(config, device)
-    return compiled(_create(config, seed, home or device), config)
+    return compiled(_create(config, seed, home or device, isolates), config)
 
 
 def compiled(model: nn.Module, config: ModelConfig) -> nn.Module:
@@ -189,24 +217,24 @@ def _refuse_uncompiled(config: ModelConfig, device: torch.device) -> None:
             )
 
 
-def sketch(config: ModelConfig) -> nn.Module:
+def sketch(config: ModelConfig, *, isolates: bool = False) -> nn.Module:
     """The model of `config` with shapes but without numbers, on the meta device: it takes no memory."""
     if config.factory is not None:
         return sketch_own(config.factory, config.options or {}, DTYPES[config.dtype])
-    return _create(config, 0, torch.device("meta"))
+    return _create(config, 0, torch.device("meta"), isolates)
 
 
-def _create(config: ModelConfig, seed: int, device: torch.device) -> nn.Module:
+def _create(config: ModelConfig, seed: int, device: torch.device, isolates: bool) -> nn.Module:
     dtype = DTYPES[config.dtype]
     if config.factory is not None:
         return make(config.factory, config.options or {}, seed).to(device=device, dtype=dtype)
     if config.hf is None:
         decoder = Decoder(config.shape(), seed=seed, device=device, dtype=dtype)
-        decoder.loss_tokens = config.loss_tokens(decoder.shape.vocab)
+        decoder.loss_tokens, decoder.isolates = config.loss_tokens(decoder.shape.vocab), isolates
         return decoder
     made = load_hf(config.hf, seed=seed, dtype=dtype, device=device, vocab=config.vocab)
     made.loss_tokens = config.loss_tokens(made.model.config.get_text_config().vocab_size)
-    made.has_plain_head = made.ends_in_head()
+    made.has_plain_head, made.isolates = made.ends_in_head(), isolates
     return made
 
 

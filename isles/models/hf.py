@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from isles.base.durable import plain_mode
+from isles.base.marks import FIRST, ids_of, targets_of
 from isles.models.blocks import blocks_of, module_at
 from isles.models.decoder import BASE, NORM_EPS, Block, Decoder, Output, next_token_loss, output_of
 
@@ -28,6 +29,8 @@ class HuggingFaceLM(nn.Module):
     """See `isles.models.decoder.output_of`."""
     has_plain_head = True
     """Whether that may be done: see `ends_in_head`."""
+    isolates = False
+    """As `Decoder.isolates`, by the positions that transformers gets; `isles.models.factory.check_marks` tries it."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -71,18 +74,26 @@ class HuggingFaceLM(nn.Module):
         if 0 < self.loss_tokens < tokens[:, 1:].numel():
             if self.has_plain_head:
                 head, x_BTD = self.model.get_output_embeddings(), self._hidden(tokens[:, :-1])
-                return output_of(head, x_BTD, tokens[:, 1:], self.loss_tokens)
+                return output_of(head, x_BTD, targets_of(tokens), self.loss_tokens)
             kind = type(self.model).__name__
             warnings.warn(f"model.logits_megabytes: not held, as a {kind} does more than its head", stacklevel=2)
         logits_BTV = self.logits(tokens[:, :-1])
-        return Output(next_token_loss(logits_BTV, tokens[:, 1:]), logits_BTV)
+        return Output(next_token_loss(logits_BTV, targets_of(tokens)), logits_BTV)
+
+    def _inputs(self, tokens_BT: Tensor) -> dict[str, Any]:
+        """What the model is called with. Where positions begin anew, transformers ends attention."""
+        inputs = {"input_ids": ids_of(tokens_BT), "use_cache": False}
+        if self.isolates:
+            places = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
+            inputs["position_ids"] = places - (places * (tokens_BT < -FIRST)).cummax(1).values
+        return inputs
 
     def _hidden(self, tokens_BT: Tensor) -> Tensor:
-        return self.model.base_model(input_ids=tokens_BT, use_cache=False).last_hidden_state
+        return self.model.base_model(**self._inputs(tokens_BT)).last_hidden_state
 
     def logits(self, tokens_BT: Tensor) -> Tensor:
         """Scores (B, T, V) for the token after each of `tokens_BT`, int64."""
-        return self.model(input_ids=tokens_BT, use_cache=False).logits
+        return self.model(**self._inputs(tokens_BT)).logits
 
 
 def load_hf(

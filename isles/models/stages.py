@@ -21,6 +21,7 @@ from typing import Any, Protocol, cast, runtime_checkable
 import torch
 from torch import Tensor, nn
 
+from isles.base.marks import ids_of
 from isles.models.blocks import check_order, sharing
 from isles.models.cuts import Piece, PieceCosts, pieces
 from isles.models.decoder import Decoder, output_of
@@ -298,9 +299,13 @@ def logits_in_order(model: nn.Module, tokens_BT: Tensor, order: Sequence[int]) -
     A skipped block passes the stream on unchanged, as if it wrote zero to it. The rest of the forward pass does not
     depend on the order: positions are rotary inside each block, and the last norm is at its usual place.
     """
+    if isinstance(model, Decoder):
+        return model.logits(tokens_BT, order)
+    if getattr(model, "isolates", False):
+        raise ValueError("data.isolate_documents: some stages of a model.hf do not keep documents apart; run all")
     part = cuttable(sharing(model))
     check_order("order", order, len(part.blocks), "block")
-    x = part.enter(tokens_BT)
+    x = part.enter(ids_of(tokens_BT))
     for number in order:
         x = part.through(part.blocks[number], x)
     return part.leave(x)

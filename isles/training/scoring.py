@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from isles.base.marks import targets_of
 from isles.base.parsing import parse_json
 from isles.models.blocks import check_order, sharing
 from isles.models.cuts import Piece, pieces
@@ -160,7 +161,7 @@ def order_loss(
     """Validation loss of `model` with only `blocks`, in their order."""
 
     def loss(tokens: Tensor) -> Tensor:
-        return next_token_loss(logits_in_order(model, tokens[:, :-1], blocks), tokens[:, 1:])
+        return next_token_loss(logits_in_order(model, tokens[:, :-1], blocks), targets_of(tokens))
 
     return validation_loss(model, batches, autocast, loss)
 

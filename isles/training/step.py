@@ -13,11 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import repeat
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from isles.base.marks import learned_in
 from isles.base.modes import generator_of
 from isles.comm.tags import Channel
 from isles.network.routing.events import Span
@@ -53,6 +55,10 @@ class Text(Loader):
     ) -> None:
         corpus, (context, vocab) = corpus or load_corpus(config.data), limits(config.model)
         check_vocabulary(vocab, corpus.tokenizer)
+        if corpus.masks and config.pipeline.stages > 1:
+            raise ValueError(
+                "data.path: stages learn every token; set pipeline.stages = 1, or leave labels and loss_mask out"
+            )
         if world.local_rank == 0:  # one per machine, each of which has its own files
             world.report({"corpus": corpus.sha256, "rank": world.rank})
         reader, readers = share or world.reader
@@ -90,18 +96,19 @@ def validation_loss(
     autocast: AbstractContextManager[object],
     loss: Callable[[Tensor], Tensor] | None = None,
 ) -> float:
-    """Mean next-token cross-entropy in nats over all rows of `batches` (each (b, T+1), int64; the last may be
-    shorter); NaN without rows. loss: of a batch; None: the model's own.
+    """Mean next-token cross-entropy in nats over the learned targets of `batches` (each (b, T+1), int64; the last may
+    be shorter); NaN without any. loss: of a batch; None: the model's own.
     """
     device = next(model.parameters()).device
     was_training = model.training
     model.eval()
-    total, rows = 0.0, 0
+    total, rows = 0.0, 0.0
     with autocast:
         for batch in batches:
             tokens = batch.to(device)
-            total += float(model(tokens).loss if loss is None else loss(tokens)) * len(batch)
-            rows += len(batch)
+            learned = int(learned_in(batch)) / (batch.shape[1] - 1)  # in rows, so exact where every target is
+            total += float(model(tokens).loss if loss is None else loss(tokens)) * learned
+            rows += learned
     model.train(was_training)
     return total / rows if rows else float("nan")
 
@@ -164,7 +171,8 @@ class Whole:
     """Runs a whole model, or a sharded one, which communicates by itself.
 
     optimizer: all backward passes but the last run under its `no_sync`. autocast: a context for each forward pass.
-    scaler: a torch.amp.GradScaler, or None. batches: number of batches per `run`.
+    scaler: a torch.amp.GradScaler, or None. batches: number of batches per `run`. marks: whether their tokens may have
+    some (`isles.base.marks`).
     """
 
     reads = True
@@ -177,15 +185,21 @@ class Whole:
         autocast: Callable[[], AbstractContextManager[object]],
         scaler: Any,
         batches: int,
+        marks: bool = False,
     ) -> None:
         self._optimizer, self._model, self._autocast = optimizer, model, autocast
-        self._scaler, self._batches = scaler, batches
+        self._scaler, self._batches, self._marks = scaler, batches, marks
 
     def run(self, batches: Iterable[Tensor]) -> Tensor:
         total = torch.zeros((), device=next(self._model.parameters()).device, dtype=torch.float32)
-        for number, tokens in enumerate(batches, 1):
+        shares: Iterable[tuple[Tensor, Tensor | int, Tensor | int]] = ((tokens, 1, self._batches) for tokens in batches)
+        if self._marks:  # a batch counts as much as it has learned targets
+            batches = list(batches)
+            learned = torch.stack([learned_in(tokens) for tokens in batches])
+            shares = zip(batches, learned, repeat(learned.sum().clamp(min=1)), strict=False)
+        for number, (tokens, share, of) in enumerate(shares, 1):
             with nullcontext() if number == self._batches else self._optimizer.no_sync():
-                total += self._backward(tokens)
+                total += self._backward(tokens, share, of)
         return total
 
     def state_dict(self) -> None:
@@ -200,9 +214,9 @@ class Whole:
     def whole(self, optimizer: ReplicaSync) -> nn.Module:
         return optimizer.consolidate()
 
-    def _backward(self, tokens: Tensor) -> Tensor:
+    def _backward(self, tokens: Tensor, share: Tensor | int, of: Tensor | int) -> Tensor:
         with self._autocast():
-            loss = self._model(tokens).loss / self._batches
+            loss = self._model(tokens).loss * share / of
         (loss if self._scaler is None else self._scaler.scale(loss)).backward()
         return loss.detach()
 

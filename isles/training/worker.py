@@ -20,7 +20,7 @@ from isles.comm.transport import Deadlines
 from isles.comm.trust import JUMPS
 from isles.data import Corpus
 from isles.models import autocast, build, limits
-from isles.models.factory import check_contract, take_device
+from isles.models.factory import check_contract, check_marks, take_device
 from isles.models.stages import Stage
 from isles.pipeline.boundaries.scheme import Scheme
 from isles.pipeline.pipeline import Cut
@@ -138,7 +138,8 @@ class PartsMaker(TrainerParts):
         self.autocast = partial(autocast, config.model, device)
         if cut is None or scheme is None:
             batches, self.recovery = config.inner.accumulation, None
-            self.runner = Whole(self.optimizer, self.optimizer.model, self.autocast, self.scaler, batches)
+            parts = self.optimizer, self.optimizer.model, self.autocast, self.scaler
+            self.runner = Whole(*parts, batches, marks=self.text is not None and self.text.marks)
         else:
             self.runner = self._staged(cut, scheme)
             self.recovery = recovery_of(config, world, cut, cast(Stage, self.optimizer.model))
@@ -161,10 +162,12 @@ class PartsMaker(TrainerParts):
         return Staged(self.config, self.world, cut, scheme, self.optimizer, self.autocast, self.memory.announce)
 
     def _whole_model(self) -> nn.Module:
-        config = self.config
-        model = build(config.model, config.run.seed, self.world.local_rank, self.memory.home)
+        config, isolates = self.config, self.config.data.isolate_documents
+        model = build(config.model, config.run.seed, self.world.local_rank, self.memory.home, isolates=isolates)
         if config.model.factory is not None:
             check_contract(model, config.model.factory, limits(config.model).context)
+        if config.model.own is not None and self.text is not None and self.text.marks:
+            check_marks(model, self.text.context, isolates=isolates)
         if config.run.start:
             start_weights(model, config.run.start)
         return model

@@ -38,6 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "short.txt").write_text("too short")
     (folder / "binary.dat").write_bytes(bytes(range(256)) * 20)
     (folder / "bad.jsonl").write_text('{"text": "fine"}\n{"text": \n')
+    (folder / "chat.jsonl").write_text('{"input_ids": [1, 2, 3], "labels": [-100, 2, 4]}\n' * 300)
     (folder / "other.jsonl").write_text('{"words": "fine"}\n')
     (folder / "no.parquet").write_text("not parquet")
     (folder / "nothing").mkdir()
@@ -226,6 +227,10 @@ MISTAKES: list[tuple[list[str], list[str]]] = [
     (train("data.path=binary.dat"), ["data.path", "binary.dat", "text"]),
     (train("data.path=bad.jsonl"), ["bad.jsonl", "line 2"]),
     (train("data.path=other.jsonl"), ["other.jsonl", "data.text_key"]),
+    (
+        train("data.path=chat.jsonl", "data.tokenizer=ids", "data.vocab=9"),
+        ["chat.jsonl line 1: labels must have, for each of 3 ids, the id if it is learned, else -100; correct the row"],
+    ),
     (train("data.path=no.parquet"), ["no.parquet"]),
     (train("data.batch_size=100000"), ["data.batch_size = 100000"]),
     (train("data.batch_mode=global", "data.batch_size=3"), ["data.batch_size = 3", "does not divide by 2", "use"]),

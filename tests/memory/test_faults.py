@@ -102,10 +102,10 @@ def test_no_thread_outlives_a_run_of_the_trainer(how: str, monkeypatch: pytest.M
     config = read_config(None, {"replicas.method": "none", "world.backend": "distributed"}, [*small, *moved])
     real, passes = Whole._backward, list[int]()
 
-    def breaks(self: Whole, tokens: torch.Tensor) -> torch.Tensor:
+    def breaks(self: Whole, tokens: torch.Tensor, *share: Any) -> torch.Tensor:
         passes.append(1)
         if len(passes) < 3:
-            return real(self, tokens)
+            return real(self, tokens, *share)
         assert _threads()
         loss = self._model(tokens).loss
         loss.register_hook(_raise if how == "error" else _interrupt)

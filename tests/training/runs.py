@@ -7,6 +7,8 @@ import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from isles.comm.mesh import Mesh
 from isles.data import load_corpus
 from isles.replicas import METHODS
@@ -33,6 +35,9 @@ TINY = [
     "run.log_every=2",
     "world.backend=virtual",
 ]
+VOCAB = 30
+ROWS = ["data.tokenizer=ids", f"data.vocab={VOCAB}", f"model.vocab={VOCAB}", "data.validation_fraction=0.2"]
+"""Of a run on `write_rows`."""
 OWN = """
 import time
 import isles
@@ -90,6 +95,17 @@ def write_text(path: Path, characters: int = 4000, seed: int = 0) -> Path:
     while len(text) < characters:
         text += draw.choice(words) + draw.choice([" ", " ", " ", ".\n"])
     path.write_text(text[:characters], encoding="utf-8")
+    return path
+
+
+def write_rows(path: Path, *, learned: float = 0.5) -> Path:
+    """Short documents; where `learned` is less than 1 some tokens, and all of some documents, are not learned."""
+    draw, rows = np.random.default_rng(0), []
+    for number in range(120):
+        ids = draw.integers(0, VOCAB, draw.integers(1, 30))
+        labels = np.where(draw.random(len(ids)) < (learned if number % 5 else np.floor(learned)), ids, -100)
+        rows.append(json.dumps({"input_ids": ids.tolist(), "labels": labels.tolist()}))
+    path.write_text("\n".join(rows))
     return path
 
 

@@ -26,7 +26,19 @@ from isles.training.config.sections import Config
 from isles.training.records.checkpoint import Checkpoints
 from tests.covers import pairs
 from tests.training.own_models import save_gpt2
-from tests.training.runs import EVERY_3, LATE, OWN_SETTINGS, TINY, Told, metrics, run, without_clocks, write_text
+from tests.training.runs import (
+    EVERY_3,
+    LATE,
+    OWN_SETTINGS,
+    ROWS,
+    TINY,
+    Told,
+    metrics,
+    run,
+    without_clocks,
+    write_rows,
+    write_text,
+)
 
 OUTER = {name for name in METHODS if issubclass(method(name), OuterSync)}
 FEW = ["ddp", "streaming-diloco", "dilocox", "noloco", "ist"]
@@ -40,6 +52,10 @@ WORLDS: dict[str, tuple[int, list[str]]] = {
     "three": (3, ["model.layers=2", "inner.accumulation=2", CHUNKED]),
     "muon": (2, ["model.layers=2", "inner.optimizer=muon"]),
     "unclipped": (2, ["model.layers=2", "inner.max_norm=0"]),
+    "documents": (
+        2,
+        ["model.layers=2", *ROWS, "model.vocab=256", "data.path={folder}/rows.jsonl", "data.isolate_documents=true"],
+    ),
     "islands": (4, ["model.layers=2", "world.inner=2"]),
     "dropped": (4, ["model.layers=2", "world.inner=2", "world.drop_outer=0.5"]),
     "shards": (4, ["model.layers=2", "world.inner=2", "world.inside=fsdp"]),
@@ -101,7 +117,7 @@ def fits(row: Row) -> bool:
     }
     worlds = {"fsdp": ("whole", "three"), "ist": ("whole", "three", "wide")}
     memories = {  # and plans that not all worlds know; states go on among as many sharers alone
-        "plan": world in ("whole", "islands", "stages"),
+        "plan": world in ("whole", "islands", "stages", "documents"),
         "shared": world == "whole" and name == "ddp" and not stop,
         "early": world == "unclipped",
         "recompute": world != "random",
@@ -128,6 +144,8 @@ def is_quick(row: Row) -> bool:
     """
     if row.world == "shards":
         return fits(row) and row.memory == "recompute" and row.stop > 0 and row.method == "streaming-diloco"
+    if row.world == "documents":
+        return fits(row) and row.memory == "plan" and not row.stop
     if row.memory in ("recompute", "vectors"):
         return fits(row) and row.world in ("whole", "stages")
     apart = row.memory != "none" or row.world in ("whole", "gpt2")
@@ -151,17 +169,18 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Row], tuple[Pat
     """Of a row: the folder of its plain run, and its own configuration."""
     folder = tmp_path_factory.mktemp("plain")
     text = write_text(folder / "text.txt")
+    write_rows(folder / "rows.jsonl")
 
     def config(row: Row) -> Config:
         workers, more = WORLDS[row.world]
         own = row.world in OWN
-        words = [word for word in TINY if not (own and word.startswith("model."))] + ALWAYS
+        words = [f"data.path={text}", *(word for word in TINY if not (own and word.startswith("model."))), *ALWAYS]
         words += [] if row.world == "wide" else OWN_SETTINGS.get(row.method, [])
         words += ["replicas.sync_every=3"] if row.method in EVERY_3 else []
         words += ["replicas.fragments=whole"] if own and row.method.startswith("streaming") else []  # no list of blocks
         words += [word.format(folder=folder, gpt2=gpt2()) for word in [*more, *MEMORY[row.memory]]]
         flags = {"replicas.method": row.method, "world.workers": workers, "run.steps": STEPS}
-        return read_config(None, flags, [*words, f"data.path={text}", f"world.backend={row.backend}"])
+        return read_config(None, flags, [*words, f"world.backend={row.backend}"])
 
     @cache
     def gpt2() -> Path:

@@ -261,7 +261,7 @@ class ElasticWorker:
         trainer, config = self.trainer, self._config
         if trainer.text is None or not trainer.validates:
             return None
-        model = build(config.model, seed=config.run.seed, rank=trainer.world.local_rank)
+        model = build(config.model, config.run.seed, trainer.world.local_rank, isolates=config.data.isolate_documents)
         load_weights(model, file, "the lighthouse")
         return validation_loss(model, trainer.text.validation_batches(), trainer.autocast())
 

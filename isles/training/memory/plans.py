@@ -189,8 +189,8 @@ def profile_of(config: Config, stage: int = 0) -> Profile:
         return stage_profile(config, stage, _states(adamw), name)
     is_isles = config.model.factory is None and config.model.hf is None  # no cache for a user's code, as above
     sequences = config.data.batch_size_per_worker(config.world.workers)
-    moves = config.memory.method not in ("none", "checkpoint")
-    profiled = (_profiled if is_isles else _profiled.__wrapped__)(config.model, sequences, adamw, name, moves)
+    moves, isolates = config.memory.method not in ("none", "checkpoint"), config.data.isolate_documents
+    profiled = (_profiled if is_isles else _profiled.__wrapped__)(config.model, sequences, adamw, name, moves, isolates)
     if (sharded := sharded_over(config)) is not None:
         size, keeps = sharded
         batches, model = config.inner.accumulation, sketch(config.model)
@@ -204,10 +204,10 @@ def profile_of(config: Config, stage: int = 0) -> Profile:
 
 
 @lru_cache(maxsize=8)  # the runs of a comparison have one model and one batch
-def _profiled(model: ModelConfig, sequences: int, adamw: bool, name: str, moves: bool) -> Profile:
+def _profiled(model: ModelConfig, sequences: int, adamw: bool, name: str, moves: bool, isolates: bool) -> Profile:
     context, _ = limits(model)
     made = profile(
-        sketch(model),
+        sketch(model, isolates=isolates),
         torch.empty(sequences, context + 1, dtype=torch.int64, device="meta"),
         autocast="none" if model.autocast == "none" else "bf16",  # float16 has the same size
         state_bytes=_states(adamw),

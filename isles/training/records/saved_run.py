@@ -81,7 +81,7 @@ def start_weights(model: nn.Module, start: str) -> None:
 
 def untrained(config: Config, *, masked: bool = True) -> nn.Module:
     """The model of a run before its first step. masked: as in `load_saved`."""
-    model = build(config.model, seed=config.run.seed)
+    model = build(config.model, seed=config.run.seed, isolates=config.data.isolate_documents)
     if masked and config.pipeline.boundary.kind != "none":
         model = run_scheme(config, planned_cut(config)).restored(model)
     return model

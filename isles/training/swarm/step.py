@@ -307,8 +307,9 @@ def identity(config: Config, cut: Cut) -> str:
 
 def of_all(config: Config) -> str:
     """The configuration without each machine's own settings, as text; data is compared elsewhere, by its tokens."""
-    data, model = replace(config.data, path="", cache="", tokenizer="bytes"), replace(config.model, device="auto")
-    model, world = replace(model, hf=model.hf and "-"), replace(config.world, threads=1)
+    data = replace(config.data, path="", validation_path="", cache="", tokenizer="bytes", vocab=0, ids_dtype="uint16")
+    model = replace(config.model, device="auto", hf=config.model.hf and "-")
+    world = replace(config.world, threads=1)
     return for_members(replace(config, data=data, model=model, world=world))
 
 
