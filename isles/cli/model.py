@@ -135,9 +135,10 @@ def evaluate(
         return
     from isles.data import Loader, load_corpus
     from isles.models import autocast
-    from isles.training.step import validation_loss
+    from isles.training.step import model_losses
 
-    settings = saved.config.data if data is None else replace(saved.config.data, path=data, validation_path="")
+    own = saved.config.data
+    settings = own if data is None else replace(own, path=data, validation_path="", mixture=None)
     corpus = load_corpus(settings)
     loader = Loader(corpus, settings, context=saved.context)
     where = next(saved.model.parameters()).device
@@ -160,11 +161,12 @@ def evaluate(
             len(pieces), drop=_stages("--drop-stages", drop_stages), leave=early_exit, order=_stages("--order", order)
         )
         print(f"stages      {','.join(map(str, asked))} of {len(pieces)}")
-        loss = loss_of(asked)
+        losses = {"val_loss": loss_of(asked)}
     else:
-        loss = validation_loss(saved.model, loader.validation_batches(), autocast(saved.config.model, where))
-    print(f"loss        {loss:.4f} nats/token")
-    print(f"perplexity  {math.exp(loss):.4f}")
+        losses = model_losses(saved.model, loader, lambda: autocast(saved.config.model, where))
+    loss, words = losses.pop("val_loss"), {key.replace("val_loss.", "loss of "): x for key, x in losses.items()}
+    rows = {name: f"{x:.4f} nats/token" for name, x in {"loss": loss, **words}.items()}
+    print_named(rows | {"perplexity": f"{math.exp(loss):.4f}"})
 
 
 def _on_tasks(run: Path, tasks: str, saved: SavedRun) -> None:

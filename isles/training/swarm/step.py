@@ -218,8 +218,8 @@ class Swarmed:
         self.block_norm = state["norm"]
         self.swarm.load_state_dict(state["swarm"])
 
-    def evaluate(self, batches: Iterable[Tensor]) -> float | None:
-        loss = self._evaluate.loss(lambda: () if self.text is None else self.text.validation_batches(), self._between)
+    def evaluate(self, batches: Callable[[], Iterable[Tensor]]) -> float | None:
+        loss = self._evaluate.loss(batches, self._between)
         return loss if self.swarm.me == self.swarm.peers(0)[0] else None
 
     def whole(self, optimizer: ReplicaSync) -> nn.Module | None:
