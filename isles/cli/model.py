@@ -164,9 +164,8 @@ def evaluate(
         losses = {"val_loss": loss_of(asked)}
     else:
         losses = model_losses(saved.model, loader, lambda: autocast(saved.config.model, where))
-    loss, words = losses.pop("val_loss"), {key.replace("val_loss.", "loss of "): x for key, x in losses.items()}
-    rows = {name: f"{x:.4f} nats/token" for name, x in {"loss": loss, **words}.items()}
-    print_named(rows | {"perplexity": f"{math.exp(loss):.4f}"})
+    rows = {key[4:].replace(".", " of "): f"{loss:.4f} nats/token" for key, loss in losses.items()}  # val_loss.NAME
+    print_named(rows | {"perplexity": f"{math.exp(losses['val_loss']):.4f}"})
 
 
 def _on_tasks(run: Path, tasks: str, saved: SavedRun) -> None:

@@ -307,8 +307,10 @@ def identity(config: Config, cut: Cut) -> str:
 
 def of_all(config: Config) -> str:
     """The configuration without each machine's own settings, as text; data is compared elsewhere, by its tokens."""
-    data, model = replace(config.data, path="", cache="", tokenizer="bytes"), replace(config.model, device="auto")
-    model, world = replace(model, hf=model.hf and "-"), replace(config.world, threads=1)
+    own, model = config.data, config.model
+    path, held = (dict.fromkeys(x, "-") if isinstance(x, dict) else "" for x in (own.path, own.validation_path))
+    data = replace(own, path=path, validation_path=held, cache="", tokenizer="bytes")
+    model, world = replace(model, device="auto", hf=model.hf and "-"), replace(config.world, threads=1)
     return for_members(replace(config, data=data, model=model, world=world))
 
 
