@@ -98,10 +98,10 @@ def test_losses_of_each_text_are_written_and_shown_and_a_resumed_run_reads_on(
 
 
 def test_prepare_says_what_is_read_of_each_part(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A run of 2 workers x 50 steps x 2 x 16 = 3,200 tokens, a quarter of them of 4,001."""
+    """A run of 2 workers x 50 steps x 2 x 16 = 3,200 tokens, a quarter of them of the first part."""
     prepare(set_=[*TINY, *texts(tmp_path), "world.workers=2", "run.steps=50"])
     printed = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
-    assert "a 4,001 to train on, 25.0% of what is read: 0.2 epochs of it in 3,200 tokens" in printed
+    assert "a 4,000 to train on, 25.0% of what is read: 0.2 epochs of it in 3,200 tokens" in printed
     assert "b 3,001 to train on, 75.0% of what is read: 0.8 epochs of it in 3,200 tokens" in printed
 
 
