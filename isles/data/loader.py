@@ -89,8 +89,7 @@ class Loader:
         self.sequences = sum(self._sizes)
         self._taken = tuple(apportioned(self.sequences, [config.mixture[name] for name in names if config.mixture]))
         if not all(self._taken):
-            why = f"a share is none of an epoch's {self.sequences} sequences; raise it"
-            raise ValueError(f"data.mixture = {config.mixture}: {why}")
+            raise ValueError(f"data.mixture = {config.mixture}: one has none of {self.sequences} sequences; raise it")
         self._validation = self._fixed_validation(config)
         self.validation_rows = {name: len(starts) for name, starts in self._validation.items()}
         self._orders: dict[int, np.ndarray] = {}  # by epoch, those that the last batch touched

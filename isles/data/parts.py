@@ -9,7 +9,6 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,32}")
-_MOST = 32  # parts: each has its own loss in a line of metrics
 
 
 def named(path: str | Mapping[str, str]) -> dict[str, str]:
@@ -23,8 +22,8 @@ def check_text(config: Any) -> None:
         paths = getattr(config, key)
         if not isinstance(paths, str | dict if key.endswith("path") else str):
             raise ValueError(f"data.{key} = {paths!r} is not a string; put it in quotes")
-        if isinstance(paths, dict) and not 0 < len(paths) <= _MOST:
-            raise ValueError(f"data.{key} has {len(paths)} names; give 1 to {_MOST}")
+        if isinstance(paths, dict) and not 0 < len(paths) <= 32:  # each has its own loss in a line of metrics
+            raise ValueError(f"data.{key} has {len(paths)} names; give 1 to 32")
         for name, path in (paths if isinstance(paths, dict) else {}).items():
             if not _NAME.fullmatch(name):
                 raise ValueError(f"data.{key} has the name {name!r}; use up to 32 letters, digits, _ and -")
@@ -37,8 +36,7 @@ def check_text(config: Any) -> None:
     if config.mixture is None:
         return
     if config.split == "by_file" or not isinstance(config.path, dict) or not isinstance(config.mixture, dict):
-        why = 'is for named parts and data.split = "iid"; write tables [data.path] and [data.mixture]'
-        raise ValueError(f"data.mixture {why}, and leave data.split out")
+        raise ValueError('data.mixture is for parts and split = "iid"; write tables [data.path] and [data.mixture]')
     for name in {**config.mixture, **config.path}:
         if name not in config.path:
             raise ValueError(f"data.mixture.{name} is no name of data.path; use {', '.join(named(config.path))}")

@@ -109,14 +109,13 @@ def validation_loss(
 
 
 Losses = dict[str, float]
-"""Validation losses: "val_loss", the mean over all sequences that are read, and "val_loss.NAME" of each named text; {}
-where another worker gets them.
-"""
-Evaluate = Callable[[Callable[[], Iterable[Tensor]]], float | None]
-"""The mean loss over the rows of batches (b, T + 1) with the current weights, in nats; None: another worker gets it."""
+"""Losses by key: "val_loss" of all sequences of validation, "val_loss.NAME" of each text; {} where others get them."""
+Batches = Callable[[], Iterable[Tensor]]
 
 
-def validation_losses(config: DataConfig, text: Callable[[], Loader | None], evaluate: Evaluate) -> Losses:
+def validation_losses(
+    config: DataConfig, text: Callable[[], Loader | None], evaluate: Callable[[Batches], float | None]
+) -> Losses:
     """The losses on the texts of `config`. text: returns what this worker reads, which may change meanwhile."""
     read = lambda name: () if (own := text()) is None else own.validation_batches(name)  # noqa: E731
     losses = {name: evaluate(partial(read, name)) for name in named(config.validation_path or config.path)}
@@ -164,8 +163,8 @@ class StepRunner(Protocol):
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
         """Restore `state_dict`."""
 
-    def evaluate(self, batches: Callable[[], Iterable[Tensor]]) -> float | None:
-        """See `Evaluate`."""
+    def evaluate(self, batches: Batches) -> float | None:
+        """Mean loss over the rows of `batches()` with the current weights, in nats; None if another worker gets it."""
 
     def whole(self, optimizer: ReplicaSync) -> nn.Module | None:
         """Consolidate and return the run's model at its end; None if another worker has it."""
@@ -223,7 +222,7 @@ class Whole:
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
         pass
 
-    def evaluate(self, batches: Callable[[], Iterable[Tensor]]) -> float:
+    def evaluate(self, batches: Batches) -> float:
         return validation_loss(self._model, batches(), self._autocast())
 
     def whole(self, optimizer: ReplicaSync) -> nn.Module:

@@ -214,7 +214,7 @@ def test_too_little_of_a_part_is_named(parts: dict[str, str], write: Write) -> N
     for paths, values, line in (
         ({"short": "short.txt"}, {}, r"data\.path\.short: training has 4 tokens, fewer than context \+ 1 = 11; give"),
         ({"empty": "empty.txt"}, {}, r"data\.path\.empty = .* holds no text \(1 files, all empty or binary\); give"),
-        ({}, {"mixture": {"letters": 1, "digits": 1e-4}}, r"data\.mixture = .*: a share is none of an epoch's 42"),
+        ({}, {"mixture": {"letters": 1, "digits": 1e-4}}, r"data\.mixture = .*: one has none of 42 sequences; raise"),
         ({}, {"validation_fraction": 0.1}, r"data\.validation_fraction gives 10 tokens of letters for validation, .*;"),
     ):
         of = config(parts | {name: str(root / file) for name, file in paths.items()}, **values)
