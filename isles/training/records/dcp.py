@@ -58,7 +58,7 @@ _VALUES = ([pickletools.pyint], [pickletools.pyunicode], [pickletools.pyfloat])
 
 
 def _read(path: Path) -> Any:
-    stack, marks, memo = list[Any](), list[int](), list[Any]()
+    stack, marks, memo = list[Any](), list[int](), dict[Any, Any]()
     for operation, value, _ in pickletools.genops(path.read_bytes() if path.stat().st_size < 1 << 26 else b""):
         kind, takes = operation.name, operation.stack_before
         at = (marks.pop() + 2 if pickletools.markobject in takes else len(stack)) - len(takes)
@@ -67,7 +67,7 @@ def _read(path: Path) -> Any:
             marks.append(at)
         elif kind in _MAKES and (kind != "STACK_GLOBAL" or taken[0] in _MODULES):
             stack.append(_MAKES[kind](*taken))
-            memo += stack[-1:] if kind == "MEMOIZE" else []
+            memo |= {len(memo): stack[-1]} if kind == "MEMOIZE" else {}
         elif "BINGET" in kind or operation.stack_after in _VALUES:
             stack.append(memo[value] if "BINGET" in kind else value)
         elif kind not in ("PROTO", "FRAME"):
