@@ -197,7 +197,7 @@ def average(
     if shares is not None and data is None:
         found = parse_prior(shares, len(served)).exp().tolist()
     elif data is not None and shares is None:
-        found = shares_on(served, replace(served.runs[0].config.data, path=data))
+        found = shares_on(served, replace(served.runs[0].config.data, path=data, mixture=None))
     else:
         raise ValueError("give either --data (shares by the posterior on that text) or --shares")
     write_average(served, found, out)

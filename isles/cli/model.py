@@ -55,20 +55,22 @@ def generate(
 
 def export(
     run: Annotated[Path, typer.Argument(help="Directory of a finished run.")],
-    format: Annotated[str, typer.Option(help="hf: config.json and weights for transformers; safetensors.")] = "hf",
+    format: Annotated[str, typer.Option(help="hf: config.json and weights for transformers; safetensors; dcp.")] = "hf",
     out: Annotated[Path | None, typer.Option(help="Folder to write. Default: RUN/export-FORMAT.")] = None,
     device: Device = "auto",
     trust: Trust = False,
 ) -> None:
     """Write the run's consolidated model for other tools."""
+    from torch.distributed.checkpoint import save
+
     from isles.models.hf import save_as_llama
     from isles.pipeline.boundaries.names import boundary_name
     from isles.training.config.trust import SAVED_WITH_RUN
     from isles.training.records.model_folder import write_beside
     from isles.training.records.saved_run import load_saved
 
-    if format not in ("hf", "safetensors"):
-        raise ValueError(unknown_name("--format", format, ("hf", "safetensors")))
+    if format not in ("hf", "safetensors", "dcp"):
+        raise ValueError(unknown_name("--format", format, ("hf", "safetensors", "dcp")))
     run = run.parent if run.is_file() else run
     folder = out or run / f"export-{format}"
     saved = load_saved(run, device=device, trust=trust)
@@ -86,6 +88,8 @@ def export(
         saved.model.model.save_pretrained(folder)
     elif format == "hf":
         save_as_llama(saved.model, folder)
+    elif format == "dcp":
+        save(saved.model.state_dict(), checkpoint_id=folder, no_dist=True)
     else:
         for name in ("model.safetensors", "config.toml", *(name for name in SAVED_WITH_RUN if (run / name).is_file())):
             shutil.copyfile(run / name, folder / name)
@@ -136,9 +140,10 @@ def evaluate(
     from isles.data import Loader, load_corpus
     from isles.models import autocast
     from isles.models.factory import check_marks
-    from isles.training.step import validation_loss
+    from isles.training.step import model_losses
 
-    settings = saved.config.data if data is None else replace(saved.config.data, path=data, validation_path="")
+    own = saved.config.data
+    settings = own if data is None else replace(own, path=data, validation_path="", mixture=None)
     corpus = load_corpus(settings)
     loader = Loader(corpus, settings, context=saved.context)
     where = next(saved.model.parameters()).device
@@ -163,11 +168,11 @@ def evaluate(
             len(pieces), drop=_stages("--drop-stages", drop_stages), leave=early_exit, order=_stages("--order", order)
         )
         print(f"stages      {','.join(map(str, asked))} of {len(pieces)}")
-        loss = loss_of(asked)
+        losses = {"val_loss": loss_of(asked)}
     else:
-        loss = validation_loss(saved.model, loader.validation_batches(), autocast(saved.config.model, where))
-    print(f"loss        {loss:.4f} nats/token")
-    print(f"perplexity  {math.exp(loss):.4f}")
+        losses = model_losses(saved.model, loader, lambda: autocast(saved.config.model, where))
+    rows = {key[4:].replace(".", " of "): f"{loss:.4f} nats/token" for key, loss in losses.items()}  # val_loss.NAME
+    print_named(rows | {"perplexity": f"{math.exp(losses['val_loss']):.4f}"})
 
 
 def _on_tasks(run: Path, tasks: str, saved: SavedRun) -> None:

@@ -247,6 +247,7 @@ def summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
             ("validation loss, mean of replicas", f"{summary['val_loss_replicas']:.4f} nats/token"),
             ("validation loss, consolidated model", f"{summary['val_loss']:.4f} nats/token"),
         ]
+        rows += [(f"  on {k[9:]}", f"{x:.4f} nats/token") for k, x in summary.items() if k.startswith("val_loss.")]
         if summary["val_loss"] < 100:  # of a model that blew up it says nothing
             rows.append(("  as perplexity", f"{math.exp(summary['val_loss']):.2f}"))
     rows += [

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
+
+from isles.base.imports import import_target
 
 Split = Literal["iid", "by_file"]
 Mode = Literal["per_worker", "global"]
@@ -18,11 +20,13 @@ IDS = "ids"  # instead of a tokenizer: the files hold token ids
 class DataConfig:
     """What is read and how it is dealt out. Every impossible value raises a ValueError of one line."""
 
-    path: str = ""
+    path: Any = ""
     """Text file, JSONL, Parquet, saved Hugging Face dataset, a folder of such files, or of a stored corpus, which has
-    its own split; "" means the source of the running Python's standard library."""
-    validation_path: str = ""
-    """Validation text, in these formats; "": a share of `path`, or a saved dataset's split "validation" or "test"."""
+    its own split; "": the running Python's standard library. Or a table of names and paths."""
+    validation_path: Any = ""
+    """Validation text, likewise, with a loss for each name; "": a share of each `path`, or a saved dataset's split."""
+    mixture: Any = None
+    """Share of the training tokens by name of `path`, scaled to a sum of 1: [data.mixture]; left out: by size."""
     tokenizer: str = "bytes"
     """What makes ids of text: "bytes" (one id a byte), or the path of a Hugging Face `tokenizer.json` or of the folder
     that holds one; left out beside model.hf: that folder's. "ids": the files hold token ids (.bin, .npy, rows of ids).
@@ -51,11 +55,7 @@ class DataConfig:
     ~/.local/state/isles ($ISLES_HOME), but nothing for up to 32 MB read as bytes; "": nothing is stored."""
 
     def __post_init__(self) -> None:
-        for key in ("path", "validation_path", "tokenizer", "text_key", "cache"):
-            if not isinstance(value := getattr(self, key), str):
-                raise ValueError(f"data.{key} = {value!r} is not a string; put it in quotes")
-        if not self.tokenizer:
-            raise ValueError('data.tokenizer is empty; use "bytes" or the path of a tokenizer.json')
+        import_target("data", "isles.data.parts:check_text")(self)
         if type(self.vocab) is not int or self.vocab < (self.tokenizer == IDS):
             raise ValueError(f'data.vocab = {self.vocab!r}; with data.tokenizer = "ids", give how many ids there are')
         if self.tokenizer != IDS and (self.vocab, self.ids_dtype) != (0, "uint16"):
@@ -70,8 +70,6 @@ class DataConfig:
         fraction = self.validation_fraction
         if not isinstance(fraction, (int, float)) or isinstance(fraction, bool) or not 0 <= fraction < 1:
             raise ValueError(f"data.validation_fraction = {fraction!r} is not in [0, 1); use for example 0.05")
-        if self.validation_path and fraction != type(self).validation_fraction:
-            raise ValueError(f"data.validation_fraction = {fraction!r} beside data.validation_path; leave one out")
 
     @property
     def column(self) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -71,6 +72,15 @@ class TokenStream:
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+    def ranges(self, names: Sequence[str]) -> list[tuple[int, int]]:
+        """(first token, one after the last) of the parts of these names, in the corpus's order; of [""]: all."""
+        if names == [""]:
+            return [(0, len(self))]
+        numbers = {name: number for number, name in enumerate(names)}
+        part_D = np.array([numbers.get(file.partition("/")[0], -1) for file in self.files])[self.file_of]
+        parts = [np.flatnonzero(part_D == number) for number in range(len(names))]
+        return [(int(self.bounds[part[0]]), int(self.bounds[part[-1] + 1])) if len(part) else (0, 0) for part in parts]
 
     def check(self, start: int = 0, stop: int | None = None) -> None:
         """ValueError where tokens start to stop are not as they were written to the disk."""

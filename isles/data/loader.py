@@ -2,7 +2,8 @@
 
 A sequence is a window of `context` targets: context + 1 tokens, of which the last is also the first of the next window.
 Windows do not overlap otherwise; the tokens after the last whole window of a stream are not read. Of a corpus of rows
-(`Corpus.row`) each row is one sequence.
+(`Corpus.row`) each row is one sequence. No window has tokens of two parts of a text (`data.path` as a table): those of
+a part begin at its first token, and N is the sum over the parts.
 
 Each epoch permutes the N windows, and epochs follow one another without a gap: with n sequences consumed by all workers
 so far, row i of worker w of W reads (split "iid")
@@ -10,8 +11,9 @@ so far, row i of worker w of W reads (split "iid")
     position p = n + i W + w;    window = order(epoch = p // N)[p mod N];    n grows by b W a step.
 
 So the union over the workers at a step is the batch of one worker with batch b W at the same step, for ever; every
-epoch reads every window exactly once; and a batch at an epoch's end is filled from the next epoch (rolled over, never
-dropped or short). With "by_file" each worker has windows of its own and p = n / W + i, over its own order.
+epoch reads every window exactly once (of `data.mixture`: see `order.mixed_order`); and a batch at an epoch's end is
+filled from the next epoch (rolled over, never dropped or short). With "by_file" each worker has windows of its own and
+p = n / W + i, over its own order.
 """
 
 from __future__ import annotations
@@ -22,10 +24,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from isles.base.marks import FIRST
+from isles.base.marks import FIRST, learned_in
 from isles.data.config import DataConfig
 from isles.data.corpus import Corpus, TokenStream
-from isles.data.order import epoch_order
+from isles.data.order import epoch_order, mixed_order
+from isles.data.parts import apportioned, named
 
 
 class Loader:
@@ -40,6 +43,7 @@ class Loader:
     sequences: windows in this worker's epoch (of all workers together with "iid").
     consumed: sequences read so far by all workers together.
     marks: whether some tokens are marked (`isles.base.marks`): those not learned, firsts of isolated documents.
+    validation_weights: how many sequences, or with marks learned targets, `validation_batches` gives of each text.
 
     ValueError: an impossible worker, context or seed; a global batch that does not divide; too little text for one
     sequence; fewer documents than workers with "by_file".
@@ -55,6 +59,7 @@ class Loader:
         if seed < 0:
             raise ValueError(f"seed = {seed} is negative; use 0 or more")
         self.corpus = corpus
+        self.config = config
         self.context = context
         self.worker = worker
         self.workers = workers
@@ -63,29 +68,37 @@ class Loader:
         self.batch_size, self._isolates = config.batch_size_per_worker(workers), config.isolate_documents
         self.marks = corpus.masks or self._isolates
         self.consumed = 0
-        tokens, self._begin = corpus.train.tokens, 0
+        names = [*named(config.path)]
+        ranges = corpus.train.ranges(names)
         if config.split == "by_file":
             offsets = document_shares(corpus.train.bounds, workers)
-            self._begin = int(offsets[worker])
-            tokens = tokens[offsets[worker] : offsets[worker + 1]]
-        if len(tokens) <= context:
-            of = "training" if config.split == "iid" else f"the share of worker {worker} in training"
-            raise ValueError(
-                f"data.path: {of} has {len(tokens)} tokens, fewer than context + 1 = {context + 1}; give more text "
-                "or a shorter context"
-            )
+            names, ranges = [""], [(int(offsets[worker]), int(offsets[worker + 1]))]
+        for name, (begin, end) in zip(names, ranges, strict=True):
+            if end - begin <= context:
+                of = "training" if config.split == "iid" else f"the share of worker {worker} in training"
+                raise ValueError(
+                    f"data.path{name and '.'}{name}: {of} has {end - begin} tokens, fewer than context + 1 = "
+                    f"{context + 1}; give more text or a shorter context"
+                )
         if corpus.row not in (0, context + 1):
             raise ValueError(
                 f"data.path: {corpus.name} holds sequences of {corpus.row} tokens, which needs model.context = "
                 f"{corpus.row - 1}, not {context}"
             )
-        self._windows = windows(tokens, context, corpus.row)
+        self._windows, self._stride = windows(corpus.train.tokens, context, 1), corpus.row or context
+        self._begin_P = np.array([begin for begin, _ in ranges])
+        self._sizes = tuple(len(windows(corpus.train.tokens[slice(*one)], context, corpus.row)) for one in ranges)
+        self._first_P = np.cumsum(self._sizes) - self._sizes
+        self.sequences = sum(self._sizes)
+        self._taken = tuple(apportioned(self.sequences, [config.mixture[name] for name in names if config.mixture]))
+        if not all(self._taken):
+            raise ValueError(f"data.mixture = {config.mixture}: one has none of {self.sequences} sequences; raise it")
         self._validation = self._fixed_validation(config)
+        self.validation_weights = {
+            name: sum(int(learned_in(batch)) for batch in self.validation_batches(name)) if self.marks else len(starts)
+            for name, starts in self._validation.items()
+        }
         self._orders: dict[int, np.ndarray] = {}  # by epoch, those that the last batch touched
-
-    @property
-    def sequences(self) -> int:
-        return len(self._windows)
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         return self
@@ -111,22 +124,25 @@ class Loader:
             here = epochs == epoch
             chosen[here] = order[offsets[here]]
         self._orders = orders
-        return self._batch(self.corpus.train, self._windows, chosen, self._begin)
+        part = np.searchsorted(self._first_P, chosen, side="right") - 1
+        starts = self._begin_P[part] + (chosen - self._first_P[part]) * self._stride
+        return self._batch(self.corpus.train, self._windows, starts)
 
-    def validation_batches(self) -> Iterator[torch.Tensor]:
+    def validation_batches(self, name: str | None = None) -> Iterator[torch.Tensor]:
         """The batches of one validation pass: (rows, context + 1) int64, the last one perhaps with fewer rows.
 
         The same sequences in the same order for every worker, seed and number of workers: `validation_sequences`
-        windows evenly spaced over the validation tokens, or all of them where there are fewer. Weigh a batch by its
-        learned targets: with a global batch size the number of workers decides how the sequences are cut into batches.
+        windows evenly spaced over the validation tokens, or all of them where there are fewer; so many of each text
+        where there are several. name: of one of these; None: one after the other. Weigh a batch by its learned targets:
+        with a global batch size the number of workers decides how the sequences are cut into batches.
         ValueError without validation text.
         """
-        if self._validation is None:
+        if not self._validation:
             raise ValueError("data.validation_fraction = 0 keeps no text for validation; use for example 0.05")
-        among, chosen = self._validation
-        for start in range(0, len(chosen), self.batch_size):
-            rows = chosen[start : start + self.batch_size]
-            yield self._batch(self.corpus.validation, among, rows)
+        every = windows(self.corpus.validation.tokens, self.context, 1)
+        for starts in self._validation.values() if name is None else [self._validation[name]]:
+            for first in range(0, len(starts), self.batch_size):
+                yield self._batch(self.corpus.validation, every, starts[first : first + self.batch_size])
 
     def state_dict(self) -> dict[str, Any]:
         """Where the data stands, ready for JSON. It is the same for every worker, so a run saves only one."""
@@ -135,6 +151,7 @@ class Loader:
             "seed": self.seed,
             "context": self.context,
             "split": self.split,
+            "parts": [list(self._sizes), list(self._taken)] if len(self._sizes) > 1 else [],
             "workers": self.workers,
             "batch_size": self.batch_size,
             "consumed": self.consumed,
@@ -156,12 +173,11 @@ class Loader:
             raise ValueError(f"the loader state has consumed = {consumed!r}; it must be a whole number of sequences")
         self.consumed = consumed
 
-    def _batch(self, stream: TokenStream, windows: np.ndarray, rows: np.ndarray, begin: int = 0) -> torch.Tensor:
-        """Those of the `windows` of `stream` from token `begin` on; ValueError unless they are as they were written."""
-        starts = begin + rows * (self.corpus.row or self.context)
+    def _batch(self, stream: TokenStream, every: np.ndarray, starts: np.ndarray) -> torch.Tensor:
+        """Those of `every` window that begin at tokens `starts`. ValueError where one is not as it was written."""
         for start in starts.tolist():
             stream.check(start, start + self.context + 1)
-        batch = windows[rows].astype(np.int64)
+        batch = every[starts].astype(np.int64)
         for row, start in zip(batch, starts, strict=True) if self._isolates else ():
             first, last = np.searchsorted(stream.bounds, (start, start + len(row)))
             firsts = stream.bounds[first:last] - start
@@ -171,22 +187,28 @@ class Loader:
     def _order(self, epoch: int) -> np.ndarray:
         if epoch in self._orders:
             return self._orders[epoch]
+        if self._taken:
+            return mixed_order(self._sizes, self._taken, seed=self.seed, epoch=epoch)
         share = self.worker if self.split == "by_file" else 0
         return epoch_order(self.sequences, seed=self.seed, epoch=epoch, share=share)
 
-    def _fixed_validation(self, config: DataConfig) -> tuple[np.ndarray, np.ndarray] | None:
-        """(all validation windows, indices of those that are read); None without validation text."""
-        tokens = self.corpus.validation.tokens
-        if len(tokens) == 0:
-            return None
-        if len(tokens) <= self.context:  # said now and not after the first thousand steps
-            key, mend = ("path", "give") if config.validation_path else ("fraction", "raise it or give")
-            raise ValueError(
-                f"data.validation_{key} gives {len(tokens)} tokens for validation, fewer than "
-                f"context + 1 = {self.context + 1}; {mend} more text"
-            )
-        among = windows(tokens, self.context, self.corpus.row)
-        return among, spaced(len(among), config.validation_sequences)
+    def _fixed_validation(self, config: DataConfig) -> dict[str, np.ndarray]:
+        """The first tokens of the windows that validation reads, by name of the text; {} without validation text."""
+        found, stream, names = (
+            dict[str, np.ndarray](),
+            self.corpus.validation,
+            [*named(config.validation_path or config.path)],
+        )
+        for name, (begin, end) in zip(names, stream.ranges(names) if len(stream) else (), strict=False):
+            if end - begin <= self.context:  # said now and not after the first thousand steps
+                key, mend = ("path", "give") if config.validation_path else ("fraction", "raise it or give")
+                raise ValueError(
+                    f"data.validation_{key} gives {end - begin} tokens{name and f' of {name}'} for validation, fewer "
+                    f"than context + 1 = {self.context + 1}; {mend} more text"
+                )
+            count = len(windows(stream.tokens[begin:end], self.context, self.corpus.row))
+            found[name] = begin + spaced(count, config.validation_sequences) * self._stride
+        return found
 
 
 def resharded(state: dict[str, Any], *, workers: int, batch_size: int) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import Any
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -18,7 +19,7 @@ import numpy as np
 from isles.data.tokenizer import smallest_dtype
 
 # Shared by every loader of the process that is in the same epoch, and gone with the last of them.
-_orders: WeakValueDictionary[tuple[int, int, int, int], np.ndarray] = WeakValueDictionary()
+_orders: WeakValueDictionary[tuple[Any, ...], np.ndarray] = WeakValueDictionary()
 
 
 def epoch_order(count: int, *, seed: int, epoch: int, share: int) -> np.ndarray:
@@ -32,6 +33,27 @@ def epoch_order(count: int, *, seed: int, epoch: int, share: int) -> np.ndarray:
     if order is None:
         words = np.random.Philox(np.random.SeedSequence([seed, epoch, share])).random_raw(count)
         order = np.argsort(words, kind="stable").astype(smallest_dtype(count))
+        order.setflags(write=False)
+        _orders[key] = order
+    return order
+
+
+def mixed_order(sizes: tuple[int, ...], taken: tuple[int, ...], *, seed: int, epoch: int) -> np.ndarray:
+    """(N,) sequences of an epoch that takes `taken` of each part, shuffled; shared as above. N is the sum of `taken`; a
+    part has `sizes` sequences, numbered after those of the parts before it. Its permutations follow one another without
+    a gap: it goes on where the epoch before stopped, and reads all its sequences before it reads one again.
+    """
+    key = (sizes, taken, seed, epoch)
+    order = _orders.get(key)
+    if order is None:
+        runs, first, dtype = [], 0, smallest_dtype(sum(sizes))
+        for part, (size, count) in enumerate(zip(sizes, taken, strict=True), 1):
+            start, stop = epoch * count, (epoch + 1) * count
+            begun = range(start // size, -(-stop // size))  # of its permutations
+            own = np.concatenate([epoch_order(size, seed=seed, epoch=one, share=part) for one in begun])
+            runs.append(own[start % size :][:count].astype(dtype) + first)
+            first += size
+        order = np.concatenate(runs)[epoch_order(sum(taken), seed=seed, epoch=epoch, share=0)]
         order.setflags(write=False)
         _orders[key] = order
     return order

@@ -32,7 +32,8 @@ from isles.base.durable import home
 from isles.base.scratch import scratch
 from isles.data.config import PREPARING, DataConfig
 from isles.data.corpus import Corpus, SplitBy, content_sha256
-from isles.data.sources import Chunk, Document, Source, fingerprint, list_sources, read_documents
+from isles.data.parts import named
+from isles.data.sources import Chunk, Document, Source, by_group, fingerprint, list_sources, no_text, read_documents
 from isles.data.store import FORMAT, Draft, is_stored, make_corpus, not_writable, open_corpus
 from isles.data.tokenizer import ByteTokenizer, ReadyIds, Tokenizer, load_tokenizer, smallest_dtype
 
@@ -72,24 +73,25 @@ def _prepare(
         text = _tokenise(draft, sources, config, tokenizer, notify)
     documents = draft.all_documents()
     length_D, file_D = documents["tokens"], documents["file"].astype(smallest_dtype(len(sources)))
-    validates_D = np.array([source.validates for source in sources])[file_D]
-    for end in (sources[0], sources[-1]):  # the second one validates where validation has sources of its own
-        if not length_D[validates_D == end.validates].sum():
-            files, what = sum(one.validates == end.validates for one in sources), " for validation" * end.validates
-            why = f"holds no text{what} ({files} files, all empty or binary); give files with text"
-            raise ValueError(f"data.{end.key} = {getattr(config, end.key)!r} {why}")
+    groups, first = by_group(sources), 0
+    held = {group[0].part for group in groups if group[0].validates}
+    trained_D, split_by = length_D.copy(), "document"
+    for group in groups:  # each part is split as if it was alone
+        in_D, first = (first <= file_D) & (file_D < first + len(group)), first + len(group)
+        if not length_D[in_D].sum():
+            raise no_text(config, group, "all empty or binary")
+        fraction = 0.0 if config.validation_path or group[0].part in held else float(config.validation_fraction)
+        trained_D[in_D], by = _training_lengths(documents["hash"][in_D], length_D[in_D], fraction)
+        trained_D[in_D] *= not group[0].validates
+        split_by = by if by == "position" else split_by
     _warn_of_left_out(sources, set(file_D.tolist()))
-    if sources[-1].validates:
-        trained_D, split_by = np.where(validates_D, 0, length_D), "document"
-    else:
-        trained_D, split_by = _training_lengths(documents["hash"], length_D, float(config.validation_fraction))
     start_D = np.cumsum(length_D) - length_D
     draft.narrow(smallest_dtype(tokenizer.vocab_size))
-    where = {"files": tuple(source.name for source in sources), "file_of": file_D}
+    where = {"files": tuple(f"{one.part}{one.part and '/'}{one.name}" for one in sources), "file_of": file_D}
     train = draft.stream("train", start_D, trained_D, **where)
     validation = draft.stream("validation", start_D + trained_D, length_D - trained_D, **where)
     return Corpus(
-        name=config.path or "standard library",
+        name=", ".join(named(config.path).values()) or "standard library",
         tokenizer=tokenizer,
         train=train,
         validation=validation,
@@ -344,7 +346,8 @@ def _stored_as(config: DataConfig, sources: list[Source], tokenizer: Tokenizer) 
     """(what the corpus is made from, its folder)"""
     marks = fingerprint(sources)
     settings = [config.path, config.validation_path, config.column, config.ids_dtype, float(config.validation_fraction)]
-    content = hashlib.sha256(json.dumps([FORMAT, tokenizer.fingerprint, marks, *settings]).encode()).hexdigest()[:32]
+    facts = json.dumps([FORMAT, tokenizer.fingerprint, marks, *settings], sort_keys=True)
+    content = hashlib.sha256(facts.encode()).hexdigest()[:32]
     cache = config.cache
     if cache == "auto":
         small = isinstance(tokenizer, ByteTokenizer | ReadyIds) and sum(size for *_, size, _ in marks) <= _SMALL

@@ -11,8 +11,8 @@ import os
 import sysconfig
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import islice
+from dataclasses import dataclass, replace
+from itertools import groupby, islice
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple
 
@@ -22,6 +22,7 @@ from isles.base.errors import as_typed
 from isles.base.marks import IGNORED
 from isles.base.parsing import parse_json
 from isles.data.config import IDS, DataConfig
+from isles.data.parts import named
 from isles.data.store import is_stored
 from isles.data.tokenizer import Ids
 
@@ -44,7 +45,7 @@ class Source:
     """One file of a corpus (or one saved dataset's folder).
 
     name: its path relative to `data.path`, with slashes. key: of [data], that led to it. validates: whether all of it
-    is for validation.
+    is for validation. part: its name in a table of paths.
     """
 
     path: Path
@@ -53,6 +54,7 @@ class Source:
     alone: bool  # named by the user itself, not found in a folder: then nothing about it is passed over
     key: SourceKey = "path"
     validates: bool = False
+    part: str = ""
 
     def __str__(self) -> str:
         return f"data.{self.key}: {self.path}"
@@ -69,23 +71,27 @@ class Source:
 
 
 def list_sources(config: DataConfig) -> list[Source]:
-    """The sources behind `data.path`, sorted by name, and after them those for validation alone. Hidden files and
-    folders are left out.
+    """The sources behind `data.path`, part by part and sorted by name, and after them those for validation alone.
+    Hidden files and folders are left out.
 
     ValueError where the path does not exist or the folder holds no file.
     """
-    sources = _sources(config, "path") if config.path else _standard_library()
-    if config.validation_path:
-        sources = [one for one in sources if not one.validates] + _sources(config, "validation_path")
+    sources = [] if config.path else _standard_library()
+    for key in ("path", "validation_path"):
+        if getattr(config, key):
+            sources = [one for one in sources if not one.validates]  # by a saved dataset's split
+            for part, path in named(getattr(config, key)).items():
+                where = f"data.{key}{part and '.'}{part}"
+                sources += [replace(one, part=part) for one in _sources(config, key, path, where)]
     return sources
 
 
-def _sources(config: DataConfig, key: SourceKey) -> list[Source]:
-    path, kinds, held = getattr(config, key), _KINDS[config.tokenizer == IDS], key != "path"
+def _sources(config: DataConfig, key: SourceKey, path: str, where: str) -> list[Source]:
+    kinds, held = _KINDS[config.tokenizer == IDS], key != "path"
     root = Path(path).expanduser()
     if not root.exists():
         raise ValueError(
-            f"data.{key} = {path!r} does not exist; give a file or a folder, or leave it empty for "
+            f"{where} = {path!r} does not exist; give a file or a folder, or leave it empty for "
             + ("a share of data.path" if held else "the standard library")
         )
     if root.is_file():
@@ -100,8 +106,20 @@ def _sources(config: DataConfig, key: SourceKey) -> list[Source]:
         if not file.name.startswith(".")
     ]
     if not sources:
-        raise ValueError(f"data.{key} = {path!r} is a folder without a readable file; put text, JSONL or Parquet there")
+        raise ValueError(f"{where} = {path!r} is a folder without a readable file; put text, JSONL or Parquet there")
     return sorted(sources, key=lambda source: source.name)
+
+
+def by_group(sources: Sequence[Source]) -> list[list[Source]]:
+    """The sources of each part, those for validation alone by themselves."""
+    return [[*group] for _, group in groupby(sources, key=lambda one: (one.key, one.part, one.validates))]
+
+
+def no_text(config: DataConfig, group: list[Source], why: str) -> ValueError:
+    """What a user is told of a group of `by_group`."""
+    one, files = group[0], f"({len(group)} files, {why}); give files with text"
+    where = f"data.{one.key}{one.part and '.'}{one.part} = {named(getattr(config, one.key))[one.part]!r}"
+    return ValueError(f"{where} holds no text{' for validation' * one.validates} {files}")
 
 
 def fingerprint(sources: list[Source]) -> tuple[tuple[str, str, int, int], ...]:
@@ -190,15 +208,14 @@ def check_sample(config: DataConfig) -> None:
     """
     if is_stored(config):
         return
-    sources = list_sources(config)
-    parts = [[one for one in sources if one.validates is validates] for validates in (False, True)]
-    if not any(source.size for source in parts[0]):
-        why = f"holds no text ({len(parts[0])} files, all empty); give files with text"
-        raise ValueError(f"data.path = {config.path!r} {why}")
-    if (last := sources[-1]).validates and last.key == "path":
+    groups = by_group(list_sources(config))
+    for group in (group for group in groups if not group[0].validates):
+        if not any(source.size for source in group):
+            raise no_text(config, group, "all empty")
+    for last in (group[0] for group in groups if group[0].validates and group[0].key == "path"):
         what = f"validation reads the split {last.path.name!r} of the dataset, not data.validation_fraction"
         warnings.warn(f"data.path: {what}", stacklevel=2)
-    for source in (one for part in parts for one in part[:: -(-len(part) // _SAMPLED) or 1]):
+    for source in (one for group in groups for one in group[:: -(-len(group) // _SAMPLED)]):
         if source.kind == "text" and config.tokenizer != IDS:
             with source.path.open("rb") as file:
                 head = file.read(_HEAD_BYTES)

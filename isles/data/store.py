@@ -29,6 +29,7 @@ from isles.base.durable import write_text
 from isles.base.parsing import parse_json
 from isles.data.config import DataConfig
 from isles.data.corpus import CheckedBlocks, Corpus, TokenStream, block_sums
+from isles.data.parts import named
 from isles.data.tokenizer import Ids, Tokenizer
 
 FORMAT = 5  # raise it when reading, splitting or storing changes, so that no older corpus is taken for a new one
@@ -236,11 +237,12 @@ def save_corpus(corpus: Corpus, folder: Path) -> Corpus:
 
 def is_stored(config: DataConfig) -> bool:
     """Whether `data.path` is a folder that `save_corpus` wrote. ValueError for one beside, or as, validation_path."""
-    folders = [Path(path).expanduser() for path in (config.path, config.validation_path)]
+    folders = [Path(x).expanduser() for one in (config.path, config.validation_path) for x in named(one).values()]
     found = [(one / "manifest.json").is_file() and (one / "train-tokens.npy").is_file() for one in folders]
-    if config.validation_path and any(found):
+    key = "validation_path" if config.validation_path else "path"
+    if (config.validation_path or isinstance(config.path, dict)) and any(found):
         what = "a stored corpus has its own split; leave it out, or give files"
-        raise ValueError(f"data.validation_path = {config.validation_path!r}: {what}")
+        raise ValueError(f"data.{key} = {getattr(config, key)!r}: {what}")
     return found[0]
 
 

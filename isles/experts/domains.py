@@ -258,7 +258,7 @@ class DomainText:
 
     def __init__(self, domain: Domain, data: DataConfig, context: int) -> None:
         self.domain, self.context = domain, context
-        self.data = replace(data, path=domain.path, validation_path="")
+        self.data = replace(data, path=domain.path, validation_path="", mixture=None)
         try:
             self.corpus = load_corpus(self.data)
         except ValueError as error:

@@ -68,6 +68,7 @@ def checked(system: str, cls: type[Own], tables: Tables) -> ExperimentConfig[Own
         ("data", "path", "the text of experts is that of the domains: list them as [domains.NAME]"),
         ("data", "validation_path", "experts are evaluated on a share of the domains' texts"),
         ("data", "isolate_documents", "experts are evaluated on whole windows"),
+        ("data", "mixture", "an expert reads its own share of the domains' texts"),
         ("run", "start", "each run starts from the seed that the system chooses"),
         ("run", "steps", f"the steps of the runs stand in [{system}]"),
         ("run", "seed", f"{system}.seeds says which"),

@@ -22,6 +22,7 @@ from isles.report.panels import (
     Polyline,
     average,
     chart_panel,
+    coloured,
     latest_of,
     mean_of_totals,
     mean_over,
@@ -53,6 +54,8 @@ def loss_panel(run: RunFiles) -> Panel | None:
         return None
     top = _cut(mean, series) if mean else None
     shown_mean = average(mean, MEAN_POINTS)
+    texts = {f"validation on {key[9:]}": _validation(run, key) for key in run.validation if key != "val_loss"}
+    named = coloured({"mean": (), "dot": (), **texts})[2:]  # these two have the first colours
     chart = Chart(
         title="Loss against steps",
         x_label="inner step",
@@ -60,6 +63,7 @@ def loss_panel(run: RunFiles) -> Panel | None:
         lines=[
             *_worker_lines(series, format_number),
             Polyline(points=shown_mean, css="mean", name="mean of the workers"),
+            *named,
         ],
         dots=dots,
         top=top,
@@ -67,8 +71,8 @@ def loss_panel(run: RunFiles) -> Panel | None:
     )
     several = len(series) > 1
     keys = [("worker", "each worker")] * several + [("mean", "mean of the workers" if several else "training loss")]
-    keys += [("dot", "validation")] * bool(dots)
-    notes = []
+    keys += [("dot", "validation")] * bool(dots) + [(line.css, line.name) for line in named]
+    notes = [f"Lines of {len(named)} of {len(texts)} validation texts."] * (len(named) < len(texts))
     if len(shown_mean) < len(mean):
         notes.append(f"The mean is averaged over {len(mean) / len(shown_mean):.0f} logged steps a point.")
     if top is not None:
@@ -254,10 +258,10 @@ def _worker_lines(
     ]
 
 
-def _validation(run: RunFiles) -> list[Point]:
+def _validation(run: RunFiles, key: str = "val_loss") -> list[Point]:
     """The validation losses of metrics.jsonl, and the summary's at the last step unless it is there already."""
-    steps, loss = run.number("steps"), run.number("val_loss")
-    dots = list(run.validation)
+    steps, loss = run.number("steps"), run.number(key)
+    dots = list(run.validation.get(key, []))
     # The last line of metrics.jsonl may count its step from 0, so steps - 1 is the same moment.
     if steps is not None and loss is not None and all(x < steps - 1 for x, _ in dots):
         dots.append((steps, loss))

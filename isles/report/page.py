@@ -321,8 +321,10 @@ def _table(run: RunFiles) -> str:
     """
     usage = {key: mean for key in USAGE if (mean := run.mean_total(key)) is not None}
     summary = _summary(run) | usage
-    known = {key for key, _, _ in FIELDS}
-    rows = [_row(key, name, summary[key], form) for key, name, form in FIELDS if summary.get(key) is not None]
+    texts = [key for key in summary if key.startswith("val_loss.")]
+    fields = [*FIELDS, *((key, f"Validation loss on {key[9:]}", format_number) for key in texts)]
+    known = {key for key, _, _ in fields}
+    rows = [_row(key, name, summary[key], form) for key, name, form in fields if summary.get(key) is not None]
     rows += [
         _row(key, _words(key).capitalize(), value, _raw)
         for key, value in summary.items()

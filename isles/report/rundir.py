@@ -56,8 +56,8 @@ class TaskSpan(NamedTuple):
 class RunFiles:
     """A run directory as read. `summary` is None while the run has not ended; `notes` say what could not be used.
 
-    spread: (step, standard deviation between the replicas). spans: by worker, in the order of the file. tasks: of the
-    newest step that has such, by worker; task_step: which one.
+    validation: losses by their keys in metrics.jsonl. spread: (step, standard deviation between the replicas). spans:
+    by worker, in the order of the file. tasks: of the newest step that has such, by worker; task_step: which one.
     """
 
     path: Path
@@ -65,7 +65,7 @@ class RunFiles:
     config: dict[str, Any] = field(default_factory=dict)
     config_text: str = ""
     workers: dict[int, WorkerLog] = field(default_factory=dict)
-    validation: list[Point] = field(default_factory=list)
+    validation: dict[str, list[Point]] = field(default_factory=dict)
     spread: list[Point] = field(default_factory=list)
     spans: dict[int, list[TimelineSpan]] = field(default_factory=dict)
     tasks: dict[int, list[TaskSpan]] = field(default_factory=dict)
@@ -162,7 +162,7 @@ def _read_metrics(run: RunFiles) -> None:
         run.notes.append("There is no metrics.jsonl, so there are no curves.")
         return
     unusable = not_finite = 0
-    validation: dict[int, dict[int | None, float]] = {}
+    validation: dict[str, dict[int, dict[int | None, float]]] = {}
     spread: dict[float, float] = {}
     for record in _records(file):
         step = None if record is None else finite(record.get("step"))
@@ -172,14 +172,15 @@ def _read_metrics(run: RunFiles) -> None:
         if (std := finite(record.get("replica_std"))) is not None:
             spread[step] = std
         worker = finite(record.get("worker"))
-        val_loss = finite(record.get("val_loss"))
-        if val_loss is not None:
-            validation.setdefault(int(step), {})[None if worker is None else int(worker)] = val_loss
+        for key in (key for key in record if key.partition(".")[0] == "val_loss"):
+            if (val_loss := finite(record[key])) is not None:
+                by_step = validation.setdefault(key, {})
+                by_step.setdefault(int(step), {})[None if worker is None else int(worker)] = val_loss
         if worker is not None:
             log = run.workers.setdefault(int(worker), WorkerLog())
             not_finite += _take(log, int(step), record)
     run.workers = dict(sorted(run.workers.items()))
-    run.validation = _validation_points(validation)
+    run.validation = {key: _validation_points(by_step) for key, by_step in sorted(validation.items())}
     run.spread = sorted(spread.items())
     if unusable:
         run.notes.append(f"{unusable} line{'s' * (unusable > 1)} of metrics.jsonl could not be read and were left out.")

@@ -38,7 +38,7 @@ from isles.training.records.checkpoint import Checkpoints
 from isles.training.records.saver import StateSaver
 from isles.training.records.shard import refuse_losses, refuse_state
 from isles.training.records.timeline import Timeline
-from isles.training.step import WAITS, Text, draws_state, restore_draws
+from isles.training.step import WAITS, Losses, Text, draws_state, restore_draws
 
 
 def checkpoint_steps(run: RunConfig) -> int:
@@ -184,8 +184,8 @@ class TrainingLoop(ABC):
         """One inner step, or several at once."""
 
     @abstractmethod
-    def validate(self) -> float | None:
-        """Validation loss of this worker's weights, nats per token; None if this worker does not get it."""
+    def validate(self) -> Losses:
+        """Validation losses of this worker's weights, nats per token."""
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
@@ -217,7 +217,7 @@ class TrainingLoop(ABC):
         run, ends = self.config.run, step == self.config.run.steps
         validating = self.validates and run.validate_every and step % run.validate_every == 0 and not ends
         if validating or step % run.log_every == 0 or ends:
-            self.report(self.validate() if validating else None)
+            self.report(self.validate() if validating else {})
         stopping = self.world.stop_here(step) and not ends
         due = self._saves_last() if ends else self._saves_after(step)
         if out is not None and (stopping or due):
@@ -273,9 +273,9 @@ class TrainingLoop(ABC):
         """Seconds of the run, including those before it was resumed."""
         return self.clock_before + self.world.transport.now()
 
-    def report(self, val_loss: float | None) -> None:
+    def report(self, losses: Losses) -> None:
         """Report metrics and spans to the launcher."""
-        self.world.report(asdict(self.metrics(val_loss)) | self._gauges())
+        self.world.report(asdict(self.metrics()) | losses | self._gauges())
         self._report_spans(
             self.timeline.take(self.steps_done(), self.world.world.traffic.take_spans(), self.clock_before)
         )
@@ -288,7 +288,7 @@ class TrainingLoop(ABC):
     def _gauges(self) -> dict[str, float]:
         """Additional entries of a line of metrics."""
 
-    def metrics(self, val_loss: float | None) -> Metrics:
+    def metrics(self) -> Metrics:
         step = self.steps_done()
         self._refuse_not_finite(step, self.losses)
         loss = self._mean(self.losses) if self.losses else math.nan
@@ -302,7 +302,6 @@ class TrainingLoop(ABC):
             tokens=self.tokens,
             **self._counted(),
             clock_seconds=self.clock(),
-            val_loss=val_loss,
             gradient_norm=None if (norm := self.gradient_norm()) is None else float(norm),
             **self.step_clock.usage(self._measured, self.tokens),
         )

@@ -5,7 +5,7 @@ batch of a replica -> microbatches at its origin -> executor -> losses at every 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -173,8 +173,8 @@ class Staged:
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
         self._pipeline.turns.load_state_dict(state)
 
-    def evaluate(self, batches: Iterable[Tensor]) -> float | None:
-        loss = self._pipeline.judge(batches)
+    def evaluate(self, batches: Callable[[], Iterable[Tensor]]) -> float | None:
+        loss = self._pipeline.judge(batches())
         return loss if self.reads else None
 
     def whole(self, optimizer: ReplicaSync) -> nn.Module | None:

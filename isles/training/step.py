@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from itertools import repeat
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -34,7 +35,8 @@ from collections.abc import Iterator
 import numpy as np
 
 from isles.comm.mesh import Mesh
-from isles.data import Corpus, Loader, load_corpus
+from isles.data import Corpus, DataConfig, Loader, load_corpus
+from isles.data.parts import named
 from isles.data.tokenizer import Tokenizer
 from isles.models import limits
 from isles.training.config.sections import Config
@@ -113,6 +115,33 @@ def validation_loss(
     return total / rows if rows else float("nan")
 
 
+Losses = dict[str, float]
+"""Losses by key: "val_loss" of all sequences of validation, "val_loss.NAME" of each text; {} where others get them."""
+Batches = Callable[[], Iterable[Tensor]]
+
+
+def validation_losses(
+    config: DataConfig, text: Callable[[], Loader | None], evaluate: Callable[[Batches], float | None]
+) -> Losses:
+    """The losses on the texts of `config`. text: returns what this worker reads, which may change meanwhile."""
+    read = lambda name: () if (own := text()) is None else own.validation_batches(name)  # noqa: E731
+    losses = {name: evaluate(partial(read, name)) for name in named(config.validation_path or config.path)}
+    found, own = {name: loss for name, loss in losses.items() if loss is not None}, text()
+    if own is None or len(found) < len(losses):
+        return {}
+    if "" in found:
+        return {"val_loss": found[""]}
+    weights = own.validation_weights
+    total = sum(loss * weights[name] for name, loss in found.items() if weights[name])
+    return {"val_loss": total / (sum(weights.values()) or float("nan"))} | {f"val_loss.{name}": loss for name, loss in found.items()}
+
+
+def model_losses(model: nn.Module, text: Loader, autocast: Callable[[], AbstractContextManager[object]]) -> Losses:
+    """The losses of a whole model."""
+    evaluate = lambda batches: validation_loss(model, batches(), autocast())  # noqa: E731
+    return validation_losses(text.config, lambda: text, evaluate)
+
+
 WAITS: tuple[Channel, ...] = ("outer", "inner", "pipeline")
 """Channels whose waits count as waiting in a worker's metrics."""
 
@@ -142,8 +171,8 @@ class StepRunner(Protocol):
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
         """Restore `state_dict`."""
 
-    def evaluate(self, batches: Iterable[Tensor]) -> float | None:
-        """Mean loss over the rows of `batches` with the current weights, in nats; None if another worker gets it."""
+    def evaluate(self, batches: Batches) -> float | None:
+        """Mean loss over the rows of `batches()` with the current weights, in nats; None if another worker gets it."""
 
     def whole(self, optimizer: ReplicaSync) -> nn.Module | None:
         """Consolidate and return the run's model at its end; None if another worker has it."""
@@ -208,8 +237,8 @@ class Whole:
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
         pass
 
-    def evaluate(self, batches: Iterable[Tensor]) -> float:
-        return validation_loss(self._model, batches, self._autocast())
+    def evaluate(self, batches: Batches) -> float:
+        return validation_loss(self._model, batches(), self._autocast())
 
     def whole(self, optimizer: ReplicaSync) -> nn.Module:
         return optimizer.consolidate()

@@ -23,7 +23,7 @@ from isles.training.config.sections import Config
 from isles.training.loop import TrainingLoop, load_schedule, rate_schedule
 from isles.training.records.replica_spread import Sample
 from isles.training.records.shard import save_model
-from isles.training.step import WAITS, TrainerParts, validation_loss
+from isles.training.step import WAITS, Losses, TrainerParts, model_losses, validation_losses
 
 
 class Trainer(TrainingLoop):
@@ -146,13 +146,13 @@ class Trainer(TrainingLoop):
             yield tokens
 
     @override
-    def validate(self) -> float | None:
+    def validate(self) -> Losses:
         with self.optimizer.evaluation_weights():
             return self._evaluate()
 
     @override
-    def report(self, val_loss: float | None) -> None:
-        super().report(val_loss)
+    def report(self, losses: Losses) -> None:
+        super().report(losses)
         if self.sample is not None:
             self.optimizer.catch_up()
             sample = {"sample": self.sample.read(), "weights": self.sample.weights}
@@ -174,19 +174,20 @@ class Trainer(TrainingLoop):
         self.optimizer.land_all()  # complete all exchanges; `whole` then checks that the replicas agree
         self.refuse_broken(self.optimizer.steps, {"model": self.optimizer.weights()})
         totals = self.totals()
-        replica_loss, spread = self._evaluate(), self.optimizer.replica_std()
+        replica_loss, spread = self._evaluate().get("val_loss"), self.optimizer.replica_std()
         model = self.model_step.whole(self.optimizer)
         final = model if self.optimizer.together(lambda group: self._save_first(group, model, out)) else None
-        text, loss = self.text if self.validates else None, None
+        text, losses = self.text if self.validates else None, Losses()
         if final is not None and text is not None:
-            loss = validation_loss(final, text.validation_batches(), self.autocast())
+            losses = model_losses(final, text, self.autocast)
         parameters = 0 if model is None else sum(parameter.numel() for parameter in model.parameters())
         return {
             **totals,
             **self.compared(parameters, self.optimizer.parameters[0].dtype, self.workers, self.text),
             "tokens": self.tokens,
             "parameters": parameters,
-            "val_loss": loss,
+            "val_loss": None,
+            **losses,
             "val_loss_replica": replica_loss,
             "replica_std": spread,
             "compute_seconds": computing,
@@ -203,8 +204,8 @@ class Trainer(TrainingLoop):
                 save_model(model, out / "model.safetensors")
         return True
 
-    def _evaluate(self) -> float | None:
+    def _evaluate(self) -> Losses:
         if not self.validates:
-            return None
-        text = self.text if self.model_step.reads else None
-        return self.model_step.evaluate(() if text is None else text.validation_batches())
+            return {}
+        step = self.model_step
+        return validation_losses(self.config.data, lambda: self.text if step.reads else None, step.evaluate)

@@ -33,7 +33,7 @@ from isles.training.kinds import kind_of
 from isles.training.memory.in_use import PlannedMemory
 from isles.training.optimizer import weighs_samples, wrapped
 from isles.training.records.checkpoint import Checkpoints
-from isles.training.records.saved_run import start_weights
+from isles.training.records.saved_run import load_weights, start_file
 from isles.training.setup import expectation, take_cores
 from isles.training.stage_runner import (
     Staged,
@@ -169,7 +169,7 @@ class PartsMaker(TrainerParts):
         if config.model.own is not None and self.text is not None and self.text.marks:
             check_marks(model, self.text.context, isolates=isolates)
         if config.run.start:
-            start_weights(model, config.run.start)
+            load_weights(model, start_file(config.run.start), "[model], which run.start must be of")
         return model
 
     def _stage(self, cut: Cut, scheme: Scheme) -> Stage:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -94,8 +94,8 @@ class Elsewhere:
             parameter.grad = torch.ones_like(parameter)
         return torch.tensor(1.5)
 
-    def evaluate(self, batches: Iterable[Tensor]) -> None:
-        assert not list(batches)
+    def evaluate(self, batches: Callable[[], Iterable[Tensor]]) -> None:
+        assert not list(batches())
 
     def whole(self, optimizer: isles.ReplicaSync) -> None:
         optimizer.consolidate()

@@ -299,7 +299,7 @@ def test_the_optimizer_gets_the_rate_that_the_metrics_say(text: Path) -> None:
         reported = []
         for _ in range(6):
             trainer.step()
-            reported.append(trainer.metrics(None).lr)
+            reported.append(trainer.metrics().lr)
         assert rates == pytest.approx(reported, rel=1e-12)
         return rates
 

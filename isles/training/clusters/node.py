@@ -60,7 +60,7 @@ from isles.training.config.sections import Config
 from isles.training.loop import TrainingLoop, checkpoint_steps
 from isles.training.records.checkpoint import Checkpoints
 from isles.training.setup import take_cores
-from isles.training.step import Left
+from isles.training.step import Left, Losses
 
 LONGEST = 200
 """Updates after which a cluster drains to hear whether it should stop."""
@@ -176,7 +176,7 @@ class ClusterWorker(TrainingLoop):
         """Conclude with the remaining workers. Tokens are those of this worker's updates."""
         server, assignment, totals = self.server if self.trains else None, self.agreement.assignment, self.totals()
         is_first = server is not None and self.world.rank in assignment.clusters[assignment.whole[0]]
-        loss = server.evaluate() if server is not None and self.validates else None
+        losses = server.evaluate() if server is not None and self.validates else {}
         if server is not None and is_first:
             server.write_whole(out)
         text = None if server is None else server.text
@@ -187,8 +187,9 @@ class ClusterWorker(TrainingLoop):
             **self.compared(parameters, next(whole.parameters()).dtype, len(assignment.living), text),
             "tokens": self._tokens if self.trains else self._tokens_before,
             "parameters": parameters if tells else 0,
-            "val_loss": loss if tells else None,
-            "val_loss_replica": loss if text is not None else None,
+            "val_loss": None,
+            **(losses if tells else {}),
+            "val_loss_replica": losses.get("val_loss"),
             "replica_std": 0.0,  # all have just taken the same mean
             "memory": None,
         }
@@ -275,16 +276,13 @@ class ClusterWorker(TrainingLoop):
             self._broken_by(error)
 
     @override
-    def validate(self) -> float | None:
-        """The validation loss, in nats, at the root; None elsewhere, and if a node of this cluster is lost."""
-        if self.server is None or not self.trains:
-            return None
+    def validate(self) -> Losses:
+        """The validation losses, at the root; {} elsewhere, and if a node of this cluster is lost."""
         try:
-            loss = self.server.evaluate()
-            return loss if self.server.text is not None else None
+            return self.server.evaluate() if self.server is not None and self.trains else {}
         except PeerLost as error:
             self._broken_by(error)
-            return None
+            return {}
 
     def _broken_by(self, error: PeerLost) -> None:
         """Mark this cluster as broken; raises `error` if no other cluster has the lost stage."""
@@ -299,7 +297,7 @@ class ClusterWorker(TrainingLoop):
         self.server.step(stale)
         self.steps, self.stale = self.steps + 1, float(stale)
         if self.steps % self.config.run.log_every == 0 and self.steps < self._end_at:
-            self.report(None)
+            self.report({})
 
     def _take(self, server: StageServer) -> None:
         """Move the new losses of this segment to `losses`."""
@@ -393,14 +391,14 @@ class ClusterWorker(TrainingLoop):
     # Records
 
     @override
-    def report(self, val_loss: float | None) -> None:
+    def report(self, losses: Losses) -> None:
         """Report metrics, if there is a loss: a worker that was just assigned a stage has none."""
         if self.server is None or not self.trains:
             return
         self._take(self.server)
         self.tokens = self._tokens
         if self.losses:
-            super().report(val_loss)
+            super().report(losses)
 
     @override
     def gradient_norm(self) -> Tensor | None:

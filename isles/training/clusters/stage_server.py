@@ -39,7 +39,7 @@ from isles.training.loop import load_schedule, rate_schedule
 from isles.training.optimizer import inner_optimizer, what_is_left_out
 from isles.training.records.shard import save_model
 from isles.training.stage_runner import build_stage, hold_against_whole, on_host, planned_cut, run_scheme
-from isles.training.step import Text
+from isles.training.step import Losses, Text, validation_losses
 from isles.training.swarm.step import identity_hash, of_all
 
 _MOMENTS, _SPARE = 8, 1 << 20
@@ -235,10 +235,10 @@ class StageServer:
             for _ in range(updates):
                 yield from self.text.batch().split(self.node.form.sequences)
 
-    def evaluate(self) -> float:
-        """The mean loss over the root's validation text, in nats. All of the cluster call it together."""
-        batches = () if self.text is None else self.text.validation_batches()
-        return mean_loss(self.node.compute, self.world.stage, batches)
+    def evaluate(self) -> Losses:
+        """The losses on the root's validation text, at the root. All of the cluster call it together."""
+        evaluate = partial(mean_loss, self.node.compute, self.world.stage)
+        return validation_losses(self.config.data, lambda: self.text, lambda batches: evaluate(batches()))
 
     def write_whole(self, out: Path | None) -> None:
         """Gather the cluster's model at the root, which writes OUT/model.safetensors. All of the cluster call it

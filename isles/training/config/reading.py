@@ -272,7 +272,7 @@ def _foreign(key: str, name: str, known: Sequence[str]) -> str:
     return f"replicas.{key} is a setting of {', '.join(owners)}, not of {name}: remove it, or choose another method"
 
 
-def to_toml(config: Config, named: Mapping[str, str] | None = None, *, sparse: bool = False) -> str:
+def to_toml(config: Config, named: Mapping[str, Any] | None = None, *, sparse: bool = False) -> str:
     """The whole configuration as TOML; `read_config` reads it back to an equal one. named: values to write in place of
     some settings. sparse: without keys at their defaults.
     """
@@ -294,7 +294,7 @@ def run_name(config: Config) -> str:
     return hashlib.sha256(to_toml(config, {**referenced_names(config), "model.device": ""}).encode()).hexdigest()[:16]
 
 
-def _table(name: str, config: Any, named: Mapping[str, str], first: Mapping[str, Any], sparse: bool) -> str:
+def _table(name: str, config: Any, named: Mapping[str, Any], first: Mapping[str, Any], sparse: bool) -> str:
     """A section, built line by line: a tomlkit table would be scanned again for every added key. "" for an empty one
     that is `sparse`.
     """

@@ -46,7 +46,7 @@ class RunConfig:
     seed: int = 0
     """Seed of weights and data order, and of a method that draws (NoLoCo's pairs) unless `replicas.seed` is given."""
     start: str = ""
-    """A finished run (or its model.safetensors) whose weights training begins from, all else anew; "" draws them."""
+    """A finished run, model.safetensors or DCP folder whose weights training begins from, all else anew; "": drawn."""
     max_hours: float = 0.0
     """Hours after which a run ends as by SIGTERM, with a checkpoint, counted anew after a resume; 0: no limit."""
     log_every: int = 10

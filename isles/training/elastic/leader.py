@@ -354,11 +354,11 @@ class Participant:
         """Report metrics if they are due. is_first: this worker is the first of its view, which also validates; after
         the last round the run's model is validated instead.
         """
-        loss = None
+        losses = {}
         if is_first and round < self._last and self._passes(round, self.config.run.validate_every):
-            loss = yield Decision(kind="validate")
-        if loss is not None or round == self._last or self._passes(round, self.config.run.log_every):
-            self.trainer.report(loss)
+            losses = yield Decision(kind="validate")
+        if losses or round == self._last or self._passes(round, self.config.run.log_every):
+            self.trainer.report(losses)
             yield from self._report_counts()
 
     def _pass(self, round: int) -> Decisions[None]:

@@ -34,7 +34,7 @@ from isles.training.elastic.states import WARM_UP, CatchUpLog, States, catch_up
 from isles.training.elastic.support import lands_together, sync_every
 from isles.training.records.saved_run import load_weights
 from isles.training.records.summary import by_channel
-from isles.training.step import draws_seed, validation_loss
+from isles.training.step import draws_seed, model_losses
 from isles.training.worker import trainer_of
 
 T = TypeVar("T")
@@ -263,7 +263,7 @@ class ElasticWorker:
             return None
         model = build(config.model, config.run.seed, trainer.world.local_rank, isolates=config.data.isolate_documents)
         load_weights(model, file, "the lighthouse")
-        return validation_loss(model, trainer.text.validation_batches(), trainer.autocast())
+        return model_losses(model, trainer.text, trainer.autocast)["val_loss"]
 
     def close(self) -> None:
         self.trainer.memory.close()

@@ -25,15 +25,16 @@ from isles.training.lighthouse.mean import form_of
 from isles.training.records.rundir import CONFIG
 
 _LOOK = 0.1  # seconds between two looks at the child
+_UNKNOWN = {"val_loss": math.nan}
 
 
 @dataclass(frozen=True)
 class Judgement:
-    """Of files, in order. losses: in nats; None for a file that is not of the run's form, infinite for one that gives
-    no number, not a number if it is not known. why: the reason for what is not known.
+    """Of files, in order. losses: `Losses` in nats; None for a file that is not of the run's form; val_loss is infinite
+    for one that gives no number, not a number if it is not known. why: the reason for what is not known.
     """
 
-    losses: list[float | None]
+    losses: list[dict[str, float] | None]
     why: str = ""
 
 
@@ -42,7 +43,7 @@ def judge(run: Path, corpus: str, files: Sequence[Path], seconds: float, stops: 
     longest wait. InterruptedError once `stops`.
     """
     words = [str(run), corpus, *map(str, files)]
-    unknown: list[float | None] = [math.nan] * len(files)
+    unknown: list[dict[str, float] | None] = [_UNKNOWN] * len(files)
     found = [Judgement(unknown, f"it took longer than world.eval_deadline, {seconds:g} s")]
     command = [sys.executable, "-m", __name__, *words]
     child = (
@@ -79,14 +80,14 @@ def _judged(run: str, corpus: str, *files: str) -> Judgement:
     from isles.training.config.reading import read_config
     from isles.training.records.saved_run import load_weights, untrained
     from isles.training.records.shard import model_form
-    from isles.training.step import validation_loss
+    from isles.training.step import model_losses
 
-    losses: list[float | None] = [math.nan] * len(files)
+    losses: list[dict[str, float] | None] = [_UNKNOWN] * len(files)
     try:
         config = read_config(str(Path(run, CONFIG)), {}, [], trust=True)  # of whoever keeps this lighthouse
         model = untrained(config)
         form = model_form(model)
-        losses = [math.nan if form_of(Path(file)) == form else None for file in files]
+        losses = [_UNKNOWN if form_of(Path(file)) == form else None for file in files]
         text = load_corpus(config.data)
         if text.sha256 != corpus:
             return Judgement(losses, f"data.path = {config.data.path!r} here is not the workers' text")
@@ -97,8 +98,8 @@ def _judged(run: str, corpus: str, *files: str) -> Judgement:
         for number, file in enumerate(files):
             if losses[number] is not None:
                 load_weights(model, Path(file), "the run")
-                loss = validation_loss(model, loader.validation_batches(), autocast(config.model, where))
-                losses[number] = loss if math.isfinite(loss) else math.inf
+                found = model_losses(model, loader, lambda: autocast(config.model, where))
+                losses[number] = found if math.isfinite(found["val_loss"]) else {"val_loss": math.inf}
         return Judgement(losses)
     except (OSError, ValueError, RuntimeError, ImportError) as error:
         return Judgement(losses, printable(str(error), 300))

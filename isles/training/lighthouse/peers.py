@@ -140,7 +140,7 @@ class SwarmLighthouseServer(LighthouseServer):
         if judged.why:
             self.on_notice(f"the model is a worker's word: this machine cannot judge it ({judged.why})")
         else:
-            (self.judged,) = judged.losses
+            self.judged = judged.losses[0] or {}
         settle(partial, self.out / MODEL_FILE)
         return member
 
@@ -162,9 +162,7 @@ class SwarmLighthouseServer(LighthouseServer):
         summary = summarise(self.config, results, seconds)
         peers = self.coordinator.peers.values()
         there = read_history(recorded(self.out)[0])
-        if self.judged is not None:
-            summary["val_loss"] = self.judged
-        summary |= {
+        summary |= self.judged | {
             "replicas": 1,
             "replica_std": 0.0,
             "ddp_bytes_per_worker": parallel_bytes(summary["parameters"], len(results), self.config.run.steps),

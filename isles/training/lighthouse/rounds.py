@@ -76,12 +76,13 @@ class RoundsLighthouseServer(LighthouseServer):
         taken = self._collect(members)
         if not taken:
             raise PeerLost((members or self.members())[0], "no worker of the last view could send its model")
-        loss = self.judged if self.judged is not None else self._evaluate(sorted(taken))
+        losses = self.judged or {"val_loss": self._evaluate(sorted(taken))}
         if self.stopping.is_set():
             return None
         wall = time.time() - self.began
         summary = elastic_summary(self.config, self.out, self.results, self.coordinator, taken, wall)
-        summary = self.conclude(summary | {"val_loss": loss, "replica_std": self.spread})
+        summary = {key: value for key, value in summary.items() if not key.startswith("val_loss.")}  # of one worker
+        summary = self.conclude(summary | losses | {"replica_std": self.spread})
         self.lighthouse.notify(self.members(), Over())
         workers = self.coordinator.workers
         self.lighthouse.wait(lambda: not any(worker.connected for worker in workers.values()), 10.0)  # they hear it, go
@@ -172,11 +173,11 @@ class RoundsLighthouseServer(LighthouseServer):
         if not found:
             return None
         judged = self.judge([one.path for one in found])
-        sound = {number: loss for number, loss in enumerate(judged.losses) if loss is not None}
+        sound = {number: one["val_loss"] for number, one in enumerate(judged.losses) if one is not None}
         if sound and not judged.why:
             best = min(sound.values()) + (0.0 if self.rules.agrees else _HARDLY)
             number = next(number for number, loss in sound.items() if loss <= best)
-            self.judged = sound[number] if sound[number] < math.inf else None
+            self.judged = (judged.losses[number] or {}) if sound[number] < math.inf else {}
             return found[number]
         remaining = [found[number] for number in sound] or [*found]
         why = judged.why if sound else "none is a model of this run"

@@ -106,7 +106,7 @@ class LighthouseServer(ABC):
         self.rules = rules(config)
         self.on_ready, self.on_metrics, self.on_notice = on_ready, on_metrics, on_notice
         self.stopping = threading.Event()
-        self.judged: float | None = None  # the validation loss of the run's model by this machine
+        self.judged: dict[str, float] = {}  # the run's model: its `Losses` by this machine
         self.results: dict[int, dict[str, Any]] = {}
         self.carried: dict[int, dict[str, int]] = {}
         self._paths: dict[int, list[PathRow]] = {}

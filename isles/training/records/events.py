@@ -45,7 +45,7 @@ def _weights(text: str) -> str:
 _Number = Annotated[Any, AfterValidator(_number)]
 _Sample = Annotated[str, Field(strict=True, max_length=6 * WEIGHTS), AfterValidator(_weights)]
 _Notice = Annotated[str, UTF8, Field(strict=True, max_length=4000), AfterValidator(printable)]
-_NAMES = re.compile(r"[A-Za-z_][A-Za-z0-9_.]{0,63}")
+_NAMES = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}")
 _Digest = Annotated[str, Field(strict=True, pattern="^[0-9a-f]{64}$")]
 _METRICS = tuple(field.name for field in fields(Metrics))
 _OPTIONAL = ("val_loss", "gradient_norm", *USAGE)
@@ -150,12 +150,13 @@ def begun(facts: Mapping[str, Any], config: Config) -> int | None:
 def _result(result: dict[str, Any]) -> dict[str, Any]:
     """The schema of the results of `Trainer.conclude`."""
     known = {*_RESULTS, "val_loss", "val_loss_replica", "corpus_sha256", "memory", "channels"}
-    if set(result) != known:
+    texts = [key for key in result if key.startswith("val_loss.") and _NAMES.fullmatch(key)]
+    if set(result) - {*texts} != known:
         raise Unfit("a result of another kind than isles'")
     fields: dict[str, Any] = {key: value_of(result, key, _Number) for key in _RESULTS}
     if not all(value is not None and 0 <= value < math.inf for value in fields.values()):
         raise Unfit("a result with a figure missing, or one that cannot be")
-    fields |= {key: value_of(result, key, _Number) for key in ("val_loss", "val_loss_replica")}
+    fields |= {key: value_of(result, key, _Number) for key in ("val_loss", "val_loss_replica", *texts)}
     digest, memory = result["corpus_sha256"], result["memory"]
     fields["corpus_sha256"] = "" if digest == "" else value_of(result, "corpus_sha256", _Digest)
     fields["memory"] = None if memory is None else {

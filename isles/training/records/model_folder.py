@@ -31,7 +31,8 @@ def write_beside(saved: SavedRun, run: Path, folder: Path) -> None:
     file = run / SUMMARY
     summary = parse_json(file.read_text(encoding="utf-8")) if file.is_file() else {"method": config.method}
     rows = "\n".join(f"| {key} | {summary[key]} |" for key in _SAID if summary.get(key) is not None)
-    names = {f"data.{key}": Path(getattr(config.data, key)).name for key in ("path", "validation_path")}
+    paths = {f"data.{key}": getattr(config.data, key) for key in ("path", "validation_path")}
+    names = {key: {x: Path(p[x]).name for x in p} if isinstance(p, dict) else Path(p).name for key, p in paths.items()}
     settings = to_toml(config, {**names, "model.device": "auto"}, sparse=True)
     card = Path(__file__).with_name("model_card.md").read_text(encoding="utf-8")
     card = card.format(name=run.resolve().name, method=config.method, rows=rows, settings=settings)

@@ -9,11 +9,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from isles.base.errors import printable
 from isles.data.tokenizer import Tokenizer, load_tokenizer
 from isles.models import build, limits
 from isles.models.factory import next_token_scores
 from isles.training.config.reading import read_config
 from isles.training.config.sections import Config
+from isles.training.records.dcp import METADATA, load_dcp
 from isles.training.records.shard import not_finite
 from isles.training.stage_runner import planned_cut, run_scheme
 
@@ -44,39 +46,32 @@ def encoded(tokenizer: Tokenizer, text: str) -> torch.Tensor:
 
 
 def load_weights(model: nn.Module, weights: Path, of: str) -> None:
-    """Fill `model` from a safetensors file. of: the origin of the model's configuration, for the message.
-
-    ValueError: the file is missing, damaged, or of another model.
+    """Fill `model` from a file as of `start_file`. of: the origin of the model's configuration, for the message.
+    ValueError: a file is missing, damaged, or of another model.
     """
-    from safetensors import SafetensorError
     from safetensors.torch import load_model
 
-    if not weights.is_file():
-        raise ValueError(f"{weights.parent}: no {weights.name} there; name the directory of a finished run")
     try:
-        load_model(model, str(weights), device=str(next(model.parameters()).device))
-    except SafetensorError as error:
-        raise ValueError(f"{weights}: damaged ({error}); train again, or take it from a copy") from error
-    except RuntimeError as error:  # of every tensor that does not fit, on lines of its own
-        first = " ".join(str(error).split())[:200]
-        raise ValueError(f"{weights}: does not fit the model of {of}; was it changed since? ({first})") from error
+        if weights.name == METADATA:
+            load_dcp(model, weights.parent)
+        else:
+            load_model(model, str(weights), device=str(next(model.parameters()).device))
+    except Exception as error:  # torch's has every tensor that does not fit on a line of its own
+        why = printable(" ".join(str(error).split()), 200)
+        raise ValueError(f"{weights}: does not fit the model of {of}; was it changed since? ({why})") from error
     parameters = {name for name, _ in model.named_parameters()}
     if (broken := not_finite(model.state_dict(), parameters)) is not None:
         raise ValueError(f"{weights}: {broken} is no number any more: train again, with a lower inner.lr")
 
 
 def start_file(start: str) -> Path:
-    """The file of weights that `run.start` names. ValueError if there is none."""
+    """The file that `run.start` names, of weights or of DCP's metadata. ValueError if there is none."""
     path = Path(start).expanduser()
-    weights = path / "model.safetensors" if path.suffix != ".safetensors" else path
+    name = METADATA if (path / METADATA).is_file() else "model.safetensors"
+    weights = path if path.suffix == ".safetensors" else path / name
     if not weights.is_file():
         raise ValueError(f"run.start = {start!r}: no {weights.name} there; name a finished run, or leave it empty")
     return weights
-
-
-def start_weights(model: nn.Module, start: str) -> None:
-    """Load the weights that `run.start` names. ValueError if there are none, or they are of another model."""
-    load_weights(model, start_file(start), "[model], which run.start must be of")
 
 
 def untrained(config: Config, *, masked: bool = True) -> nn.Module:

@@ -36,7 +36,7 @@ def summarise(of: Config, results: list[dict[str, Any]], wall_seconds: float) ->
     waited = channels.get("pipeline", {}).get("blocked_seconds", 0.0)
     bubble = waited / (compute + blocked) if compute + blocked else 0.0
     first, world = max(results, key=lambda result: result["parameters"]), of.world  # who put the model together
-    return schema.Summary(
+    made = schema.Summary(
         isles_version=__version__,
         method=of.method,
         backend=world.backend,
@@ -65,7 +65,8 @@ def summarise(of: Config, results: list[dict[str, Any]], wall_seconds: float) ->
         seed=of.run.seed,
         corpus_sha256=first["corpus_sha256"],
         memory=first["memory"],
-    ).record()
+    )
+    return made.record() | {key: loss for key, loss in first.items() if key.startswith("val_loss.")}
 
 
 def of_everybody(

@@ -218,8 +218,8 @@ class Swarmed:
         self.block_norm = state["norm"]
         self.swarm.load_state_dict(state["swarm"])
 
-    def evaluate(self, batches: Iterable[Tensor]) -> float | None:
-        loss = self._evaluate.loss(lambda: () if self.text is None else self.text.validation_batches(), self._between)
+    def evaluate(self, batches: Callable[[], Iterable[Tensor]]) -> float | None:
+        loss = self._evaluate.loss(batches, self._between)
         return loss if self.swarm.me == self.swarm.peers(0)[0] else None
 
     def whole(self, optimizer: ReplicaSync) -> nn.Module | None:
@@ -307,9 +307,10 @@ def identity(config: Config, cut: Cut) -> str:
 
 def of_all(config: Config) -> str:
     """The configuration without each machine's own settings, as text; data is compared elsewhere, by its tokens."""
-    data = replace(config.data, path="", validation_path="", cache="", tokenizer="bytes", vocab=0, ids_dtype="uint16")
-    model = replace(config.model, device="auto", hf=config.model.hf and "-")
-    world = replace(config.world, threads=1)
+    own, model = config.data, config.model
+    path, held = (dict.fromkeys(x, "-") if isinstance(x, dict) else "" for x in (own.path, own.validation_path))
+    data = replace(own, path=path, validation_path=held, cache="", tokenizer="bytes", vocab=0, ids_dtype="uint16")
+    model, world = replace(model, device="auto", hf=model.hf and "-"), replace(config.world, threads=1)
     return for_members(replace(config, data=data, model=model, world=world))
 
 

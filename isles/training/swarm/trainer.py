@@ -43,7 +43,7 @@ from isles.training.loop import checkpoint_steps, rate_schedule
 from isles.training.optimizer import wrapped
 from isles.training.records.shard import StateCopy, state_from_bytes
 from isles.training.stage_runner import broadcast_from_first, build_stage, run_scheme
-from isles.training.step import Left, StepRunner, Text
+from isles.training.step import Left, Losses, StepRunner, Text, validation_losses
 from isles.training.swarm.step import NewStage, Swarmed, begin_alike
 from isles.training.trainer import Trainer
 from isles.training.worker import PartsMaker, deadlines
@@ -239,11 +239,11 @@ class SwarmTrainer(Trainer):
         return super()._gauges() | self.model_step.gauges()
 
     @override
-    def _evaluate(self) -> float | None:
+    def _evaluate(self) -> Losses:
         if not self.validates:
-            return None
+            return {}
         with self.step_clock.step():  # waits of the swarm count as those of steps
-            return self.model_step.evaluate(())
+            return validation_losses(self.config.data, lambda: self.model_step.text, self.model_step.evaluate)
 
     @override
     def conclude(self, out: Path | None) -> dict[str, Any]:

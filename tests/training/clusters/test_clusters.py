@@ -199,7 +199,7 @@ def test_the_configuration_is_read_back(tmp_path: Path) -> None:
             ["pipeline.routing=fixed"],
             'pipeline.ravnest.clusters = [[1, 2], [3], []] acts with routing = "ravnest" only',
         ),
-        (["run.start=runs/other"], 'run.start = "runs/other" does not go with pipeline.routing = "ravnest"'),
+        (["run.start=runs/other"], 'run.start = "runs/other" does not go with pipeline.stages'),
         (["pipeline.stages=2"], "pipeline.stages = 2: ravnest.clusters = [[1, 2], [3], []] is 3 stages"),
         (["replicas.on_late=quorum"], 'replicas.on_late = "quorum" does not go with pipeline.routing = "ravnest"'),
         (["memory.vectors=disk", "memory.disk=."], 'memory.vectors = "disk" does not go with pipeline.routing'),

@@ -236,7 +236,7 @@ def test_of_two_files_the_lighthouses_own_validation_decides(
     assert made._collect([0, 1]) == [1 - liar]
     assert notices == [f"worker {liar}'s model is left out: another model has the lower validation loss"]
     assert same_weights(tmp_path / "model.safetensors", tmp_path / f"given-{1 - liar}")
-    assert made.judged == pytest.approx(math.log(256), abs=1.0) and not [*tmp_path.glob("*.partial")]
+    assert made.judged == {"val_loss": pytest.approx(math.log(256), abs=1.0)} and not [*tmp_path.glob("*.partial")]
 
 
 def test_of_two_honest_files_the_mean_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -255,7 +255,7 @@ def test_without_a_judge_both_files_stay(tmp_path: Path, monkeypatch: pytest.Mon
         made.lighthouse.corpus = "f" * 64
     else:
         made.config = changed(made.config, {"world.eval_deadline": 1e-9})
-    assert made._collect([0, 1]) == [0] and made.judged is None
+    assert made._collect([0, 1]) == [0] and not made.judged
     text = "data.path = '' here is not the workers' text" if why == "text" else "it took longer than"
     assert notices[0].startswith(f"nobody has judged the model, which is of worker 0: {text}")
     assert notices[0].endswith("they are beside it (model-0.safetensors, model-1.safetensors)")
@@ -298,7 +298,7 @@ def test_a_lighthouse_without_torch_judges_in_a_child(tmp_path: Path, monkeypatc
     here = judge(tmp_path, corpus, files, 60.0, lambda: False)
     monkeypatch.delitem(sys.modules, "torch")
     assert judge(tmp_path, corpus, files, 60.0, lambda: False) == here
-    assert all(loss is not None and loss < math.inf for loss in here.losses[:2])
+    assert all(losses is not None and losses["val_loss"] < math.inf for losses in here.losses[:2])
     assert here.losses[2] is None and not here.why
     assert "cannot be read" in judge(tmp_path / "none", corpus, files, 60.0, lambda: False).why
 

@@ -39,6 +39,7 @@ class SwarmRun(LitRun):
     def __init__(self, config: Config, out: Path) -> None:
         self.peers: dict[int, SwarmParticipant] = {}
         self._killed: set[int] = set()
+        self.own: dict[str, Any] = {}
         super().__init__(config, out)
 
     @override
@@ -47,7 +48,9 @@ class SwarmRun(LitRun):
 
     def join(self, stage: int = ANYWHERE, *, listens: bool = False, again: bool = True) -> int:
         """Start a peer; its number. listens: for direct links; again: it comes again where it is told to."""
-        here = LocalSettings(listen=("127.0.0.1", 0), announced="127.0.0.1") if listens else LocalSettings()
+        here = LocalSettings(own=self.own)
+        if listens:
+            here = LocalSettings(own=self.own, listen=("127.0.0.1", 0), announced="127.0.0.1")
         notify = self.notices.append
 
         def work(number: int) -> Any:
