@@ -133,7 +133,9 @@ def validation_losses(
         return {"val_loss": found[""]}
     weights = own.validation_weights
     total = sum(loss * weights[name] for name, loss in found.items() if weights[name])
-    return {"val_loss": total / (sum(weights.values()) or float("nan"))} | {f"val_loss.{name}": loss for name, loss in found.items()}
+    return {"val_loss": total / (sum(weights.values()) or float("nan"))} | {
+        f"val_loss.{name}": loss for name, loss in found.items()
+    }
 
 
 def model_losses(model: nn.Module, text: Loader, autocast: Callable[[], AbstractContextManager[object]]) -> Losses:

@@ -14,6 +14,7 @@ import torch
 from isles.base.marks import FIRST, IGNORED, documents_of, ids_of, learned_in, targets_of
 from isles.data import Corpus, DataConfig, Loader, load_corpus
 from isles.data.store import save_corpus
+from isles.training.step import validation_losses
 from tests.data.test_ids import DOCUMENTS, VOCAB, settings
 
 DRAW = np.random.default_rng(7)
@@ -143,3 +144,16 @@ def test_what_is_made_of_marks() -> None:
     assert targets_of(tokens).tolist() == [[IGNORED, IGNORED, 6, 0, IGNORED, VOCAB - 1, IGNORED]]
     assert documents_of(tokens).tolist() == [[0, 0, 1, 1, 1, 2, 2, 2]]
     assert int(learned_in(tokens)) == 3
+
+
+def test_the_loss_of_several_texts_counts_learned_targets(tmp_path: Path) -> None:
+    """Of one window of 17 ids each, with 16 and 4 targets that are learned: the mean of 1 and 2 nats is 1.2."""
+    rows = {"whole": [1] * 17, "few": [1] * 5 + [0] * 12}
+    texts = {name: [{"input_ids": [7] * 17, "loss_mask": mask}] for name, mask in rows.items()}
+    held = {name: str(_jsonl(tmp_path / f"{name}.jsonl", text)) for name, text in texts.items()}
+    config = settings(_jsonl(tmp_path / "train.jsonl", _rows()), validation_path=held, validation_fraction=0.05)
+    loader = Loader(load_corpus(config), config, context=16)
+    assert loader.validation_weights == {"whole": 16, "few": 4}
+    losses = iter([2.0, 1.0])  # names are sorted
+    found = validation_losses(config, lambda: loader, lambda batches: next(losses))
+    assert found == {"val_loss": 1.2, "val_loss.whole": 1.0, "val_loss.few": 2.0}
