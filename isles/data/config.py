@@ -7,7 +7,7 @@ from typing import Literal, get_args
 
 Split = Literal["iid", "by_file"]
 BatchMode = Literal["per_worker", "global"]
-IdsType = Literal["uint16", "uint32"]
+IdsType = Literal["uint16", "uint32", "int64"]
 
 PREPARING = "preparing data"  # how lines of progress begin
 IDS = "ids"  # instead of a tokenizer: the files hold token ids
@@ -18,11 +18,11 @@ class DataConfig:
     """What is read and how it is dealt out. Every impossible value raises a ValueError of one line."""
 
     path: str = ""
-    """Text file, JSONL, Parquet, saved Hugging Face dataset, or a folder of such files, or a folder that holds a stored
-    corpus, which has its own split; "" means the source of the running Python's standard library.
+    """Text file, JSONL, Parquet, saved Hugging Face dataset, MosaicML's MDS, a folder of such files, or a folder that
+    holds a stored corpus, which has its own split; "" means the source of the running Python's standard library.
     """
     validation_path: str = ""
-    """Validation text, in these formats; "": a share of `path`, or a saved dataset's split "validation" or "test"."""
+    """Validation text, in these formats; "": a share of `path`, or the split "validation", "val" or "test"."""
     tokenizer: str = "bytes"
     """What makes ids of text: "bytes" (one id a byte), or the path of a Hugging Face `tokenizer.json` or of the folder
     that holds one; left out beside model.hf: that folder's. "ids": the files hold token ids (.bin, .npy, rows of ids).
@@ -30,7 +30,7 @@ class DataConfig:
     vocab: int = 0
     """With tokenizer = "ids": how many ids there are."""
     ids_dtype: IdsType = "uint16"
-    """With tokenizer = "ids": the numbers in .bin files, "uint16" or "uint32"."""
+    """With tokenizer = "ids": the numbers in .bin files and in MDS columns of bytes, "uint16", "uint32" or "int64"."""
     text_key: str = ""
     """The column of JSONL, Parquet and dataset rows; "": "text", or "input_ids" with tokenizer = "ids"."""
     split: Split = "iid"

@@ -262,7 +262,7 @@ def _unit_hash(name: str) -> float:
 def _warn_of_left_out(sources: Sequence[Source], read: set[int]) -> None:
     """Empty files are no loss; files with content that gave no document are worth a word."""
     silent = [source for index, source in enumerate(sources) if index not in read]
-    binary = [source for source in silent if source.kind != "dataset" and source.size]
+    binary = [source for source in silent if source.kind not in ("dataset", "mds") and source.size]
     if binary:
         warnings.warn(
             f"data.{binary[0].key}: {len(binary)} of {len(sources)} files hold no text and were left out, "

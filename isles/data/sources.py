@@ -11,7 +11,7 @@ import os
 import sysconfig
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple
@@ -21,10 +21,11 @@ import numpy as np
 from isles.base.errors import as_typed
 from isles.base.parsing import parse_json
 from isles.data.config import IDS, DataConfig
+from isles.data.mds import INDEX, Shard, read_column, read_index
 from isles.data.store import is_stored
 from isles.data.tokenizer import Ids
 
-SourceKind = Literal["text", "jsonl", "parquet", "dataset", "ids"]
+SourceKind = Literal["text", "jsonl", "parquet", "dataset", "ids", "mds"]
 SourceKey = Literal["path", "validation_path"]
 Chunk = str | Ids
 
@@ -43,7 +44,7 @@ class Source:
     """One file of a corpus (or one saved dataset's folder).
 
     name: its path relative to `data.path`, with slashes. key: of [data], that led to it. validates: whether all of it
-    is for validation.
+    is for validation. shard: of MDS, what its index says of the file.
     """
 
     path: Path
@@ -52,6 +53,7 @@ class Source:
     alone: bool  # named by the user itself, not found in a folder: then nothing about it is passed over
     key: SourceKey = "path"
     validates: bool = False
+    shard: Shard | None = None
 
     def __str__(self) -> str:
         return f"data.{self.key}: {self.path}"
@@ -100,17 +102,38 @@ def _sources(config: DataConfig, key: SourceKey) -> list[Source]:
     ]
     if not sources:
         raise ValueError(f"data.{key} = {path!r} is a folder without a readable file; put text, JSONL or Parquet there")
-    return sorted(sources, key=lambda source: source.name)
+    return _shards(config, sources) or sorted(sources, key=lambda source: source.name)
+
+
+def _shards(config: DataConfig, sources: list[Source]) -> list[Source]:
+    """The shards of MDS among a folder's files, in the order of their index; none where it holds no MDS."""
+    files, (key, held), shards = {one.name: one for one in sources}, (sources[0].key, sources[0].validates), []
+    splits = [str(Path(name).parent) for name in files if Path(name).name == INDEX]
+    if not splits or not any(".mds" in name for name in files):
+        return []
+    for split in ["."] if "." in splits else _chosen(config, getattr(config, key), key, splits):
+        index, validates = files[str(Path(split, INDEX))], held or split not in (".", "train")
+        try:
+            for shard in read_index(index.path.read_bytes()):
+                names = [str(Path(split, one.basename)) for one in (shard.raw_data, shard.zip_data) if one]
+                there = [files[name] for name in names if name in files]
+                if not there:
+                    raise ValueError(f"{names[-1]} is not there")
+                shards.append(replace(there[0], kind="mds", validates=validates, shard=shard))
+        except ValueError as error:
+            raise ValueError(f"{index}: {error}; write the dataset again") from None
+    return shards
 
 
 def fingerprint(sources: list[Source]) -> tuple[tuple[str, str, int, int], ...]:
-    """(path, name, bytes, mtime in ns) of every file: changes when a file is written, added, removed or renamed."""
+    """(path, name and index, bytes, mtime in ns) of each file: changes when one is written, added, moved or removed."""
     marks = []
     for source in sources:
         files = _walk(source.path, enter=lambda _: True) if source.kind == "dataset" else [source.path]
         for file in sorted(files):
             stat = file.stat()
-            marks.append((str(file.resolve()), source.name, stat.st_size, stat.st_mtime_ns))
+            name = f"{source.name} {source.shard or ''}"
+            marks.append((str(file.resolve()), name, stat.st_size, stat.st_mtime_ns))
     return tuple(marks)
 
 
@@ -143,14 +166,18 @@ def _splits(config: DataConfig, root: Path, key: SourceKey) -> list[Source]:
         there = [name for name in parse_json((root / _SPLITS).read_bytes())["splits"] if (root / name).is_dir()]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"data.{key}: {root / _SPLITS} cannot be read ({error}); save the dataset again") from None
-    held = [name for name in ("validation", "test") if name in there][:1]
-    chosen, lacking = (held, "'validation' or 'test'") if key != "path" else (["train"], "'train'")
+    chosen = _chosen(config, root, key, there)
+    return [Source(root / name, f"{root.name}/{name}", "dataset", True, key, name != "train") for name in chosen]
+
+
+def _chosen(config: DataConfig, root: Any, key: SourceKey, there: list[str]) -> list[str]:
+    """Of the splits that are there: the one that is read, and for `path` the one that validates, if there is any."""
+    held = [name for name in ("validation", "val", "test") if name in there][:1]
+    chosen, lacking = (held, "'validation', 'val' or 'test'") if key != "path" else (["train"], "'train'")
     if not chosen or chosen[0] not in there:
         has = f"has no split {lacking} (it has {_listed(there)})"
         raise ValueError(f"data.{key}: {root} {has}; give one split's folder")
-    if key == "path" and config.validation_fraction:
-        chosen += held
-    return [Source(root / name, f"{root.name}/{name}", "dataset", True, key, name != "train") for name in chosen]
+    return chosen + held if key == "path" and config.validation_fraction else chosen
 
 
 _CHUNK = 1 << 20  # bytes
@@ -195,7 +222,8 @@ def check_sample(config: DataConfig) -> None:
         why = f"holds no text ({len(parts[0])} files, all empty); give files with text"
         raise ValueError(f"data.path = {config.path!r} {why}")
     if (last := sources[-1]).validates and last.key == "path":
-        what = f"validation reads the split {last.path.name!r} of the dataset, not data.validation_fraction"
+        split = (last.path.parent if last.shard else last.path).name
+        what = f"validation reads the split {split!r} of the dataset, not data.validation_fraction"
         warnings.warn(f"data.path: {what}", stacklevel=2)
     for source in (one for part in parts for one in part[:: -(-len(part) // _SAMPLED) or 1]):
         if source.kind == "text" and config.tokenizer != IDS:
@@ -365,12 +393,23 @@ def _read_dataset(source: Source, config: DataConfig) -> Iterator[Document]:
         yield _row(row[config.column], source, config, "row", number, number / len(table))
 
 
+def _read_mds(source: Source, config: DataConfig) -> Iterator[Document]:
+    shard = source.shard
+    assert shard is not None
+    if config.column not in shard.column_names:
+        raise _no_column(source, "", config.column, shard.column_names)
+    values = read_column(source.path, shard, config.column, config.ids_dtype, str(source))
+    for number, value in enumerate(values, start=1):
+        yield _row(value, source, config, "sample", number, number / shard.samples)
+
+
 _READERS: dict[SourceKind, Callable[[Source, DataConfig], Iterator[Document]]] = {
     "text": _read_text,
     "jsonl": _read_jsonl,
     "parquet": _read_parquet,
     "dataset": _read_dataset,
     "ids": _read_ids,
+    "mds": _read_mds,
 }
 
 
