@@ -21,6 +21,8 @@ class DataConfig:
     """Text file, JSONL, Parquet, saved Hugging Face dataset, MosaicML's MDS, a folder of such files, or a folder that
     holds a stored corpus, which has its own split; "" means the source of the running Python's standard library.
     """
+    source: str = ""
+    """A class of your own for the documents of `path`, "package.module:Class" (`isles.DataSource`); "": files."""
     validation_path: str = ""
     """Validation text, in these formats; "": a share of `path`, or the split "validation", "val" or "test"."""
     tokenizer: str = "bytes"
@@ -51,7 +53,7 @@ class DataConfig:
     """
 
     def __post_init__(self) -> None:
-        for key in ("path", "validation_path", "tokenizer", "text_key", "cache"):
+        for key in ("path", "source", "validation_path", "tokenizer", "text_key", "cache"):
             if not isinstance(value := getattr(self, key), str):
                 raise ValueError(f"data.{key} = {value!r} is not a string; put it in quotes")
         if not self.tokenizer:

@@ -88,7 +88,7 @@ def _prepare(
     train = draft.stream("train", start_D, trained_D, **where)
     validation = draft.stream("validation", start_D + trained_D, length_D - trained_D, **where)
     return Corpus(
-        name=config.path or "standard library",
+        name=config.path or config.source or "standard library",
         tokenizer=tokenizer,
         train=train,
         validation=validation,
@@ -126,7 +126,8 @@ def _tokenise(
             saved = now
         if now - shown > _SHOWN and done > first[1]:
             left = (total - done) * (now - first[0]) / (done - first[1])
-            notify(f"{PREPARING}: {done / total:.0%} of {total / 1e6:.0f} MB, {timedelta(seconds=round(left))} left")
+            of = f"{done / total:.0%} of {total / 1e6:.0f} MB, {timedelta(seconds=round(left))} left"
+            notify(f"{PREPARING}: {of if done <= total else f'{done / 1e6:.0f} MB'}")  # of what says no size
             shown = now
     if shown > begun:
         notify(f"prepared the data in {timedelta(seconds=round(now - begun))}")
@@ -262,7 +263,7 @@ def _unit_hash(name: str) -> float:
 def _warn_of_left_out(sources: Sequence[Source], read: set[int]) -> None:
     """Empty files are no loss; files with content that gave no document are worth a word."""
     silent = [source for index, source in enumerate(sources) if index not in read]
-    binary = [source for source in silent if source.kind not in ("dataset", "mds") and source.size]
+    binary = [source for source in silent if source.kind not in ("dataset", "mds", "own") and source.size]
     if binary:
         warnings.warn(
             f"data.{binary[0].key}: {len(binary)} of {len(sources)} files hold no text and were left out, "
@@ -345,6 +346,7 @@ def _stored_as(config: DataConfig, sources: list[Source], tokenizer: Tokenizer) 
     cache = config.cache
     if cache == "auto":
         small = isinstance(tokenizer, ByteTokenizer | ReadyIds) and sum(size for *_, size, _ in marks) <= _SMALL
+        small = small and not any(source.nbytes is not None for source in sources)
         cache = "" if small else str(home() / "corpora")
     return content, Path(cache).expanduser() / content if cache else None
 

@@ -6,8 +6,10 @@ needs memory for all of it.
 from __future__ import annotations
 
 import codecs
+import contextlib
 import json
 import os
+import sys
 import sysconfig
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,13 +21,15 @@ from typing import Any, BinaryIO, Literal, NamedTuple
 import numpy as np
 
 from isles.base.errors import as_typed
+from isles.base.imports import describe
 from isles.base.parsing import parse_json
+from isles.base.parts import make, names_code
 from isles.data.config import IDS, DataConfig
 from isles.data.mds import INDEX, Shard, read_column, read_index
 from isles.data.store import is_stored
 from isles.data.tokenizer import Ids
 
-SourceKind = Literal["text", "jsonl", "parquet", "dataset", "ids", "mds"]
+SourceKind = Literal["text", "jsonl", "parquet", "dataset", "ids", "mds", "own"]
 SourceKey = Literal["path", "validation_path"]
 Chunk = str | Ids
 
@@ -44,7 +48,8 @@ class Source:
     """One file of a corpus (or one saved dataset's folder).
 
     name: its path relative to `data.path`, with slashes. key: of [data], that led to it. validates: whether all of it
-    is for validation. shard: of MDS, what its index says of the file.
+    is for validation. shard: of MDS, what its index says of the file. own: of `data.source`. mark, nbytes: what says
+    whether it changed, and its size, where they are not those of a file here.
     """
 
     path: Path
@@ -54,14 +59,22 @@ class Source:
     key: SourceKey = "path"
     validates: bool = False
     shard: Shard | None = None
+    own: Any = None
+    mark: str = ""
+    nbytes: int | None = None
 
     def __str__(self) -> str:
-        return f"data.{self.key}: {self.path}"
+        return f"data.{self.key}: {self.where}"
+
+    @property
+    def where(self) -> str:
+        """What a message names."""
+        return self.name if self.kind == "own" else str(self.path)
 
     @property
     def size(self) -> int:
         """Bytes of the file."""
-        return self.path.stat().st_size
+        return self.path.stat().st_size if self.nbytes is None else self.nbytes
 
     def document_name(self, row: int | None = None) -> str:
         """What the split hashes. A file that stands alone adds nothing: its path may differ between machines."""
@@ -75,7 +88,7 @@ def list_sources(config: DataConfig) -> list[Source]:
 
     ValueError where the path does not exist or the folder holds no file.
     """
-    sources = _sources(config, "path") if config.path else _standard_library()
+    sources = _sources(config, "path") if config.path or config.source else _standard_library()
     if config.validation_path:
         sources = [one for one in sources if not one.validates] + _sources(config, "validation_path")
     return sources
@@ -84,6 +97,8 @@ def list_sources(config: DataConfig) -> list[Source]:
 def _sources(config: DataConfig, key: SourceKey) -> list[Source]:
     path, kinds, held = getattr(config, key), _KINDS[config.tokenizer == IDS], key != "path"
     root = Path(path).expanduser()
+    if config.source:
+        return [_own(config, Source(root if path else Path(os.devnull), config.source, "own", True, key, held))]
     if not root.exists():
         raise ValueError(
             f"data.{key} = {path!r} does not exist; give a file or a folder, or leave it empty for "
@@ -103,6 +118,26 @@ def _sources(config: DataConfig, key: SourceKey) -> list[Source]:
     if not sources:
         raise ValueError(f"data.{key} = {path!r} is a folder without a readable file; put text, JSONL or Parquet there")
     return _shards(config, sources) or sorted(sources, key=lambda source: source.name)
+
+
+def _own(config: DataConfig, source: Source) -> Source:
+    if not names_code("source", source.name) or config.text_key:
+        said = " beside data.text_key; leave that out" if config.text_key else ": write package.module:Class"
+        raise ValueError(f"data.source = {source.name!r}{said}")
+    try:
+        own = make("source", source.name, None, getattr(config, source.key))
+    except ValueError as error:
+        raise ValueError(f"data.{error}") from error
+    with _described(source):
+        return replace(source, own=own, mark=str(getattr(own, "fingerprint", "")), nbytes=int(getattr(own, "size", 1)))
+
+
+@contextlib.contextmanager
+def _described(source: Source) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # the class is the user's: whatever it raises
+        raise ValueError(f"data.source = {source.name!r} raised {describe(error)}; correct it") from error
 
 
 def _shards(config: DataConfig, sources: list[Source]) -> list[Source]:
@@ -129,7 +164,11 @@ def fingerprint(sources: list[Source]) -> tuple[tuple[str, str, int, int], ...]:
     """(path, name and index, bytes, mtime in ns) of each file: changes when one is written, added, moved or removed."""
     marks = []
     for source in sources:
-        files = _walk(source.path, enter=lambda _: True) if source.kind == "dataset" else [source.path]
+        files = [source.path] if source.path.is_file() else [*_walk(source.path, enter=lambda _: True)]
+        if source.kind == "own":
+            module = getattr(sys.modules[type(source.own).__module__], "__file__", None)
+            files = [] if source.mark else [*files, *map(Path, filter(None, [module]))]
+            marks.append((source.where, source.mark, source.size, 0))
         for file in sorted(files):
             stat = file.stat()
             name = f"{source.name} {source.shard or ''}"
@@ -403,6 +442,17 @@ def _read_mds(source: Source, config: DataConfig) -> Iterator[Document]:
         yield _row(value, source, config, "sample", number, number / shard.samples)
 
 
+def _read_own(source: Source, config: DataConfig) -> Iterator[Document]:
+    def documents() -> Iterator[Any]:
+        with _described(source):
+            yield from source.own
+
+    read = 0
+    for number, value in enumerate(documents(), start=1):
+        yield _row(value, source, config, "document", number, read / max(source.size, 1))
+        read += len(value)
+
+
 _READERS: dict[SourceKind, Callable[[Source, DataConfig], Iterator[Document]]] = {
     "text": _read_text,
     "jsonl": _read_jsonl,
@@ -410,6 +460,7 @@ _READERS: dict[SourceKind, Callable[[Source, DataConfig], Iterator[Document]]] =
     "dataset": _read_dataset,
     "ids": _read_ids,
     "mds": _read_mds,
+    "own": _read_own,
 }
 
 
@@ -434,8 +485,8 @@ def _ids(value: Any, source: Source, config: DataConfig, where: str) -> Ids:
         raise ValueError(f"{source} holds {found}{where}; write one dimension of whole numbers")
     if len(ids) and not 0 <= (least := int(ids.min())) <= (most := int(ids.max())) < config.vocab:
         raise ValueError(
-            f"data.vocab = {config.vocab}: {source.path} has an id of {least if least < 0 else most}{where}; raise it, "
-            f'or correct the ids (data.ids_dtype = "{config.ids_dtype}" for .bin)'
+            f"data.vocab = {config.vocab}: {source.where} has an id of {least if least < 0 else most}{where}; raise "
+            f'it, or correct the ids (data.ids_dtype = "{config.ids_dtype}" for .bin)'
         )
     return ids
 
@@ -443,7 +494,7 @@ def _ids(value: Any, source: Source, config: DataConfig, where: str) -> Ids:
 def _text(value: Any, source: Source, text_key: str, where: str) -> str:
     if not isinstance(value, str):
         raise ValueError(
-            f"data.text_key = {text_key!r} holds {type(value).__name__} instead of text in {where} of {source.path}; "
+            f"data.text_key = {text_key!r} holds {type(value).__name__} instead of text in {where} of {source.where}; "
             "name another column, or drop the row"
         )
     if not value.isascii():
@@ -451,14 +502,14 @@ def _text(value: Any, source: Source, text_key: str, where: str) -> str:
             value.encode("utf-8")
         except UnicodeEncodeError:  # JSON can spell half a surrogate pair, which is no character
             raise ValueError(
-                f"data.text_key = {text_key!r} holds half a surrogate pair in {where} of {source.path}; correct the row"
+                f"data.text_key = {text_key!r} holds half a surrogate pair in {where} of {source.where}; correct it"
             ) from None
     return value
 
 
 def _no_column(source: Source, where: str, text_key: str, names: Sequence[str]) -> ValueError:
     return ValueError(
-        f"data.text_key = {text_key!r} is missing in {source.path}{where}; set it to one of: {_listed(names)}"
+        f"data.text_key = {text_key!r} is missing in {source.where}{where}; set it to one of: {_listed(names)}"
     )
 
 

@@ -233,6 +233,7 @@ def is_stored(config: DataConfig) -> bool:
     """Whether `data.path` is a folder that `save_corpus` wrote. ValueError for one beside, or as, validation_path."""
     folders = [Path(path).expanduser() for path in (config.path, config.validation_path)]
     found = [(one / "manifest.json").is_file() and (one / "train-tokens.npy").is_file() for one in folders]
+    found = [one and not config.source for one in found]
     if config.validation_path and any(found):
         what = "a stored corpus has its own split; leave it out, or give files"
         raise ValueError(f"data.validation_path = {config.validation_path!r}: {what}")
