@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import Field
 
-from isles.base.parsing import parse_json, read_json
+from isles.base.parsing import parse_json, read, table
 
 INDEX = "index.json"
 _Count = Annotated[int, Field(ge=0, lt=1 << 32)]
@@ -27,10 +27,8 @@ _CODECS = {"zstd": "zstd", "gz": "gzip", "bz2": "bz2", "br": "brotli"}  # pyarro
 
 
 @dataclass(frozen=True)
-class ShardFile:
-    """A file of a shard; its name is relative to the index."""
-
-    basename: str
+class _File:
+    basename: str  # relative to the index
     bytes: _Count
 
 
@@ -44,19 +42,14 @@ class Shard:
     column_names: tuple[str, ...]
     column_encodings: tuple[str, ...]
     column_sizes: tuple[_Count | None, ...]
-    raw_data: ShardFile
+    raw_data: _File
     compression: str | None = None
-    zip_data: ShardFile | None = None
-
-
-@dataclass(frozen=True)
-class _Index:
-    shards: tuple[Shard, ...]
+    zip_data: _File | None = None
 
 
 def read_index(data: bytes) -> tuple[Shard, ...]:
     """The shards of an index. ValueError, without a place, where it is damaged or names a file elsewhere."""
-    shards = read_json(_Index, data).shards
+    shards = read(tuple[Shard, ...], table(parse_json(data), INDEX).get("shards"), "shards")
     for shard in shards:
         for file in filter(None, (shard.raw_data, shard.zip_data)):
             name = PurePosixPath(file.basename)
@@ -83,12 +76,11 @@ def read_column(path: Path, shard: Shard, name: str, dtype: str, where: str) -> 
             at = f" sample {number}"
             yield _decoded(_cell(data[start:stop].tobytes(), shard, column), shard.column_encodings[column], dtype)
     except (ValueError, TypeError, IndexError) as error:
-        mend = "" if ";" in str(error) else "; write it again"
-        raise ValueError(f"{where}{at}: {' '.join(str(error).split())}{mend}") from None
+        text = " ".join(str(error).split()) + "; write it again" * (";" not in str(error))
+        raise ValueError(f"{where}{at}: {text}") from None
 
 
 def _content(path: Path, shard: Shard) -> np.ndarray:
-    """(bytes,) of the shard."""
     if path.suffix == ".mds":
         return np.memmap(path, mode="r")
     codec = _CODECS.get(str(shard.compression).partition(":")[0])
@@ -103,14 +95,11 @@ def _content(path: Path, shard: Shard) -> np.ndarray:
 
 
 def _cell(sample: bytes, shard: Shard, column: int) -> bytes:
-    sizes, at = [], 0
-    for size in shard.column_sizes:
-        sizes.append(size or int.from_bytes(sample[at : at + 4], "little"))
-        at += 0 if size else 4
-    if at + sum(sizes) != len(sample):
-        raise ValueError(f"columns of {sum(sizes)} bytes in {len(sample) - at}")
-    start = at + sum(sizes[:column])
-    return sample[start : start + sizes[column]]
+    heads = np.frombuffer(sample, "<u4", shard.column_sizes.count(None)).tolist()
+    ends = np.cumsum([4 * len(heads), *(heads.pop(0) if size is None else size for size in shard.column_sizes)])
+    if ends[-1] != len(sample):
+        raise ValueError(f"columns up to byte {ends[-1]} of {len(sample)}")
+    return sample[ends[column] : ends[column + 1]]
 
 
 def _decoded(data: bytes, encoding: str, dtype: str) -> Any:

@@ -9,6 +9,7 @@ import codecs
 import contextlib
 import json
 import os
+import re
 import sys
 import sysconfig
 import warnings
@@ -16,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, NamedTuple
+from typing import Any, BinaryIO, Literal, NamedTuple, cast
 
 import numpy as np
 
@@ -26,6 +27,7 @@ from isles.base.parsing import parse_json
 from isles.base.parts import make, names_code
 from isles.data.config import IDS, DataConfig
 from isles.data.mds import INDEX, Shard, read_column, read_index
+from isles.data.remote import Origin, fetched, list_files
 from isles.data.store import is_stored
 from isles.data.tokenizer import Ids
 
@@ -48,8 +50,8 @@ class Source:
     """One file of a corpus (or one saved dataset's folder).
 
     name: its path relative to `data.path`, with slashes. key: of [data], that led to it. validates: whether all of it
-    is for validation. shard: of MDS, what its index says of the file. own: of `data.source`. mark, nbytes: what says
-    whether it changed, and its size, where they are not those of a file here.
+    is for validation. shard: of MDS, what its index says of the file. own: of `data.source`. origin: of that, and of
+    what is remote.
     """
 
     path: Path
@@ -60,21 +62,23 @@ class Source:
     validates: bool = False
     shard: Shard | None = None
     own: Any = None
-    mark: str = ""
-    nbytes: int | None = None
+    origin: Origin | None = None
 
     def __str__(self) -> str:
         return f"data.{self.key}: {self.where}"
 
     @property
+    def is_remote(self) -> bool:
+        return self.origin is not None and self.own is None
+
+    @property
     def where(self) -> str:
-        """What a message names."""
-        return self.name if self.kind == "own" else str(self.path)
+        return self.origin.url if self.origin else str(self.path)
 
     @property
     def size(self) -> int:
-        """Bytes of the file."""
-        return self.path.stat().st_size if self.nbytes is None else self.nbytes
+        """Bytes of the file; 1 if that is unknown."""
+        return abs(self.origin.size) if self.origin else self.path.stat().st_size
 
     def document_name(self, row: int | None = None) -> str:
         """What the split hashes. A file that stands alone adds nothing: its path may differ between machines."""
@@ -99,37 +103,55 @@ def _sources(config: DataConfig, key: SourceKey) -> list[Source]:
     root = Path(path).expanduser()
     if config.source:
         return [_own(config, Source(root if path else Path(os.devnull), config.source, "own", True, key, held))]
-    if not root.exists():
+    files: list[tuple[Path, str, Origin | None]] = [(root, "", None)]
+    if "://" in path:
+        try:
+            files = [(Path(name or file.url), name, file) for name, file in sorted(list_files(path).items())]
+        except OSError as error:
+            shown = re.sub(r"(?<=//)[^/]*@|\?.*", "...", path)
+            raise ValueError(f"data.{key} = {shown!r} cannot be listed ({error}); correct it") from error
+    elif not root.exists():
         raise ValueError(
             f"data.{key} = {path!r} does not exist; give a file or a folder, or leave it empty for "
             + ("a share of data.path" if held else "the standard library")
         )
-    if root.is_file():
-        return [Source(root, root.name, kinds.get(root.suffix.lower(), "text"), True, key, held)]
-    if (root / "state.json").is_file() and (root / "dataset_info.json").is_file():
+    elif (root / "state.json").is_file() and (root / "dataset_info.json").is_file():
         return [Source(root, root.name, "dataset", True, key, held)]
-    if (root / _SPLITS).is_file():
+    elif (root / _SPLITS).is_file():
         return _splits(config, root, key)
+    elif not root.is_file():
+        walked = _walk(root, enter=lambda folder: not folder.startswith(".") and folder != "__pycache__")
+        files = [(one, one.relative_to(root).as_posix(), None) for one in walked if not one.name.startswith(".")]
     sources = [
-        Source(file, file.relative_to(root).as_posix(), kinds.get(file.suffix.lower(), "text"), False, key, held)
-        for file in _walk(root, enter=lambda folder: not folder.startswith(".") and folder != "__pycache__")
-        if not file.name.startswith(".")
+        Source(file, name or file.name, kinds.get(file.suffix.lower(), "text"), not name, key, held, origin=origin)
+        for file, name, origin in files
     ]
-    if not sources:
+    if not sources or any(one.origin and one.path.name == "dataset_info.json" for one in sources):
         raise ValueError(f"data.{key} = {path!r} is a folder without a readable file; put text, JSONL or Parquet there")
     return _shards(config, sources) or sorted(sources, key=lambda source: source.name)
 
 
+@contextlib.contextmanager
+def _at_hand(source: Source, folder: Path | None = None, most: int = 1 << 62) -> Iterator[Source]:
+    """Context: `source`, with a copy of its first bytes if it is remote. An OSError becomes a ValueError."""
+    try:
+        copied = fetched(source.origin, folder, most) if source.origin and source.own is None else None
+        with copied or contextlib.nullcontext(source.path) as path:
+            yield replace(source, path=path)
+    except OSError as error:
+        raise ValueError(f"{source} cannot be read ({error.strerror or error}); correct it") from error
+
+
 def _own(config: DataConfig, source: Source) -> Source:
     if not names_code("source", source.name) or config.text_key:
-        said = " beside data.text_key; leave that out" if config.text_key else ": write package.module:Class"
-        raise ValueError(f"data.source = {source.name!r}{said}")
+        raise ValueError(f"data.source = {source.name!r}: write package.module:Class, without data.text_key")
     try:
         own = make("source", source.name, None, getattr(config, source.key))
     except ValueError as error:
         raise ValueError(f"data.{error}") from error
     with _described(source):
-        return replace(source, own=own, mark=str(getattr(own, "fingerprint", "")), nbytes=int(getattr(own, "size", 1)))
+        mark, size = str(getattr(own, "fingerprint", "")), int(getattr(own, "size", -1))
+    return replace(source, own=own, origin=Origin(source.name, size, mark))
 
 
 @contextlib.contextmanager
@@ -149,7 +171,9 @@ def _shards(config: DataConfig, sources: list[Source]) -> list[Source]:
     for split in ["."] if "." in splits else _chosen(config, getattr(config, key), key, splits):
         index, validates = files[str(Path(split, INDEX))], held or split not in (".", "train")
         try:
-            for shard in read_index(index.path.read_bytes()):
+            with _at_hand(index) as here:
+                listed = read_index(here.path.read_bytes())
+            for shard in listed:
                 names = [str(Path(split, one.basename)) for one in (shard.raw_data, shard.zip_data) if one]
                 there = [files[name] for name in names if name in files]
                 if not there:
@@ -164,14 +188,15 @@ def fingerprint(sources: list[Source]) -> tuple[tuple[str, str, int, int], ...]:
     """(path, name and index, bytes, mtime in ns) of each file: changes when one is written, added, moved or removed."""
     marks = []
     for source in sources:
-        files = [source.path] if source.path.is_file() else [*_walk(source.path, enter=lambda _: True)]
-        if source.kind == "own":
+        files, name = list[Path](), f"{source.name} {source.shard or ''}"
+        if source.origin is None or (source.own is not None and not source.origin.mark):
+            files += [source.path] if source.path.is_file() else _walk(source.path, enter=lambda _: True)
             module = getattr(sys.modules[type(source.own).__module__], "__file__", None)
-            files = [] if source.mark else [*files, *map(Path, filter(None, [module]))]
-            marks.append((source.where, source.mark, source.size, 0))
+            files += [Path(module)] if module else []
+        if source.origin:
+            marks.append((source.where, name + source.origin.mark, source.size, 0))
         for file in sorted(files):
             stat = file.stat()
-            name = f"{source.name} {source.shard or ''}"
             marks.append((str(file.resolve()), name, stat.st_size, stat.st_mtime_ns))
     return tuple(marks)
 
@@ -233,20 +258,18 @@ class Document(NamedTuple):
     read: float = 0.0
 
 
-def read_documents(source: Source, config: DataConfig) -> Iterator[Document]:
+def read_documents(source: Source, config: DataConfig, folder: Path | None = None) -> Iterator[Document]:
     """Every document of `source` in order, with its chunks that are not empty; read them before the next document.
 
     A binary file found in a folder gives nothing; one that the user names itself is a ValueError, as is anything
-    else that cannot be read.
+    else that cannot be read. folder: for a copy of what is remote.
     """
-    try:
-        for document in _READERS[source.kind](source, config):
+    with _at_hand(source, folder) as here:
+        for document in _READERS[source.kind](here, config):
             yield document._replace(chunks=(chunk for chunk in document.chunks if len(chunk)))
-    except OSError as error:
-        raise ValueError(f"{source} cannot be read ({error.strerror or error}); correct it") from error
 
 
-_SAMPLED, _SAMPLED_ROWS = 8, 100  # sources, and documents of each
+_SAMPLED, _SAMPLED_ROWS, _BEGIN = 8, 100, 4 * _CHUNK  # sources, documents of each, and bytes that are fetched
 
 
 def check_sample(config: DataConfig) -> None:
@@ -265,15 +288,21 @@ def check_sample(config: DataConfig) -> None:
         what = f"validation reads the split {split!r} of the dataset, not data.validation_fraction"
         warnings.warn(f"data.path: {what}", stacklevel=2)
     for source in (one for part in parts for one in part[:: -(-len(part) // _SAMPLED) or 1]):
-        if source.kind == "text" and config.tokenizer != IDS:
-            with source.path.open("rb") as file:
-                head = file.read(_HEAD_BYTES)
-                file.seek(0)
-                if _is_text(source, head, b"\0" in head):
-                    next(_decoded(source, file, head), None)
-        else:
-            for document in islice(read_documents(source, config), _SAMPLED_ROWS):
-                next(document.chunks, None)
+        cut = source.origin and source.own is None and not 0 <= source.origin.size <= _BEGIN
+        if cut and (source.shard or source.path.suffix.lower() in (".parquet", ".npy")):
+            continue  # a beginning says nothing
+        with _at_hand(source, most=_BEGIN) as here:
+            if cut and source.kind == "jsonl":
+                os.truncate(here.path, here.path.read_bytes().rfind(b"\n") + 1)
+            if source.kind == "text" and config.tokenizer != IDS:
+                with here.path.open("rb") as file:
+                    head = file.read(_HEAD_BYTES)
+                    file.seek(0)
+                    if _is_text(source, head, b"\0" in head):
+                        next(_decoded(source, file, head), None)
+            else:
+                for document in islice(_READERS[source.kind](here, config), _SAMPLED_ROWS):
+                    next(document.chunks, None)
 
 
 def _read_text(source: Source, config: DataConfig) -> Iterator[Document]:
@@ -433,8 +462,7 @@ def _read_dataset(source: Source, config: DataConfig) -> Iterator[Document]:
 
 
 def _read_mds(source: Source, config: DataConfig) -> Iterator[Document]:
-    shard = source.shard
-    assert shard is not None
+    shard = cast(Shard, source.shard)
     if config.column not in shard.column_names:
         raise _no_column(source, "", config.column, shard.column_names)
     values = read_column(source.path, shard, config.column, config.ids_dtype, str(source))

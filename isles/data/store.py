@@ -20,6 +20,7 @@ import shutil
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -178,12 +179,13 @@ def make_corpus(
             if held and folder.exists():
                 shutil.rmtree(part)  # this process made it while another one renamed its own
             elif held:
-                for file in part.glob("*.npy"):
+                for file in chain(part.glob("*.npy"), part.glob("fetched*")):
                     file.unlink()  # perhaps not whole
                 try:
                     _write(make(part), part)
-                except ValueError:  # of the text: nobody goes on with this draft
-                    shutil.rmtree(part)
+                except ValueError as error:
+                    if not isinstance(error.__cause__, OSError):  # of the text: nobody goes on with this draft
+                        shutil.rmtree(part)
                     raise
                 part.rename(folder)
                 (folder / "lock").unlink()
@@ -231,13 +233,12 @@ def save_corpus(corpus: Corpus, folder: Path) -> Corpus:
 
 def is_stored(config: DataConfig) -> bool:
     """Whether `data.path` is a folder that `save_corpus` wrote. ValueError for one beside, or as, validation_path."""
-    folders = [Path(path).expanduser() for path in (config.path, config.validation_path)]
+    folders = [Path(path).expanduser() for path in (config.path, config.validation_path) if not config.source]
     found = [(one / "manifest.json").is_file() and (one / "train-tokens.npy").is_file() for one in folders]
-    found = [one and not config.source for one in found]
     if config.validation_path and any(found):
         what = "a stored corpus has its own split; leave it out, or give files"
         raise ValueError(f"data.validation_path = {config.validation_path!r}: {what}")
-    return found[0]
+    return found[:1] == [True]
 
 
 def open_corpus(folder: Path, tokenizer: Tokenizer) -> Corpus | None:

@@ -159,14 +159,14 @@ def test_when_documents_are_read_again(tmp_path: Path) -> None:
     ("name", "values", "more", "match"),
     [
         ("nowhere:Class", [], {}, r'data\.source = "nowhere:Class" cannot be imported: No module named .*PYTHONPATH$'),
-        ("os.path", [], {}, r"data\.source = 'os\.path': write package\.module:Class$"),
+        ("os.path", [], {}, r"data\.source = 'os\.path': write package\.module:Class, without"),
         ("os:sep", [], {}, r'data\.source = "os:sep" is a str: name a class, as isles\.DataSource describes$'),
         ("Needy", [], {}, r"data\.path\.seed is missing: .*:Needy cannot be made without it$"),
         ("NoDocuments", [], {}, r"lacks __iter__: isles\.DataSource says what the class must have$"),
         ("BadSize", ["x"], {}, r"raised ValueError: invalid literal .* \(sources\.py, line \d+\); correct it$"),
         ("Listed", ["x", "fail"], {}, r"raised KeyError: 'fail' \(test_own_source\.py, line \d+\); correct it$"),
         ("Listed", ["x", 3], {}, r"holds int instead of text in document 2 of .*:Listed"),
-        ("Listed", ["x"], {"text_key": "a"}, r"beside data\.text_key; leave that out$"),
+        ("Listed", ["x"], {"text_key": "a"}, r"write package.module:Class, without data.text_key$"),
         ("Listed", ["x"], {"tokenizer": "ids", "vocab": 9}, r'holds "x" in document 1; write one dimension'),
         (
             "Listed",
