@@ -233,12 +233,12 @@ def save_corpus(corpus: Corpus, folder: Path) -> Corpus:
 
 def is_stored(config: DataConfig) -> bool:
     """Whether `data.path` is a folder that `save_corpus` wrote. ValueError for one beside, or as, validation_path."""
-    folders = [Path(path).expanduser() for path in (config.path, config.validation_path) if not config.source]
+    folders = [Path(path).expanduser() for path in (config.path, config.validation_path)]
     found = [(one / "manifest.json").is_file() and (one / "train-tokens.npy").is_file() for one in folders]
     if config.validation_path and any(found):
         what = "a stored corpus has its own split; leave it out, or give files"
         raise ValueError(f"data.validation_path = {config.validation_path!r}: {what}")
-    return found[:1] == [True]
+    return found[0]
 
 
 def open_corpus(folder: Path, tokenizer: Tokenizer) -> Corpus | None:
