@@ -10,7 +10,6 @@ import contextlib
 import json
 import os
 import re
-import sys
 import sysconfig
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -102,7 +101,7 @@ def _sources(config: DataConfig, key: SourceKey) -> list[Source]:
     path, kinds, held = getattr(config, key), _KINDS[config.tokenizer == IDS], key != "path"
     root = Path(path).expanduser()
     if config.source:
-        return [_own(config, Source(root if path else Path(os.devnull), config.source, "own", True, key, held))]
+        return [_own(config, Source(root, config.source, "own", True, key, held))]
     files: list[tuple[Path, str, Origin | None]] = [(root, "", None)]
     if "://" in path:
         try:
@@ -132,14 +131,17 @@ def _sources(config: DataConfig, key: SourceKey) -> list[Source]:
 
 
 @contextlib.contextmanager
-def _at_hand(source: Source, folder: Path | None = None, most: int = 1 << 62) -> Iterator[Source]:
-    """Context: `source`, with a copy of its first bytes if it is remote. An OSError becomes a ValueError."""
+def _at_hand(source: Source, folder: Path | None = None) -> Iterator[Source]:
+    """Context: `source`, with a copy of it if it is remote. OSError and ImportError become ValueError."""
     try:
-        copied = fetched(source.origin, folder, most) if source.origin and source.own is None else None
+        copied = fetched(source.origin, folder) if source.origin and source.own is None else None
         with copied or contextlib.nullcontext(source.path) as path:
             yield replace(source, path=path)
     except OSError as error:
         raise ValueError(f"{source} cannot be read ({error.strerror or error}); correct it") from error
+    except ImportError as error:
+        extra = "hf" if error.name == "datasets" else "data"
+        raise ValueError(f'{source} needs the package {error.name}; pip install ".[{extra}]"') from None
 
 
 def _own(config: DataConfig, source: Source) -> Source:
@@ -173,9 +175,8 @@ def _shards(config: DataConfig, sources: list[Source]) -> list[Source]:
         try:
             with _at_hand(index) as here:
                 listed = read_index(here.path.read_bytes())
-            for shard in listed:
-                names = [str(Path(split, one.basename)) for one in (shard.raw_data, shard.zip_data) if one]
-                there = [files[name] for name in names if name in files]
+            for names, shard in listed:
+                there = [files[path] for name in names if (path := str(Path(split, name))) in files]
                 if not there:
                     raise ValueError(f"{names[-1]} is not there")
                 shards.append(replace(there[0], kind="mds", validates=validates, shard=shard))
@@ -188,13 +189,10 @@ def fingerprint(sources: list[Source]) -> tuple[tuple[str, str, int, int], ...]:
     """(path, name and index, bytes, mtime in ns) of each file: changes when one is written, added, moved or removed."""
     marks = []
     for source in sources:
-        files, name = list[Path](), f"{source.name} {source.shard or ''}"
-        if source.origin is None or (source.own is not None and not source.origin.mark):
-            files += [source.path] if source.path.is_file() else _walk(source.path, enter=lambda _: True)
-            module = getattr(sys.modules[type(source.own).__module__], "__file__", None)
-            files += [Path(module)] if module else []
+        name, files = f"{source.name} {source.shard or ''}", _walk(source.path, enter=lambda _: True)
         if source.origin:
             marks.append((source.where, name + source.origin.mark, source.size, 0))
+        files = files if source.kind == "dataset" else [] if source.origin else [source.path]
         for file in sorted(files):
             stat = file.stat()
             marks.append((str(file.resolve()), name, stat.st_size, stat.st_mtime_ns))
@@ -225,7 +223,6 @@ _SPLITS = "dataset_dict.json"  # of a saved `DatasetDict`, which has a folder fo
 
 
 def _splits(config: DataConfig, root: Path, key: SourceKey) -> list[Source]:
-    """`train`, and `validation`, else `test`, for validation."""
     try:
         there = [name for name in parse_json((root / _SPLITS).read_bytes())["splits"] if (root / name).is_dir()]
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -269,7 +266,7 @@ def read_documents(source: Source, config: DataConfig, folder: Path | None = Non
             yield document._replace(chunks=(chunk for chunk in document.chunks if len(chunk)))
 
 
-_SAMPLED, _SAMPLED_ROWS, _BEGIN = 8, 100, 4 * _CHUNK  # sources, documents of each, and bytes that are fetched
+_SAMPLED, _SAMPLED_ROWS, _FETCHED = 8, 100, 8 * _CHUNK  # sources, documents of each, and bytes of a remote one
 
 
 def check_sample(config: DataConfig) -> None:
@@ -288,12 +285,9 @@ def check_sample(config: DataConfig) -> None:
         what = f"validation reads the split {split!r} of the dataset, not data.validation_fraction"
         warnings.warn(f"data.path: {what}", stacklevel=2)
     for source in (one for part in parts for one in part[:: -(-len(part) // _SAMPLED) or 1]):
-        cut = source.origin and source.own is None and not 0 <= source.origin.size <= _BEGIN
-        if cut and (source.shard or source.path.suffix.lower() in (".parquet", ".npy")):
-            continue  # a beginning says nothing
-        with _at_hand(source, most=_BEGIN) as here:
-            if cut and source.kind == "jsonl":
-                os.truncate(here.path, here.path.read_bytes().rfind(b"\n") + 1)
+        if source.is_remote and source.size > _FETCHED:
+            continue
+        with _at_hand(source) as here:
             if source.kind == "text" and config.tokenizer != IDS:
                 with here.path.open("rb") as file:
                     head = file.read(_HEAD_BYTES)
@@ -426,11 +420,9 @@ def _read_jsonl(source: Source, config: DataConfig) -> Iterator[Document]:
 
 
 def _read_parquet(source: Source, config: DataConfig) -> Iterator[Document]:
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError:
-        raise ValueError(f'{source} needs the package pyarrow; pip install ".[data]"') from None
+    import pyarrow
+    import pyarrow.parquet
+
     try:
         table = pyarrow.parquet.ParquetFile(source.path)
     except (pyarrow.ArrowException, OSError) as error:
@@ -449,10 +441,8 @@ def _read_parquet(source: Source, config: DataConfig) -> Iterator[Document]:
 
 def _read_dataset(source: Source, config: DataConfig) -> Iterator[Document]:
     """A folder written by `Dataset.save_to_disk`."""
-    try:
-        import datasets  # pyrefly: ignore[missing-import]
-    except ImportError:
-        raise ValueError(f'{source} is a saved dataset and needs the package datasets; pip install ".[hf]"') from None
+    import datasets  # pyrefly: ignore[missing-import]
+
     table: Any = datasets.load_from_disk(str(source.path))
     if config.column not in table.column_names:
         raise _no_column(source, "", config.column, table.column_names)
@@ -463,11 +453,11 @@ def _read_dataset(source: Source, config: DataConfig) -> Iterator[Document]:
 
 def _read_mds(source: Source, config: DataConfig) -> Iterator[Document]:
     shard = cast(Shard, source.shard)
-    if config.column not in shard.column_names:
-        raise _no_column(source, "", config.column, shard.column_names)
+    if config.column not in shard["column_names"]:
+        raise _no_column(source, "", config.column, shard["column_names"])
     values = read_column(source.path, shard, config.column, config.ids_dtype, str(source))
     for number, value in enumerate(values, start=1):
-        yield _row(value, source, config, "sample", number, number / shard.samples)
+        yield _row(value, source, config, "sample", number, number / shard["samples"])
 
 
 def _read_own(source: Source, config: DataConfig) -> Iterator[Document]:
