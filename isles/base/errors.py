@@ -14,8 +14,7 @@ from typing import Any
 
 def unknown_name(key: str, value: str, known: Iterable[str]) -> str:
     """The line for a name that is not in `known`: the closest one first, then all."""
-    names = sorted(known)
-    close = nearest(value, names)
+    close = nearest(value, names := sorted(known))
     hint = f"did you mean {close!r}? " if close else ""
     return f"unknown {key} {value!r}: {hint}choose one of {', '.join(names)}"
 

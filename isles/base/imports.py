@@ -22,10 +22,9 @@ def import_target(key: str, target: str) -> Any:
     module, _, name = target.partition(":")
     try:
         return getattr(import_module(module), name)
-    except (ImportError, AttributeError, SyntaxError) as error:
-        raise ValueError(f"{key} cannot be imported: {error}") from error
     except Exception as error:  # the module is the user's: whatever it raises
-        raise ValueError(f"{key} cannot be imported: {describe(error)}") from error
+        said = error if isinstance(error, ImportError | AttributeError | SyntaxError) else describe(error)
+        raise ValueError(f"{key} cannot be imported: {said}") from error
 
 
 def on_first_use(

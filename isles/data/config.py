@@ -9,7 +9,7 @@ from isles.base.imports import import_target
 
 Split = Literal["iid", "by_file"]
 Mode = Literal["per_worker", "global"]
-IdsType = Literal["uint16", "uint32"]
+IdsType = Literal["uint16", "uint32", "int64"]
 Flag = Literal[False, True]
 
 PREPARING = "preparing data"  # how lines of progress begin
@@ -21,10 +21,12 @@ class DataConfig:
     """What is read and how it is dealt out. Every impossible value raises a ValueError of one line."""
 
     path: Any = ""
-    """Text file, JSONL, Parquet, saved Hugging Face dataset, a folder of such files, or of a stored corpus, which has
-    its own split; "": the running Python's standard library. Or a table of names and paths."""
+    """Text file, JSONL, Parquet, saved dataset, MosaicML's MDS, a folder or address of such files, or a stored corpus,
+    which has its own split; "": the running Python's standard library. Or a table of names and paths."""
+    source: str = ""
+    """A class of your own for the documents of `path`, "package.module:Class" (`isles.DataSource`); "": files."""
     validation_path: Any = ""
-    """Validation text, likewise, with a loss for each name; "": a share of each `path`, or a saved dataset's split."""
+    """Validation text, likewise, with a loss for each name; "": a share of each `path`, or a dataset's split."""
     mixture: Any = None
     """Share of the training tokens by name of `path`, scaled to a sum of 1: [data.mixture]; left out: by size."""
     tokenizer: str = "bytes"
@@ -34,7 +36,7 @@ class DataConfig:
     vocab: int = 0
     """With tokenizer = "ids": how many ids there are."""
     ids_dtype: IdsType = "uint16"
-    """With tokenizer = "ids": the numbers in .bin files, "uint16" or "uint32"."""
+    """With tokenizer = "ids": the numbers in .bin files and in MDS columns of bytes, "uint16", "uint32" or "int64"."""
     text_key: str = ""
     """The column of JSONL, Parquet and dataset rows; "": "text", or "input_ids" with tokenizer = "ids"."""
     split: Split = "iid"

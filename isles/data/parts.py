@@ -18,7 +18,7 @@ def named(path: str | Mapping[str, str]) -> dict[str, str]:
 
 def check_text(config: Any) -> None:
     """ValueError, with key and mend, where a DataConfig names texts or shares of them that cannot be."""
-    for key in ("path", "validation_path", "tokenizer", "text_key", "cache"):
+    for key in ("path", "source", "validation_path", "tokenizer", "text_key", "cache"):
         paths = getattr(config, key)
         if not isinstance(paths, str | dict if key.endswith("path") else str):
             raise ValueError(f"data.{key} = {paths!r} is not a string; put it in quotes")

@@ -91,7 +91,7 @@ def _prepare(
     train = draft.stream("train", start_D, trained_D, **where)
     validation = draft.stream("validation", start_D + trained_D, length_D - trained_D, **where)
     return Corpus(
-        name=", ".join(named(config.path).values()) or "standard library",
+        name=", ".join(named(config.path).values()) or config.source or "standard library",
         tokenizer=tokenizer,
         train=train,
         validation=validation,
@@ -114,7 +114,7 @@ def _tokenise(
         else:
             ids = tokenizer.encode_batch([_ended(one.text, tokenizer) if one.last else one.text for one in batch])
         for piece, some in zip(batch, ids, strict=True):
-            digest.update(_bytes(piece.text))
+            digest.update(b"" if sources[piece.file].is_remote else _bytes(piece.text))
             draft.add(some)
             draft.characters += len(piece.text)
             if piece.last:
@@ -129,7 +129,8 @@ def _tokenise(
             saved = now
         if now - shown > _SHOWN and done > first[1]:
             left = (total - done) * (now - first[0]) / (done - first[1])
-            notify(f"{PREPARING}: {done / total:.0%} of {total / 1e6:.0f} MB, {timedelta(seconds=round(left))} left")
+            of = f"{done / total:.0%} of {total / 1e6:.0f} MB, {timedelta(seconds=round(left))} left"
+            notify(f"{PREPARING}: {of if done <= total else f'{done / 1e6:.0f} MB'}")  # of what says no size
             shown = now
     if shown > begun:
         notify(f"prepared the data in {timedelta(seconds=round(now - begun))}")
@@ -141,15 +142,18 @@ def _pieces(
 ) -> Iterator[_Piece]:
     """All pieces after the draft's place; what lies before it only enters the digest. _Changed: it is another text."""
     whole, characters, expected = draft.documents, draft.characters, draft.text
-    before, number = 0, 0
+    before, number, file_D = 0, 0, draft.all_documents()["file"]
     for file, source in enumerate(sources):
-        size = source.size
-        for document in _documents(source, config):
+        size, text = source.size, hashlib.sha256() if source.is_remote else digest  # a store says itself what changed
+        if is_stored := source.is_remote and file < max(file_D, default=0):  # not fetched again
+            number += (count := int((file_D == file).sum()))
+            digest.update(_END * count)
+        for document in () if is_stored else _documents(source, config, draft.part):
             if number < whole:
-                _after(document.chunks, None, digest)
+                _after(document.chunks, None, text)
                 digest.update(_END)
             elif number == whole:
-                document = document._replace(chunks=_after(document.chunks, characters, digest))
+                document = document._replace(chunks=_after(document.chunks, characters, text))
                 if digest.hexdigest() != expected:
                     raise _Changed
             number += 1
@@ -164,9 +168,9 @@ def _pieces(
         raise _Changed
 
 
-def _documents(source: Source, config: DataConfig) -> Iterator[Document]:
+def _documents(source: Source, config: DataConfig, folder: Path | None = None) -> Iterator[Document]:
     """Those that hold text."""
-    for document in read_documents(source, config):
+    for document in read_documents(source, config, folder):
         for chunk in document.chunks:
             yield document._replace(chunks=chain([chunk], document.chunks))
 
@@ -265,7 +269,7 @@ def _unit_hash(name: str) -> float:
 def _warn_of_left_out(sources: Sequence[Source], read: set[int]) -> None:
     """Empty files are no loss; files with content that gave no document are worth a word."""
     silent = [source for index, source in enumerate(sources) if index not in read]
-    binary = [source for source in silent if source.kind != "dataset" and source.size]
+    binary = [source for source in silent if source.kind not in ("dataset", "mds", "own") and source.size]
     if binary:
         warnings.warn(
             f"data.{binary[0].key}: {len(binary)} of {len(sources)} files hold no text and were left out, "
@@ -305,7 +309,7 @@ def load_corpus(config: DataConfig, notify: OnProgress = lambda text: None, *, c
 
     with _lock:
         corpus = _corpora.pop(key, None)
-        stored = open_corpus(folder, tokenizer) if check and folder is not None else None
+        stored = None if folder is None or not check or sources[0].is_remote else open_corpus(folder, tokenizer)
         if stored is not None and stored.text_sha256 != _text_sha256(sources, config):
             notify("the text has changed since it was prepared: preparing it anew")
             shutil.rmtree(cast(Path, folder))
@@ -351,6 +355,7 @@ def _stored_as(config: DataConfig, sources: list[Source], tokenizer: Tokenizer) 
     cache = config.cache
     if cache == "auto":
         small = isinstance(tokenizer, ByteTokenizer | ReadyIds) and sum(size for *_, size, _ in marks) <= _SMALL
+        small = small and not any(source.origin for source in sources)
         cache = "" if small else str(home() / "corpora")
     return content, Path(cache).expanduser() / content if cache else None
 

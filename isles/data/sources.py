@@ -6,27 +6,33 @@ needs memory for all of it.
 from __future__ import annotations
 
 import codecs
+import contextlib
 import json
 import os
+import re
 import sysconfig
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, islice
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, NamedTuple
+from typing import Any, BinaryIO, Literal, NamedTuple, cast
 
 import numpy as np
 
 from isles.base.errors import as_typed
+from isles.base.imports import describe
 from isles.base.marks import IGNORED
 from isles.base.parsing import parse_json
+from isles.base.parts import make, names_code
 from isles.data.config import IDS, DataConfig
+from isles.data.mds import INDEX, Shard, read_index, read_rows
 from isles.data.parts import named
+from isles.data.remote import Origin, fetched, list_files
 from isles.data.store import is_stored
 from isles.data.tokenizer import Ids
 
-SourceKind = Literal["text", "jsonl", "parquet", "dataset", "ids"]
+SourceKind = Literal["text", "jsonl", "parquet", "dataset", "ids", "mds", "own"]
 SourceKey = Literal["path", "validation_path"]
 Chunk = str | Ids
 
@@ -45,7 +51,8 @@ class Source:
     """One file of a corpus (or one saved dataset's folder).
 
     name: its path relative to `data.path`, with slashes. key: of [data], that led to it. validates: whether all of it
-    is for validation. part: its name in a table of paths.
+    is for validation. part: its name in a table of paths. shard: of MDS, what its index says of the file. own: of
+    `data.source`. origin: of that, and of what is remote.
     """
 
     path: Path
@@ -55,14 +62,25 @@ class Source:
     key: SourceKey = "path"
     validates: bool = False
     part: str = ""
+    shard: Shard | None = None
+    own: Any = None
+    origin: Origin | None = None
 
     def __str__(self) -> str:
-        return f"data.{self.key}: {self.path}"
+        return f"data.{self.key}: {self.where}"
+
+    @property
+    def is_remote(self) -> bool:
+        return self.origin is not None and self.own is None
+
+    @property
+    def where(self) -> str:
+        return self.origin.url if self.origin else str(self.path)
 
     @property
     def size(self) -> int:
-        """Bytes of the file."""
-        return self.path.stat().st_size
+        """Bytes of the file; 1 if that is unknown."""
+        return abs(self.origin.size) if self.origin else self.path.stat().st_size
 
     def document_name(self, row: int | None = None) -> str:
         """What the split hashes. A file that stands alone adds nothing: its path may differ between machines."""
@@ -76,9 +94,9 @@ def list_sources(config: DataConfig) -> list[Source]:
 
     ValueError where the path does not exist or the folder holds no file.
     """
-    sources = [] if config.path else _standard_library()
+    sources = [] if config.path or config.source else _standard_library()
     for key in ("path", "validation_path"):
-        if getattr(config, key):
+        if getattr(config, key) or (config.source and key == "path"):
             sources = [one for one in sources if not one.validates]  # by a saved dataset's split
             for part, path in named(getattr(config, key)).items():
                 where = f"data.{key}{part and '.'}{part}"
@@ -89,25 +107,89 @@ def list_sources(config: DataConfig) -> list[Source]:
 def _sources(config: DataConfig, key: SourceKey, path: str, where: str) -> list[Source]:
     kinds, held = _KINDS[config.tokenizer == IDS], key != "path"
     root = Path(path).expanduser()
-    if not root.exists():
+    if config.source:
+        return [_own(config, Source(root, config.source, "own", True, key, held), path)]
+    files: list[tuple[Path, str, Origin | None]] = [(root, "", None)]
+    if "://" in path:
+        try:
+            files = [(Path(name or file.url), name, file) for name, file in sorted(list_files(path).items())]
+        except OSError as error:
+            shown = re.sub(r"(?<=//)[^/]*@|\?.*", "...", path)
+            raise ValueError(f"{where} = {shown!r} cannot be listed ({error}); correct it") from error
+    elif not root.exists():
         raise ValueError(
             f"{where} = {path!r} does not exist; give a file or a folder, or leave it empty for "
             + ("a share of data.path" if held else "the standard library")
         )
-    if root.is_file():
-        return [Source(root, root.name, kinds.get(root.suffix.lower(), "text"), True, key, held)]
-    if (root / "state.json").is_file() and (root / "dataset_info.json").is_file():
+    elif (root / "state.json").is_file() and (root / "dataset_info.json").is_file():
         return [Source(root, root.name, "dataset", True, key, held)]
-    if (root / _SPLITS).is_file():
+    elif (root / _SPLITS).is_file():
         return _splits(config, root, key)
+    elif not root.is_file():
+        walked = _walk(root, enter=lambda folder: not folder.startswith(".") and folder != "__pycache__")
+        files = [(one, one.relative_to(root).as_posix(), None) for one in walked if not one.name.startswith(".")]
     sources = [
-        Source(file, file.relative_to(root).as_posix(), kinds.get(file.suffix.lower(), "text"), False, key, held)
-        for file in _walk(root, enter=lambda folder: not folder.startswith(".") and folder != "__pycache__")
-        if not file.name.startswith(".")
+        Source(file, name or file.name, kinds.get(file.suffix.lower(), "text"), not name, key, held, origin=origin)
+        for file, name, origin in files
     ]
-    if not sources:
+    if not sources or any(one.origin and one.path.name == "dataset_info.json" for one in sources):
         raise ValueError(f"{where} = {path!r} is a folder without a readable file; put text, JSONL or Parquet there")
-    return sorted(sources, key=lambda source: source.name)
+    return _shards(config, sources, path) or sorted(sources, key=lambda source: source.name)
+
+
+@contextlib.contextmanager
+def _at_hand(source: Source, folder: Path | None = None) -> Iterator[Source]:
+    """Context: `source`, with a copy of it if it is remote. OSError and ImportError become ValueError."""
+    try:
+        copied = fetched(source.origin, folder) if source.origin and source.own is None else None
+        with copied or contextlib.nullcontext(source.path) as path:
+            yield replace(source, path=path)
+    except OSError as error:
+        raise ValueError(f"{source} cannot be read ({error.strerror or error}); correct it") from error
+    except ImportError as error:
+        extra = "hf" if error.name == "datasets" else "data"
+        raise ValueError(f'{source} needs the package {error.name}; pip install ".[{extra}]"') from None
+
+
+def _own(config: DataConfig, source: Source, path: str) -> Source:
+    if not names_code("source", source.name) or config.text_key:
+        raise ValueError(f"data.source = {source.name!r}: write package.module:Class, without data.text_key")
+    try:
+        own = make("source", source.name, None, path)
+    except ValueError as error:
+        raise ValueError(f"data.{error}") from error
+    with _described(source):
+        mark, size = str(getattr(own, "fingerprint", "")), int(getattr(own, "size", -1))
+    return replace(source, own=own, origin=Origin(source.name, size, mark))
+
+
+@contextlib.contextmanager
+def _described(source: Source) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # the class is the user's: whatever it raises
+        raise ValueError(f"data.source = {source.name!r} raised {describe(error)}; correct it") from error
+
+
+def _shards(config: DataConfig, sources: list[Source], path: str) -> list[Source]:
+    """The shards of MDS among the files of `path`, in the order of their index; none where it holds no MDS."""
+    files, (key, held), shards = {one.name: one for one in sources}, (sources[0].key, sources[0].validates), []
+    splits = [str(Path(name).parent) for name in files if Path(name).name == INDEX]
+    if not splits or not any(".mds" in name for name in files):
+        return []
+    for split in ["."] if "." in splits else _chosen(config, path, key, splits):
+        index, validates = files[str(Path(split, INDEX))], held or split not in (".", "train")
+        try:
+            with _at_hand(index) as here:
+                listed = read_index(here.path.read_bytes())
+            for names, shard in listed:
+                there = [files[path] for name in names if (path := str(Path(split, name))) in files]
+                if not there:
+                    raise ValueError(f"{names[-1]} is not there")
+                shards.append(replace(there[0], kind="mds", validates=validates, shard=shard))
+        except ValueError as error:
+            raise ValueError(f"{index}: {error}; write the dataset again") from None
+    return shards
 
 
 def by_group(sources: Sequence[Source]) -> list[list[Source]]:
@@ -123,13 +205,16 @@ def no_text(config: DataConfig, group: list[Source], why: str) -> ValueError:
 
 
 def fingerprint(sources: list[Source]) -> tuple[tuple[str, str, int, int], ...]:
-    """(path, name, bytes, mtime in ns) of every file: changes when a file is written, added, removed or renamed."""
+    """(path, name and index, bytes, mtime in ns) of each file: changes when one is written, added, moved or removed."""
     marks = []
     for source in sources:
-        files = _walk(source.path, enter=lambda _: True) if source.kind == "dataset" else [source.path]
+        name, files = f"{source.name} {source.shard or ''}", _walk(source.path, enter=lambda _: True)
+        if source.origin:
+            marks.append((source.where, name + source.origin.mark, source.size, 0))
+        files = files if source.kind == "dataset" else [] if source.origin else [source.path]
         for file in sorted(files):
             stat = file.stat()
-            marks.append((str(file.resolve()), source.name, stat.st_size, stat.st_mtime_ns))
+            marks.append((str(file.resolve()), name, stat.st_size, stat.st_mtime_ns))
     return tuple(marks)
 
 
@@ -157,19 +242,22 @@ _SPLITS = "dataset_dict.json"  # of a saved `DatasetDict`, which has a folder fo
 
 
 def _splits(config: DataConfig, root: Path, key: SourceKey) -> list[Source]:
-    """`train`, and `validation`, else `test`, for validation."""
     try:
         there = [name for name in parse_json((root / _SPLITS).read_bytes())["splits"] if (root / name).is_dir()]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"data.{key}: {root / _SPLITS} cannot be read ({error}); save the dataset again") from None
-    held = [name for name in ("validation", "test") if name in there][:1]
-    chosen, lacking = (held, "'validation' or 'test'") if key != "path" else (["train"], "'train'")
+    chosen = _chosen(config, root, key, there)
+    return [Source(root / name, f"{root.name}/{name}", "dataset", True, key, name != "train") for name in chosen]
+
+
+def _chosen(config: DataConfig, root: Any, key: SourceKey, there: list[str]) -> list[str]:
+    """Of the splits that are there: the one that is read, and for `path` the one that validates, if there is any."""
+    held = [name for name in ("validation", "val", "test") if name in there][:1]
+    chosen, lacking = (held, "'validation', 'val' or 'test'") if key != "path" else (["train"], "'train'")
     if not chosen or chosen[0] not in there:
         has = f"has no split {lacking} (it has {_listed(there)})"
         raise ValueError(f"data.{key}: {root} {has}; give one split's folder")
-    if key == "path" and config.validation_fraction:
-        chosen += held
-    return [Source(root / name, f"{root.name}/{name}", "dataset", True, key, name != "train") for name in chosen]
+    return chosen + held if key == "path" and config.validation_fraction else chosen
 
 
 _CHUNK = 1 << 20  # bytes
@@ -186,20 +274,18 @@ class Document(NamedTuple):
     read: float = 0.0
 
 
-def read_documents(source: Source, config: DataConfig) -> Iterator[Document]:
+def read_documents(source: Source, config: DataConfig, folder: Path | None = None) -> Iterator[Document]:
     """Every document of `source` in order, with its chunks that are not empty; read them before the next document.
 
     A binary file found in a folder gives nothing; one that the user names itself is a ValueError, as is anything
-    else that cannot be read.
+    else that cannot be read. folder: for a copy of what is remote.
     """
-    try:
-        for document in _READERS[source.kind](source, config):
+    with _at_hand(source, folder) as here:
+        for document in _READERS[source.kind](here, config):
             yield document._replace(chunks=(chunk for chunk in document.chunks if len(chunk)))
-    except OSError as error:
-        raise ValueError(f"{source} cannot be read ({error.strerror or error}); correct it") from error
 
 
-_SAMPLED, _SAMPLED_ROWS = 8, 100  # sources, and documents of each
+_SAMPLED, _SAMPLED_ROWS, _FETCHED = 8, 100, 8 * _CHUNK  # sources, documents of each, and bytes of a remote one
 
 
 def check_sample(config: DataConfig) -> None:
@@ -213,18 +299,22 @@ def check_sample(config: DataConfig) -> None:
         if not any(source.size for source in group):
             raise no_text(config, group, "all empty")
     for last in (group[0] for group in groups if group[0].validates and group[0].key == "path"):
-        what = f"validation reads the split {last.path.name!r} of the dataset, not data.validation_fraction"
+        split = (last.path.parent if last.shard else last.path).name
+        what = f"validation reads the split {split!r} of the dataset, not data.validation_fraction"
         warnings.warn(f"data.path: {what}", stacklevel=2)
     for source in (one for group in groups for one in group[:: -(-len(group) // _SAMPLED)]):
-        if source.kind == "text" and config.tokenizer != IDS:
-            with source.path.open("rb") as file:
-                head = file.read(_HEAD_BYTES)
-                file.seek(0)
-                if _is_text(source, head, b"\0" in head):
-                    next(_decoded(source, file, head), None)
-        else:
-            for document in islice(read_documents(source, config), _SAMPLED_ROWS):
-                next(document.chunks, None)
+        if source.is_remote and source.size > _FETCHED:
+            continue
+        with _at_hand(source) as here:
+            if source.kind == "text" and config.tokenizer != IDS:
+                with here.path.open("rb") as file:
+                    head = file.read(_HEAD_BYTES)
+                    file.seek(0)
+                    if _is_text(source, head, b"\0" in head):
+                        next(_decoded(source, file, head), None)
+            else:
+                for document in islice(_READERS[source.kind](here, config), _SAMPLED_ROWS):
+                    next(document.chunks, None)
 
 
 def _read_text(source: Source, config: DataConfig) -> Iterator[Document]:
@@ -348,11 +438,9 @@ def _read_jsonl(source: Source, config: DataConfig) -> Iterator[Document]:
 
 
 def _read_parquet(source: Source, config: DataConfig) -> Iterator[Document]:
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError:
-        raise ValueError(f'{source} needs the package pyarrow; pip install ".[data]"') from None
+    import pyarrow
+    import pyarrow.parquet
+
     try:
         table = pyarrow.parquet.ParquetFile(source.path)
     except (pyarrow.ArrowException, OSError) as error:
@@ -371,10 +459,8 @@ def _read_parquet(source: Source, config: DataConfig) -> Iterator[Document]:
 
 def _read_dataset(source: Source, config: DataConfig) -> Iterator[Document]:
     """A folder written by `Dataset.save_to_disk`."""
-    try:
-        import datasets  # pyrefly: ignore[missing-import]
-    except ImportError:
-        raise ValueError(f'{source} is a saved dataset and needs the package datasets; pip install ".[hf]"') from None
+    import datasets  # pyrefly: ignore[missing-import]
+
     table: Any = datasets.load_from_disk(str(source.path))
     if config.column not in table.column_names:
         raise _no_column(source, "", config.column, table.column_names)
@@ -383,12 +469,38 @@ def _read_dataset(source: Source, config: DataConfig) -> Iterator[Document]:
         yield _row(row, source, config, "row", number, number / len(table))
 
 
+def _read_mds(source: Source, config: DataConfig) -> Iterator[Document]:
+    shard = cast(Shard, source.shard)
+    if config.column not in shard["column_names"]:
+        raise _no_column(source, "", config.column, shard["column_names"])
+    columns = _columns(config, shard["column_names"])
+    for number, row in enumerate(read_rows(source.path, shard, columns, config.ids_dtype, str(source)), start=1):
+        yield _row(row, source, config, "sample", number, number / shard["samples"])
+
+
+def _read_own(source: Source, config: DataConfig) -> Iterator[Document]:
+    def documents() -> Iterator[Any]:
+        with _described(source):
+            yield from source.own
+
+    read = 0
+    for number, value in enumerate(documents(), start=1):
+        row = value if isinstance(value, dict) else {config.column: value}
+        if config.column not in row:
+            raise _no_column(source, f" document {number}", config.column, list(row))
+        document = _row(row, source, config, "document", number, read / max(source.size, 1))
+        read += len(row[config.column])
+        yield document
+
+
 _READERS: dict[SourceKind, Callable[[Source, DataConfig], Iterator[Document]]] = {
     "text": _read_text,
     "jsonl": _read_jsonl,
     "parquet": _read_parquet,
     "dataset": _read_dataset,
     "ids": _read_ids,
+    "mds": _read_mds,
+    "own": _read_own,
 }
 
 
@@ -434,8 +546,8 @@ def _ids(value: Any, source: Source, config: DataConfig, where: str) -> Ids:
         raise ValueError(f"{source} holds {found}{where}; write one dimension of whole numbers")
     if len(ids) and not 0 <= (least := int(ids.min())) <= (most := int(ids.max())) < config.vocab:
         raise ValueError(
-            f"data.vocab = {config.vocab}: {source.path} has an id of {least if least < 0 else most}{where}; raise it, "
-            f'or correct the ids (data.ids_dtype = "{config.ids_dtype}" for .bin)'
+            f"data.vocab = {config.vocab}: {source.where} has an id of {least if least < 0 else most}{where}; raise "
+            f'it, or correct the ids (data.ids_dtype = "{config.ids_dtype}" for .bin)'
         )
     return ids
 
@@ -443,7 +555,7 @@ def _ids(value: Any, source: Source, config: DataConfig, where: str) -> Ids:
 def _text(value: Any, source: Source, text_key: str, where: str) -> str:
     if not isinstance(value, str):
         raise ValueError(
-            f"data.text_key = {text_key!r} holds {type(value).__name__} instead of text in {where} of {source.path}; "
+            f"data.text_key = {text_key!r} holds {type(value).__name__} instead of text in {where} of {source.where}; "
             "name another column, or drop the row"
         )
     if not value.isascii():
@@ -451,14 +563,14 @@ def _text(value: Any, source: Source, text_key: str, where: str) -> str:
             value.encode("utf-8")
         except UnicodeEncodeError:  # JSON can spell half a surrogate pair, which is no character
             raise ValueError(
-                f"data.text_key = {text_key!r} holds half a surrogate pair in {where} of {source.path}; correct the row"
+                f"data.text_key = {text_key!r} holds half a surrogate pair in {where} of {source.where}; correct it"
             ) from None
     return value
 
 
 def _no_column(source: Source, where: str, text_key: str, names: Sequence[str]) -> ValueError:
     return ValueError(
-        f"data.text_key = {text_key!r} is missing in {source.path}{where}; set it to one of: {_listed(names)}"
+        f"data.text_key = {text_key!r} is missing in {source.where}{where}; set it to one of: {_listed(names)}"
     )
 
 

@@ -20,6 +20,7 @@ import shutil
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -184,12 +185,13 @@ def make_corpus(
             if held and folder.exists():
                 shutil.rmtree(part)  # this process made it while another one renamed its own
             elif held:
-                for file in part.glob("*.npy"):
+                for file in chain(part.glob("*.npy"), part.glob("fetched*")):
                     file.unlink()  # perhaps not whole
                 try:
                     _write(make(part), part)
-                except ValueError:  # of the text: nobody goes on with this draft
-                    shutil.rmtree(part)
+                except ValueError as error:
+                    if not isinstance(error.__cause__, OSError):  # of the text: nobody goes on with this draft
+                        shutil.rmtree(part)
                     raise
                 part.rename(folder)
                 (folder / "lock").unlink()

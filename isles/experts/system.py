@@ -125,7 +125,7 @@ class System(ABC, Generic[Own]):
                 start = Path(job.config.run.start)
                 if not any(need in wanted or (one / "model.safetensors").is_file() for one in (run, start)):
                     raise ValueError(f"{name} starts from {run}, which is not there: train it, or copy it there, first")
-            if not Path(job.config.data.path).exists():
+            if (path := Path(job.config.data.path)).is_relative_to(folder) and not path.exists():
                 unmade.add(folder.name)
             runs.append(ExpertTask(name=name, work=partial(train, job, folder), needs=(folder.name, *needs)))
         texts = [ExpertTask(name=folder, work=partial(self.prepare, folder)) for folder in sorted(unmade)]

@@ -1,52 +1,18 @@
-"""Ready token ids give the batches of the same ids in memory, and what is no list of ids is told in a line; as is text
-that is none, before anything is started.
+"""What is no list of token ids is told in a line; as is text that is none, before anything is started. What is one:
+`test_formats`.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from isles.data import Corpus, DataConfig, Loader, load_corpus, load_tokenizer
-from isles.data.corpus import TokenStream
+from isles.data import DataConfig, load_corpus
 from isles.data.sources import check_sample
-
-VOCAB = 70_000
-DOCUMENTS = [np.random.default_rng(seed).integers(0, VOCAB, size) for seed, size in enumerate((900, 5, 400, 1, 700))]
-
-
-def _bin(path: Path) -> str:
-    np.concatenate(DOCUMENTS).astype("<u4").tofile(path / "train.bin")
-    return "train.bin"
-
-
-def _npy(path: Path, dtype: str = "uint32") -> str:
-    np.save(path / "ids.npy", np.concatenate(DOCUMENTS).astype(dtype))
-    return "ids.npy"
-
-
-def _parquet(path: Path) -> str:
-    parquet = pytest.importorskip("pyarrow.parquet")
-    table = pytest.importorskip("pyarrow").table({"input_ids": [one.tolist() for one in DOCUMENTS], "n": [0] * 5})
-    parquet.write_table(table, path / "rows.parquet")
-    return "rows.parquet"
-
-
-def _jsonl(path: Path) -> str:
-    rows = [json.dumps({"input_ids": one.tolist(), "attention_mask": [1] * len(one)}) for one in DOCUMENTS]
-    (path / "rows.jsonl").write_text("\n".join(rows))
-    return "rows.jsonl"
-
-
-def _dataset(path: Path) -> str:
-    datasets = pytest.importorskip("datasets")
-    datasets.Dataset.from_dict({"input_ids": [one.tolist() for one in DOCUMENTS]}).save_to_disk(str(path / "saved"))
-    return "saved"
+from tests.data.formats import DOCUMENTS, VOCAB
 
 
 def settings(path: Path, **more: Any) -> DataConfig:
@@ -54,46 +20,10 @@ def settings(path: Path, **more: Any) -> DataConfig:
     return DataConfig(path=str(path), **(values | more))
 
 
-def in_memory(documents: list[np.ndarray]) -> Corpus:
-    """The last fifth of each document is for validation, but for one of a single token."""
-    ends = [max(len(one) - -(-len(one) // 5), 1) for one in documents]
-
-    def stream(parts: list[np.ndarray]) -> TokenStream:
-        parts = [part for part in parts if len(part)]
-        bounds, file_of = np.cumsum([0, *map(len, parts)]), np.zeros(len(parts), dtype=np.uint8)
-        return TokenStream(tokens=np.concatenate(parts), bounds=bounds, files=("",), file_of=file_of)
-
-    return Corpus(
-        name="",
-        tokenizer=load_tokenizer("ids", VOCAB),
-        train=stream([one[:end] for one, end in zip(documents, ends, strict=True)]),
-        validation=stream([one[end:] for one, end in zip(documents, ends, strict=True)]),
-        split_by="position",
-        sha256="memory",
-    )
-
-
-@pytest.mark.parametrize("write", [_bin, _npy, _parquet, _jsonl, _dataset])
-@pytest.mark.parametrize("stored", [False, True])
-def test_the_same_ids_give_the_same_batches(write: Callable[[Path], str], stored: bool, tmp_path: Path) -> None:
-    config = settings(tmp_path / write(tmp_path), cache=str(tmp_path / "cache") if stored else "auto")
-    corpus = load_corpus(config)
-    rows = write not in (_bin, _npy)
-    right = in_memory(DOCUMENTS if rows else [np.concatenate(DOCUMENTS)])
-    assert (corpus.split_by, corpus.train.tokens.dtype) == ("position", np.uint32)
-    assert len(corpus.train.file_of) == (len(DOCUMENTS) if rows else 1)
-    for worker in range(2):
-        mine, theirs = (Loader(one, config, context=16, worker=worker, workers=2) for one in (corpus, right))
-        for _ in range(2 * mine.sequences // 8):
-            assert next(mine).equal(next(theirs))
-        for one, other in zip(mine.validation_batches(), theirs.validation_batches(), strict=True):
-            assert one.equal(other)
-
-
 def test_a_folder_of_ids_and_what_is_made_of_them(tmp_path: Path) -> None:
     """Files that hold no ids are left out; a run on ids can use no text."""
     (tmp_path / "readme.txt").write_text("ids")
-    _npy(tmp_path, "int64")
+    np.save(tmp_path / "ids.npy", np.concatenate(DOCUMENTS))
     np.arange(2000, dtype="<u4").tofile(tmp_path / "val.bin")
     with pytest.warns(UserWarning, match=r"1 of 3 files hold no text and were left out, among them readme\.txt"):
         corpus = load_corpus(settings(tmp_path, validation_fraction=0))

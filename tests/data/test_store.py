@@ -309,24 +309,3 @@ def test_memory_does_not_depend_on_the_size(tokenizer: Path, tmp_path: Path) -> 
         root = write(tmp_path / str(size), [_text(size)])
         peaks.append(_peak(root, tokenizer, tmp_path / "cache"))
     assert peaks[1] - peaks[0] < 50e6, peaks
-
-
-@pytest.mark.long
-def test_memory_at_50_and_200_mb_with_32k_ids(tmp_path: Path) -> None:
-    """One document of the standard library's source, again and again."""
-    from tokenizers import Tokenizer, models, trainers
-
-    library = load_corpus(DataConfig(validation_fraction=0)).train.tokens.tobytes().decode()
-    made = Tokenizer(models.BPE())
-    _byte_level(False)(made)
-    made.train_from_iterator(
-        [library[at : at + 10_000] for at in range(0, len(library), 10_000)],
-        trainers.BpeTrainer(vocab_size=32_000, show_progress=False),
-    )
-    made.save(str(tmp_path / "tokenizer.json"))
-    peaks = []
-    for size in (50_000_000, 200_000_000):
-        root = write(tmp_path / str(size), [library * (size // len(library) + 1)])
-        peaks.append(_peak(root, tmp_path / "tokenizer.json", tmp_path / "cache"))
-    print(f"peaks: {[round(peak / 1e6) for peak in peaks]} MB")
-    assert peaks[1] - peaks[0] < 50e6, peaks

@@ -196,7 +196,7 @@ def test_the_splits_of_a_saved_dataset(tmp_path: Path) -> None:
         (
             {"held/dataset_dict.json": '{"splits": []}'},
             "held",
-            r"data\.validation_path: .* 'validation' or 'test' \(it",
+            r"data\.validation_path: .* 'validation', 'val' or 'test' \(it",
         ),
         ({"held/dataset_dict.json": '{"splits": 3}'}, "held", r"data\.validation_path: .*json cannot be read .*; save"),
         ({"held.txt": "short"}, "held.txt", r"data\.validation_path gives 6 tokens for validation, fewer than context"),

@@ -121,7 +121,7 @@ SETTINGS = [
 def test_every_setting_that_may_name_code_is_in_this_list() -> None:
     replicas = [f"replicas.{axis}" for axis in ("cadence", "codec", "landing", "mixing", "reading", "rule")]
     others = ["inner.optimizer", "model.factory", "pipeline.boundary.kind", "pipeline.routing", "replicas.method"]
-    assert sorted(key for key, _ in SETTINGS) == sorted([*others, *replicas])
+    assert sorted(key for key, _ in SETTINGS) == sorted(["data.source", *others, *replicas])
 
 
 @pytest.mark.parametrize(("key", "options"), SETTINGS)
@@ -136,14 +136,16 @@ def test_no_setting_of_a_downloaded_run_is_imported(
     monkeypatch.syspath_prepend(tmp_path)
     target = f"evil_{key.replace('.', '_')}:Part"
     lines = ['replicas.method = "custom"'] if key != "replicas.method" else []
-    lines += [f'{key} = "{target}"', *([f"{options}.depth = 3"] if options else [])]
+    given = "there" if options == "data.path" else {"depth": 3}
+    written = '"there"' if options == "data.path" else "{depth = 3}"
+    lines += [f'{key} = "{target}"', *([f"{options} = {written}"] if options else [])]
     text = "\n".join([*lines, "model.context = 16", "pipeline.stages = 2", 'world.backend = "virtual"', ""])
     (run / "config.toml").write_text(text)
     with pytest.raises(ValueError, match="was not made here") as refused:
         read_config(str(run / "config.toml"), {}, [])
     assert f"{key} = {target!r}" in str(refused.value) and not flag.exists()
-    assert not options or f"{options} = {{'depth': 3}}" in str(refused.value)
-    named = {key: target} | ({options: {"depth": 3}} if options else {})
+    assert not options or f"{options} = {given!r}" in str(refused.value)
+    named = {key: target} | ({options: given} if options else {})
     gather(str(run / "config.toml"), {}, [], trust=True)
     assert json.loads((run / TYPED).read_text())["names"] == named
 

@@ -59,13 +59,13 @@ def names_of(config: Config) -> dict[str, Any]:
     """`names_in` of a run's configuration."""
     pipeline = {**vars(config.pipeline), "boundary": vars(config.pipeline.boundary)}
     replicas = {"method": config.method, **vars(config.replicas)}
-    sections = {"replicas": replicas, "model": vars(config.model), "inner": vars(config.inner), "pipeline": pipeline}
-    return names_in(sections)
+    plain = {section: vars(getattr(config, section)) for section in ("model", "data", "inner")}
+    return names_in({"replicas": replicas, "pipeline": pipeline} | plain)
 
 
 def check_code(config: Config) -> None:
-    """Import a run's own parts, and create each once, except boundaries, which need the stream's width. Loads torch if
-    there are any.
+    """Import a run's own parts, and create each once, except boundaries, which need the stream's width, and sources,
+    which open data. Loads torch if there are any.
 
     Raises:
         ValueError: in one line, if one is missing, is no such part, or takes other options; or if they do not go
@@ -74,7 +74,7 @@ def check_code(config: Config) -> None:
     named, choice = names_of(config), dict(getattr(config.replicas, "choice", {}))
     for axis, (section, key, options, interface, *_) in CODE.items():
         name = named.get(f"{section}.{key}")
-        if name is None or not interface or axis == "boundary":
+        if name is None or not interface or axis in ("boundary", "source"):
             continue
         try:
             if axis == "optimizer":

@@ -71,7 +71,7 @@ from isles.training.elastic.worker import ElasticWorker
 from isles.training.interrupts import first_interrupt, notify_in_handler
 from isles.training.worker import deadlines
 
-_NEEDED = ("model.hf", "model.factory", "data.path", "data.validation_path", "data.tokenizer")  # must be set alike
+_NEEDED = ("model.hf", "model.factory", "data.path", "data.source", "data.validation_path", "data.tokenizer")  # alike
 _OWN = (*_NEEDED, "model.options", "model.device", "data.cache", "pipeline.skippipe.plan", "memory.disk")
 _OWN += ("memory.machine", "memory.plan", "world.threads", "world.virtual.links", "world.virtual.inner_links")
 _OWN += ("run.start", "run.loggers")
@@ -385,7 +385,7 @@ def _configuration(text: bytes) -> Tables:
     except ValueError as error:
         raise ValueError(f"the lighthouse's configuration is damaged: {printable(str(error), 100)}") from None
     for key, value in names_in(tables).items():
-        if not key.startswith("model."):  # `with_own` takes these only from this machine
+        if not key.startswith(("model.", "data.")):  # `with_own` takes these only from this machine
             raise ValueError(
                 f"the run's {key.rpartition('.')[2]} is code of its own, {printable(str(value), 100)}, and a worker "
                 "that joins imports nothing of that kind: use isles train --nodes"

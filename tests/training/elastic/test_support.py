@@ -102,6 +102,8 @@ def test_a_lighthouse_names_no_code() -> None:
     """What comes from another machine imports nothing here."""
     with pytest.raises(ValueError, match=r"os:system.* --set model.factory=\.\.\.$"):
         with_own(_configuration(b'[model]\nfactory = "os:system"\n'), {})
+    with pytest.raises(ValueError, match=r"data.source = \"os:system\".* --set data.source=\.\.\.$"):
+        with_own(_configuration(b'[data]\nsource = "os:system"\n'), {})
     with pytest.raises(ValueError, match=r"os:system.* imports nothing"):
         _configuration(b'[replicas]\nmethod = "os:system"\n')
     for named in (b"replicas.codec", b"replicas.rule", b"pipeline.routing", b"pipeline.boundary.kind"):
