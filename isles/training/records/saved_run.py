@@ -58,7 +58,7 @@ def load_weights(model: nn.Module, weights: Path, of: str) -> None:
             load_model(model, str(weights), device=str(next(model.parameters()).device))
     except Exception as error:  # torch's has every tensor that does not fit on a line of its own
         why = printable(" ".join(str(error).split()), 200)
-        raise ValueError(f"{weights}: does not fit the model of {of}; was it changed since? ({why})") from error
+        raise ValueError(f"{weights}: damaged, or does not fit the model of {of}; was it changed? ({why})") from error
     parameters = {name for name, _ in model.named_parameters()}
     if (broken := not_finite(model.state_dict(), parameters)) is not None:
         raise ValueError(f"{weights}: {broken} is no number any more: train again, with a lower inner.lr")
