@@ -55,7 +55,7 @@ CODE: dict[str, CodeSetting] = {
         axis: CodeSetting("replicas", axis, f"options.{axis}", f"isles.replicas.parts.interfaces:{interface}")
         for axis, interface in _PARTS.items()
     },
-    "source": CodeSetting("data", "source", "path", "isles.data.own:DataSource", "", ("__iter__",)),
+    "source": CodeSetting("data", "source", "path", "isles.data.sources:DataSource", "", ("__iter__",)),
     "router": CodeSetting("pipeline", "routing", "options.router", "isles.pipeline.routers:Router"),
     "boundary": CodeSetting(
         "pipeline",

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, NamedTuple, cast
+from typing import Any, BinaryIO, Literal, NamedTuple, Protocol, cast
 
 import numpy as np
 
@@ -29,6 +29,18 @@ from isles.data.mds import INDEX, Shard, read_column, read_index
 from isles.data.remote import Origin, fetched, list_files
 from isles.data.store import is_stored
 from isles.data.tokenizer import Ids
+
+
+class DataSource(Protocol):
+    """Documents from a class of your own, made as Class(data.path), and as Class(data.validation_path) if that is set.
+
+    `iter()` begins at the first document each time, and always gives the same documents in the same order: text, or
+    ids (a list, or an array of one dimension) with data.tokenizer = "ids". It may have `fingerprint`, a str that is
+    another one when the documents are others, and `size`, an int: about how many characters (or ids) there are.
+    """
+
+    def __iter__(self) -> Iterator[str | list[int] | Any]: ...
+
 
 SourceKind = Literal["text", "jsonl", "parquet", "dataset", "ids", "mds", "own"]
 SourceKey = Literal["path", "validation_path"]
@@ -147,11 +159,8 @@ def _at_hand(source: Source, folder: Path | None = None) -> Iterator[Source]:
 def _own(config: DataConfig, source: Source) -> Source:
     if not names_code("source", source.name) or config.text_key:
         raise ValueError(f"data.source = {source.name!r}: write package.module:Class, without data.text_key")
-    try:
-        own = make("source", source.name, None, getattr(config, source.key))
-    except ValueError as error:
-        raise ValueError(f"data.{error}") from error
     with _described(source):
+        own = make("source", source.name, None, getattr(config, source.key))
         mark, size = str(getattr(own, "fingerprint", "")), int(getattr(own, "size", -1))
     return replace(source, own=own, origin=Origin(source.name, size, mark))
 
@@ -161,7 +170,9 @@ def _described(source: Source) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # the class is the user's: whatever it raises
-        raise ValueError(f"data.source = {source.name!r} raised {describe(error)}; correct it") from error
+        is_clear = str(error).startswith(("source = ", "path."))  # by `make`
+        text = f"{error}" if is_clear else f"source = {source.name!r} raised {describe(error)}; correct it"
+        raise ValueError(f"data.{text}") from error
 
 
 def _shards(config: DataConfig, sources: list[Source]) -> list[Source]:
