@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from isles.comm.mesh import Mesh, init, mesh
     from isles.comm.transport import Deadlines
     from isles.comm.virtual.cluster import run_virtual
-    from isles.data.sources import DataSource
     from isles.launch.workers import run_local
     from isles.memory.costs import Profile as MemoryProfile
     from isles.memory.optimizer import Managed as ManagedOptimizer

@@ -55,7 +55,7 @@ CODE: dict[str, CodeSetting] = {
         axis: CodeSetting("replicas", axis, f"options.{axis}", f"isles.replicas.parts.interfaces:{interface}")
         for axis, interface in _PARTS.items()
     },
-    "source": CodeSetting("data", "source", "path", "isles.data.sources:DataSource", "", ("__iter__",)),
+    "source": CodeSetting("data", "source", "path", "collections.abc:Iterable"),
     "router": CodeSetting("pipeline", "routing", "options.router", "isles.pipeline.routers:Router"),
     "boundary": CodeSetting(
         "pipeline",
@@ -110,7 +110,9 @@ def make(axis: str, target: str, options: Mapping[str, Any] | None, *first: Any)
     setting, options = CODE[axis], options or {}
     stated, interface = f'{setting.key} = "{target}"', import_target(axis, setting.interface)
     is_protocol = bool(getattr(interface, "_is_protocol", False))
-    like = f"{'torch.optim' if axis == 'optimizer' else 'isles'}.{interface.__name__}"
+    like = (
+        f"{'isles' if setting.interface[:6] == 'isles.' else setting.interface.partition(':')[0]}.{interface.__name__}"
+    )
     try:
         found = import_target(stated, target)
     except ValueError as error:

@@ -22,7 +22,7 @@ class DataConfig:
     holds a stored corpus, which has its own split; "" means the source of the running Python's standard library.
     """
     source: str = ""
-    """A class of your own for the documents of `path`, "package.module:Class" (`isles.DataSource`); "": files."""
+    """A class of your own for the documents of `path`, "package.module:Class" (docs/data.md); "": files."""
     validation_path: str = ""
     """Validation text, in these formats; "": a share of `path`, or the split "validation", "val" or "test"."""
     tokenizer: str = "bytes"

@@ -13,44 +13,26 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path, PurePosixPath
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
-from pydantic import Field
-from typing_extensions import TypedDict
 
-from isles.base.parsing import parse_json, read, table
+from isles.base.parsing import parse_json
 
 INDEX = "index.json"
 _CODECS = {".zstd": "zstd", ".gz": "gzip", ".bz2": "bz2", ".br": "brotli"}  # pyarrow's name of each
-_Count = Annotated[int, Field(ge=0, lt=1 << 32)]
-
-
-class _File(TypedDict):
-    basename: str
-    bytes: _Count
-
-
-class Shard(TypedDict):
-    """An entry of an index."""
-
-    samples: _Count
-    column_names: list[str]
-    column_encodings: list[str]
-    column_sizes: list[_Count | None]
-    raw_data: _File
-    zip_data: _File | None
+Shard = dict[str, Any]  # an entry of an index: data to check
 
 
 def read_index(data: bytes) -> list[tuple[list[str], Shard]]:
-    """(names of its files, shard). ValueError, without a place, where it is damaged or names a file elsewhere."""
+    """(names of its files, shard). Some error, without a place, where it is damaged or names a file elsewhere."""
     found = []
-    for shard in read(list[Shard], table(parse_json(data), INDEX).get("shards"), "shards"):
-        names = [file["basename"] for file in (shard["raw_data"], shard["zip_data"]) if file]
+    for shard in parse_json(data)["shards"]:
+        names = [shard[key]["basename"] for key in ("raw_data", "zip_data") if shard.get(key)]
         for name in names:
             if not PurePosixPath(name).name or name[:1] == "/" or ".." in name.split("/") or not name.isprintable():
                 raise ValueError(f"basename {name[:100]!r} is no file below its folder")
-        if not len(shard["column_names"]) == len(shard["column_encodings"]) == len(shard["column_sizes"]):
+        if len({len(shard[f"column_{what}"]) for what in ("names", "encodings", "sizes")}) > 1:
             raise ValueError(f"{names[0]}: names, encodings and sizes of columns differ in number")
         found.append((names, shard))
     return found
@@ -60,9 +42,10 @@ def read_column(path: Path, shard: Shard, name: str, dtype: str, where: str) -> 
     """Of each sample in order. dtype: of the numbers in a column of `bytes`. ValueError, begun with `where`, where the
     file is damaged or cannot be read.
     """
-    column, count, size, at = shard["column_names"].index(name), shard["samples"], shard["raw_data"]["bytes"], ""
+    at = ""
     try:
-        data, begin = _content(path, size), 4 * (count + 2)
+        column, count, size = shard["column_names"].index(name), shard["samples"], shard["raw_data"]["bytes"]
+        data, begin = _content(path, min(max(size, 0), 1 << 32)), 4 * (count + 2)
         if len(data) != size or size < begin or int(data[:4].view("<u4")[0]) != count:
             raise ValueError(f"it is not of {size} bytes with {count} samples, as {INDEX} has it")
         offsets = np.frombuffer(data, "<u4", count + 1, 4).astype(np.int64)
@@ -76,7 +59,7 @@ def read_column(path: Path, shard: Shard, name: str, dtype: str, where: str) -> 
             if ends[-1] != len(sample):
                 raise ValueError(f"columns up to byte {ends[-1]} of {len(sample)}")
             yield _decoded(sample[ends[column] : ends[column + 1]], shard["column_encodings"][column], dtype)
-    except (ValueError, TypeError, IndexError) as error:
+    except (ValueError, TypeError, LookupError, AttributeError) as error:
         text = " ".join(str(error).split()) + "; write it again" * (";" not in str(error))
         raise ValueError(f"{where}{at}: {text}") from None
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, NamedTuple, Protocol, cast
+from typing import Any, BinaryIO, Literal, NamedTuple, cast
 
 import numpy as np
 
@@ -29,18 +29,6 @@ from isles.data.mds import INDEX, Shard, read_column, read_index
 from isles.data.remote import Origin, fetched, list_files
 from isles.data.store import is_stored
 from isles.data.tokenizer import Ids
-
-
-class DataSource(Protocol):
-    """Documents from a class of your own, made as Class(data.path), and as Class(data.validation_path) if that is set.
-
-    `iter()` begins at the first document each time, and always gives the same documents in the same order: text, or
-    ids (a list, or an array of one dimension) with data.tokenizer = "ids". It may have `fingerprint`, a str that is
-    another one when the documents are others, and `size`, an int: about how many characters (or ids) there are.
-    """
-
-    def __iter__(self) -> Iterator[str | list[int] | Any]: ...
-
 
 SourceKind = Literal["text", "jsonl", "parquet", "dataset", "ids", "mds", "own"]
 SourceKey = Literal["path", "validation_path"]
@@ -191,8 +179,8 @@ def _shards(config: DataConfig, sources: list[Source]) -> list[Source]:
                 if not there:
                     raise ValueError(f"{names[-1]} is not there")
                 shards.append(replace(there[0], kind="mds", validates=validates, shard=shard))
-        except ValueError as error:
-            raise ValueError(f"{index}: {error}; write the dataset again") from None
+        except (ValueError, TypeError, LookupError, AttributeError) as error:
+            raise ValueError(f"{index}: damaged ({error}); write the dataset again") from None
     return shards
 
 

@@ -160,9 +160,9 @@ def test_when_documents_are_read_again(tmp_path: Path) -> None:
     [
         ("nowhere:Class", [], {}, r'data\.source = "nowhere:Class" cannot be imported: No module named .*PYTHONPATH$'),
         ("os.path", [], {}, r"data\.source = 'os\.path': write package\.module:Class, without"),
-        ("os:sep", [], {}, r'data\.source = "os:sep" is a str: name a class, as isles\.DataSource describes$'),
+        ("os:sep", [], {}, r'data\.source = "os:sep" is a str: name a class, as collections\.abc\.Iterable describes$'),
         ("Needy", [], {}, r"data\.path\.seed is missing: .*:Needy cannot be made without it$"),
-        ("NoDocuments", [], {}, r"lacks __iter__: isles\.DataSource says what the class must have$"),
+        ("NoDocuments", [], {}, r"derive the class from collections\.abc\.Iterable$"),
         ("BadSize", ["x"], {}, r"raised ValueError: invalid literal .* \(sources\.py, line \d+\); correct it$"),
         ("Listed", ["x", "fail"], {}, r"raised KeyError: 'fail' \(test_own_source\.py, line \d+\); correct it$"),
         ("Listed", ["x", 3], {}, r"holds int instead of text in document 2 of .*:Listed"),
