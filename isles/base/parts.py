@@ -110,9 +110,7 @@ def make(axis: str, target: str, options: Mapping[str, Any] | None, *first: Any)
     setting, options = CODE[axis], options or {}
     stated, interface = f'{setting.key} = "{target}"', import_target(axis, setting.interface)
     is_protocol = bool(getattr(interface, "_is_protocol", False))
-    like = (
-        f"{'isles' if setting.interface[:6] == 'isles.' else setting.interface.partition(':')[0]}.{interface.__name__}"
-    )
+    like = f"isles.{interface.__name__}" if "isles" in setting.interface else setting.interface.replace(":", ".")
     try:
         found = import_target(stated, target)
     except ValueError as error:

@@ -171,10 +171,10 @@ def _shards(config: DataConfig, sources: list[Source]) -> list[Source]:
         return []
     for split in ["."] if "." in splits else _chosen(config, getattr(config, key), key, splits):
         index, validates = files[str(Path(split, INDEX))], held or split not in (".", "train")
+        with _at_hand(index) as here:
+            data = here.path.read_bytes()
         try:
-            with _at_hand(index) as here:
-                listed = read_index(here.path.read_bytes())
-            for names, shard in listed:
+            for names, shard in read_index(data):
                 there = [files[path] for name in names if (path := str(Path(split, name))) in files]
                 if not there:
                     raise ValueError(f"{names[-1]} is not there")
