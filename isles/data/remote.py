@@ -36,14 +36,19 @@ def list_files(url: str) -> dict[str, Origin]:
     found = {"": info}
     if url.endswith("/") or info["type"] == "directory" or str(info.get("url")).endswith("/"):
         listed = _answer(partial(fs.find, top if web else root, maxdepth=16, detail=True))
-        names = {(unquote(path[len(top) :]) if web else path[len(top) :]): path for path in listed if path != top}
-        for name, path in names.items():
+        found = {}
+        for path, one in listed.items():
+            name = unquote(path[len(top) :]) if web else path[len(top) :]
+            if path == top or (web and {"?", "#"} & {*path}):
+                continue  # a page links to itself in another order
             if not path.startswith(top) or {"", ".."} & {*name.split("/")} or not name.isprintable():
                 raise OSError(f"it lists {printable(name, 200)}, which is no file below it")
-        names = {name: path for name, path in names.items() if not re.search(r"(^|/)(\.|__pycache__/)", name)}
-        names = {name: path for name, path in names.items() if not (web and {"?", "#"} & {*path})}  # ways to sort it
-        infos = _answer(lambda: ThreadPool(16).map(fs.info, names.values()) if web else map(listed.get, names.values()))
-        found = dict(zip(names, infos, strict=True))
+            if not re.search(r"(^|/)(\.|__pycache__/)", name):
+                found[name] = one
+        if web:  # a page says no sizes
+            with ThreadPool(16) as pool:
+                infos = _answer(partial(pool.map, lambda one: fs.info(one["name"]), found.values()))
+            found = dict(zip(found, infos, strict=True))
     sizes = {name: -1 if one["size"] is None else one["size"] for name, one in found.items()}
     marks = {name: " ".join(str(one[key]) for key in _MARKS if key in one) for name, one in found.items()}
     return {name: Origin(fs.unstrip_protocol(found[name]["name"]), sizes[name], marks[name]) for name in found}

@@ -159,7 +159,7 @@ def test_what_is_damaged_is_one_line(tmp_path: Path, keep: int) -> None:
         content = (whole / name).read_bytes()
         at = len(content) * keep // 8
         (whole / name).write_bytes(content[:at] if keep < 8 else content[:-900] + b"\x85" * 900)
-        refused(whole, "does not fit the model of [model], which run.start must be of; was it changed? (")
+        refused(whole, "does not fit the model of [model], which run.start must be of; was it changed since? (")
         (whole / name).write_bytes(content)
     (whole / "__0_0.distcp").unlink()
     refused(whole, "No such file")

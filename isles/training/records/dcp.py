@@ -14,12 +14,25 @@ from typing import Any
 import torch
 from torch import nn
 
+from isles.base.errors import printable
+
 METADATA = ".metadata"
 
 
-@torch.no_grad()
 def load_dcp(model: nn.Module, folder: Path) -> None:
-    """Fill `model` from tensors named as its state, or "model." and that (others are passed over); else an error."""
+    """Fill `model` from tensors named as its state, or "model." and that; others are passed over.
+
+    ValueError, one line, where tensors are missing, too many or misshapen, and where the checkpoint is damaged.
+    """
+    try:
+        _load(model, folder)
+    except Exception as error:  # whatever damaged bytes lead to
+        text = str(error) if isinstance(error, ValueError | OSError) else f"damaged, {type(error).__name__}: {error}"
+        raise ValueError(" ".join(printable(text).split())) from error
+
+
+@torch.no_grad()
+def _load(model: nn.Module, folder: Path) -> None:
     root, own = _read(folder / METADATA), model.state_dict()
     places = {(key["fqn"], key.get("offset")): place for key, place in root["storage_data"].items()}
     prefix = "" if own.keys() & root["state_dict_metadata"].keys() else "model."
@@ -58,6 +71,7 @@ _VALUES = ([pickletools.pyint], [pickletools.pyunicode], [pickletools.pyfloat])
 
 
 def _read(path: Path) -> Any:
+    """What the pickle at `path` describes, up to 64 MB: lists, tuples, numbers, text, and tables for objects."""
     stack, marks, memo = list[Any](), list[int](), dict[Any, Any]()
     for operation, value, _ in pickletools.genops(path.read_bytes() if path.stat().st_size < 1 << 26 else b""):
         kind, takes = operation.name, operation.stack_before

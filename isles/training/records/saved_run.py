@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from isles.base.errors import printable
 from isles.data.tokenizer import Tokenizer, load_tokenizer
 from isles.models import build, limits
 from isles.models.factory import next_token_scores
@@ -49,16 +48,21 @@ def load_weights(model: nn.Module, weights: Path, of: str) -> None:
     """Fill `model` from a file as of `start_file`. of: the origin of the model's configuration, for the message.
     ValueError: a file is missing, damaged, or of another model.
     """
+    from safetensors import SafetensorError
     from safetensors.torch import load_model
 
+    if not weights.is_file():
+        raise ValueError(f"{weights.parent}: no {weights.name} there; name the directory of a finished run")
     try:
         if weights.name == METADATA:
             load_dcp(model, weights.parent)
         else:
             load_model(model, str(weights), device=str(next(model.parameters()).device))
-    except Exception as error:  # torch's has every tensor that does not fit on a line of its own
-        why = printable(" ".join(str(error).split()), 200)
-        raise ValueError(f"{weights}: damaged, or does not fit the model of {of}; was it changed? ({why})") from error
+    except SafetensorError as error:
+        raise ValueError(f"{weights}: damaged ({error}); train again, or take it from a copy") from error
+    except (RuntimeError, ValueError) as error:  # of every tensor that does not fit, on lines of its own
+        first = " ".join(str(error).split())[:200]
+        raise ValueError(f"{weights}: does not fit the model of {of}; was it changed since? ({first})") from error
     parameters = {name for name, _ in model.named_parameters()}
     if (broken := not_finite(model.state_dict(), parameters)) is not None:
         raise ValueError(f"{weights}: {broken} is no number any more: train again, with a lower inner.lr")
