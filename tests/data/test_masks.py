@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,36 @@ def _dataset(path: Path, rows: list[dict[str, Any]]) -> Path:
     return path / "saved"
 
 
+def _mds(path: Path, rows: list[dict[str, Any]]) -> Path:
+    """A shard, by hand: each sample is the sizes of its two columns, then the ids and, with its shape, the mask."""
+    samples = [
+        np.array([4 * len(row["input_ids"]), 2 + len(row["loss_mask"])], "<u4").tobytes()
+        + np.array(row["input_ids"], "<u4").tobytes()
+        + bytes([4, len(row["loss_mask"]), *row["loss_mask"]])
+        for row in rows
+    ]
+    begin = 4 * (len(rows) + 2)
+    offsets = np.cumsum([begin, *map(len, samples)]).astype("<u4")
+    content = np.array([len(rows)], "<u4").tobytes() + offsets.tobytes() + b"".join(samples)
+    (folder := path / "mds").mkdir()
+    (folder / "shard.mds").write_bytes(content)
+    columns = {"names": ["input_ids", "loss_mask"], "encodings": ["bytes", "ndarray:uint8"], "sizes": [None, None]}
+    shard = {"samples": len(rows), "raw_data": {"basename": "shard.mds", "bytes": len(content)}, "zip_data": None}
+    shard |= {f"column_{key}": value for key, value in columns.items()}
+    (folder / "index.json").write_text(json.dumps({"version": 2, "shards": [shard]}))
+    return folder
+
+
+class Streamed:
+    """Rows of JSONL, for `data.source`."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return map(json.loads, Path(self.path).read_text().splitlines())
+
+
 def _batches(corpus: Corpus, config: DataConfig) -> list[torch.Tensor]:
     """Of two epochs, and of validation."""
     loader = Loader(corpus, config, context=16)
@@ -68,6 +99,7 @@ def test_rows_of_every_format_say_what_is_learned(tmp_path: Path) -> None:
         "mask": settings(_jsonl(tmp_path / "mask.jsonl", _rows(loss_mask=_mask())), cache=str(tmp_path / "cache")),
         "both": settings(_parquet(tmp_path, _rows(labels=_labels(), loss_mask=[[1] * len(one) for one in LEARNED]))),
         "saved": settings(_dataset(tmp_path, _rows(loss_mask=[[*map(bool, one)] for one in _mask()]))),
+        "own": settings(tmp_path / "mask.jsonl", source=f"{__name__}:Streamed"),
     }
     whole = load_corpus(plain)
     for config in several.values():
@@ -80,6 +112,15 @@ def test_rows_of_every_format_say_what_is_learned(tmp_path: Path) -> None:
         tokens = corpus.train.tokens[start:end].astype(np.int64)
         assert np.array_equal(tokens >= 0, LEARNED[number][: end - start])
     assert len({load_corpus(config).sha256 for config in several.values()}) == 1 and len(right) == 5
+
+
+def test_a_mask_beside_ids_in_mds(tmp_path: Path) -> None:
+    """Samples are numbered shard by shard: the split is another than that of one file of rows, the ids are the same."""
+    rows = [{"input_ids": ids[:20].tolist(), "loss_mask": [at % 2 for at in range(len(ids[:20]))]} for ids in DOCUMENTS]
+    corpus = load_corpus(settings(_mds(tmp_path, rows), validation_fraction=0.0))
+    ids = np.concatenate([ids[:20] for ids in DOCUMENTS]).astype(np.int64)
+    learned = np.concatenate([np.arange(len(ids[:20])) % 2 for ids in DOCUMENTS])
+    assert np.array_equal(corpus.train.tokens, np.where(learned, ids, ~ids))
 
 
 def test_a_mask_that_leaves_nothing_out_changes_no_bit(tmp_path: Path) -> None:

@@ -271,7 +271,7 @@ def _node_seconds(_: Path) -> dict[str, Any]:
     for step in (1, 2):
         with node.step_clock.step(node.timeline):
             node.losses, node.tokens = [own.sum()], 8 * step
-            TrainingLoop.report(node, None)
+            TrainingLoop.report(node, {})
             own.add_(1)
         kernels.append(fake_cuda.counts(1)["kernels"])
         time.sleep(0.002)  # of no stretch
