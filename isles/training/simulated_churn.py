@@ -15,6 +15,7 @@ it. A paused one is awaited, or lost after a while and joins again when it resum
 from __future__ import annotations
 
 import json
+import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -49,6 +50,7 @@ from isles.training.config.sections import Config
 from isles.training.elastic.leader import Participant
 from isles.training.elastic.metrics import elastic_summary
 from isles.training.elastic.support import final_rule, rules
+from isles.training.lighthouse.judge import judge
 from isles.training.lighthouse.mean import consolidate, spread
 from isles.training.lighthouse.rounds import MODEL_FILE
 from isles.training.loop import checkpoint_steps
@@ -363,6 +365,8 @@ class SimulatedElasticRun(SimulatedWorld):
                 lines = (f"{json.dumps(entry, separators=(',', ':'))}\n" for entry in entries)
                 write_text(self.out / name, "".join(lines))
             self._members = self._mean(folder)
+        seconds = self.config.world.eval_deadline
+        self._judged = judge(self.out, corpus.sha256, [self.out / MODEL_FILE], seconds, lambda: False)
         return [self.results[member] for member in self._members]
 
     def _train(self, corpus: Corpus, folder: Path) -> None:
@@ -435,4 +439,5 @@ class SimulatedElasticRun(SimulatedWorld):
         assert membership is not None, "no lighthouse at the end"
         wall = self.summary["wall_seconds"]
         summary = elastic_summary(self.config, self.out, self.results, membership, self._members, wall, computed)
-        return summary | {"replica_std": self.spread}
+        losses = {key: loss for key, loss in (self._judged.losses[0] or {}).items() if math.isfinite(loss)}
+        return summary | losses | {"replica_std": self.spread}

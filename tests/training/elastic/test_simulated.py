@@ -10,8 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import load_file
 
+from isles.data import Loader, load_corpus
 from isles.data.order import rows
 from isles.membership.data_ledger import batches
 from isles.membership.messages import from_plain
@@ -22,6 +24,7 @@ from isles.training.config.reading import over, resolve
 from isles.training.config.sections import Config
 from isles.training.elastic.metrics import recorded
 from isles.training.elastic.support import going_on
+from isles.training.records.saved_run import load_saved
 from isles.training.simulated_churn import SimulatedElasticRun, trace_of
 
 SMALL: dict[str, Any] = {"layers": 1, "d_model": 16, "heads": 2, "context": 16}
@@ -108,6 +111,12 @@ def test_joins_deaths_pauses_leaves_and_outages(tmp_path: Path) -> None:
     assert twice <= config.replicas.sync_every * 3  # a cell a loss: one death and one long pause, seen by few
     assert one.summary["inner_steps_counted"] <= len(set(positions))
     assert 0.5 < one.summary["goodput"] < 1.0
+
+    model, text = load_saved(one.out, device="cpu").model, load_corpus(config.data)
+    windows = [*Loader(text, config.data, context=16).validation_batches()]
+    with torch.no_grad():  # of the one model that is written, not of a member's own
+        loss = float(torch.cat([model(row[None]).loss[None] for batch in windows for row in batch]).mean())
+    assert one.summary["val_loss"] == pytest.approx(loss, abs=1e-6)
 
 
 def test_a_joiner_takes_the_state_of_both_inner_optimizers(tmp_path: Path) -> None:
