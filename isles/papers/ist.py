@@ -40,7 +40,6 @@ from typing import Literal
 
 import numpy as np
 
-from isles.report.charts import short
 from isles.report.panels import Chart, Panel, Polyline, Table, chart_panel, coloured
 from isles.report.sheet import Sheet
 
@@ -247,7 +246,7 @@ def _off_panel() -> Panel:
         off = [(float(p.workers), _off(p, stationary_mean(p, "masks"))) for p in problems]
         points[f"coupling {coupling:g}"] = off
     title, lines = "Distance of the limit from the optimum", coloured(points)
-    chart = Chart(title=title, x_label="workers", y_format=short, lines=lines)
+    chart = Chart(title=title, x_label="workers", lines=lines)
     return chart_panel(chart, "Relative, in the norm of the curvature.")
 
 
@@ -258,7 +257,7 @@ def _path_panel() -> Panel:
         means = [x.mean(axis=0) for x in paths(problem, "masks", rate=_RATE, rounds=_ROUNDS, copies=_COPIES)]
         off = [(float(step), _off(problem, x)) for step, x in enumerate([np.zeros(_SIZE), *means])]
         points[f"{workers} worker{'s' if workers > 1 else ''}"] = off
-    chart = Chart(title="On the way there", x_label="round", y_format=short, lines=coloured(points), whole_x=True)
+    chart = Chart(title="On the way there", x_label="round", lines=coloured(points), whole_x=True)
     return chart_panel(chart, f"Mean of {_COPIES} runs, coupling {_COUPLED:g}, step size {_RATE:g}.")
 
 
@@ -291,7 +290,6 @@ def _floor_panel() -> Panel:
         title="What smaller steps cannot mend",
         x_label="step size",
         x_format=lambda rate: f"{rate:g}",
-        y_format=short,
         lines=lines,
         dots=dots,
         log_x=True,

@@ -46,7 +46,6 @@ from isles.replicas.parts.quadratic import (
     simulate,
     variance,
 )
-from isles.report.charts import short
 from isles.report.panels import Chart, Panel, Point, Polyline, Table, chart_panel, coloured
 from isles.report.sheet import Sheet
 
@@ -433,7 +432,6 @@ def _region_panel() -> Panel:
     chart = Chart(
         title="Which gamma keeps replicas together",
         x_label="outer momentum alpha",
-        y_format=short,
         lines=lines,
         dots=[(0.5, 0.7)],
     )
@@ -459,7 +457,7 @@ def _panel(
     top: float | None = None,
 ) -> Panel:
     """keys: of the lines in the legend, where those are not their names."""
-    chart = Chart(title=heading, x_label=x_label, y_format=short, lines=coloured(lines), log_x=log_x, top=top)
+    chart = Chart(title=heading, x_label=x_label, lines=coloured(lines), log_x=log_x, top=top)
     named = [(line.css, key) for line, key in zip(chart.lines, keys or lines, strict=True)]
     return chart_panel(chart, *([note] if note else []), keys=named)
 

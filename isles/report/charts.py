@@ -40,11 +40,6 @@ MEAN_POINTS = 400
 LOG_RATIO = 5
 
 
-def short(value: float) -> str:
-    """A loss or a spread beside an axis."""
-    return f"{value:.4g}"
-
-
 def loss_panel(run: RunFiles) -> Panel | None:
     """One thin line a worker, their mean and the validation losses; None when there are none."""
     series = {worker: _points(log.loss) for worker, log in run.workers.items() if log.loss}
@@ -59,7 +54,6 @@ def loss_panel(run: RunFiles) -> Panel | None:
     chart = Chart(
         title="Loss against steps",
         x_label="inner step",
-        y_format=short,
         lines=[
             *_worker_lines(series, format_number),
             Polyline(points=shown_mean, css="mean", name="mean of the workers"),
@@ -88,9 +82,7 @@ def course_panels(run: RunFiles) -> list[Panel]:
         points = mean_over([_points(log.course[key]) for log in run.workers.values()])
         if points:
             lines = [Polyline(points=average(points, MEAN_POINTS), css="mean", name="mean of the workers")]
-            chart = Chart(
-                title=f"{title} against steps", x_label="inner step", y_format=short, lines=lines, whole_x=True
-            )
+            chart = Chart(title=f"{title} against steps", x_label="inner step", lines=lines, whole_x=True)
             panels.append(chart_panel(chart))
     return panels
 
@@ -107,7 +99,6 @@ def loss_cost_panels(run: RunFiles) -> list[Panel]:
                 title=f"Loss against {cost.noun}",
                 x_label=cost.label,
                 x_format=cost.form,
-                y_format=short,
                 lines=[Polyline(points=average(points, MEAN_POINTS), css="mean", name="mean of the workers")],
                 dots=[(cost_at[step], loss) for step, loss in _validation(run) if step in cost_at],
                 top=_cut(points, {0: points}),
@@ -220,7 +211,7 @@ def spread_panel(run: RunFiles) -> Panel | None:
         lines.append(Polyline(points=scaled, css="rate", name="learning rate"))
         keys.append(("rate", f"learning rate, on a scale of its own (peak {peak:.3g})"))
         notes += _correlation(run.spread, dict(rate))
-    chart = Chart(title=heading, x_label="inner step", y_format=short, lines=lines, whole_x=True)
+    chart = Chart(title=heading, x_label="inner step", lines=lines, whole_x=True)
     return chart_panel(chart, *notes, keys=keys)
 
 

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from isles.base.parsing import parse_json
-from isles.report.charts import MEAN_POINTS, CostAxis, by_bytes, by_clock, by_step, lanes_panel, loss_against, short
+from isles.report.charts import MEAN_POINTS, CostAxis, by_bytes, by_clock, by_step, lanes_panel, loss_against
 from isles.report.draw.style import SERIES
 from isles.report.page import Report, document, section, wide_table
 from isles.report.panels import Chart, Panel, Polyline, Table, average, chart_panel, plain
@@ -227,7 +227,6 @@ def _panel(
         title=f"Loss against {cost.noun}",
         x_label=cost.label,
         x_format=cost.form,
-        y_format=short,
         lines=lines,
         # Without the first twentieth, whose fall would press the rest onto the floor.
         top=max(y for line in lines for _, y in (line.points[len(line.points) // 20 :] or line.points)),
