@@ -91,7 +91,7 @@ def list_sources(config: DataConfig) -> list[Source]:
 
     ValueError where the path does not exist or the folder holds no file.
     """
-    sources = _sources(config, "path") if config.path or config.source else _standard_library()
+    sources = _sources(config, "path")
     if config.validation_path:
         sources = [one for one in sources if not one.validates] + _sources(config, "validation_path")
     return sources
@@ -109,6 +109,13 @@ def _sources(config: DataConfig, key: SourceKey) -> list[Source]:
         except OSError as error:
             shown = re.sub(r"(?<=//)[^/]*@|\?.*", "...", path)
             raise ValueError(f"data.{key} = {shown!r} cannot be listed ({error}); correct it") from error
+    elif not path:
+        root = Path(sysconfig.get_path("stdlib"))
+        walked = _walk(root, enter=lambda folder: folder not in _NOT_LIBRARY and not folder.startswith("config-"))
+        library = [one for one in walked if one.suffix == ".py" and not one.name.startswith(_BUILT_FILES)]
+        files = [(one, one.relative_to(root).as_posix(), None) for one in library]
+        if not files:
+            raise ValueError(f"data.path is empty and {root} holds no standard library source; give a file or folder")
     elif not root.exists():
         raise ValueError(
             f"data.{key} = {path!r} does not exist; give a file or a folder, or leave it empty for "
@@ -196,18 +203,6 @@ def fingerprint(sources: list[Source]) -> tuple[tuple[str, str, int, int], ...]:
             stat = file.stat()
             marks.append((str(file.resolve()), name, stat.st_size, stat.st_mtime_ns))
     return tuple(marks)
-
-
-def _standard_library() -> list[Source]:
-    root = Path(sysconfig.get_path("stdlib"))
-    sources = [
-        Source(file, file.relative_to(root).as_posix(), "text", alone=False)
-        for file in _walk(root, enter=lambda folder: folder not in _NOT_LIBRARY and not folder.startswith("config-"))
-        if file.suffix == ".py" and not file.name.startswith(_BUILT_FILES)
-    ]
-    if not sources:
-        raise ValueError(f"data.path is empty and {root} holds no standard library source; give a file or folder")
-    return sorted(sources, key=lambda source: source.name)
 
 
 def _walk(root: Path, enter: Callable[[str], bool]) -> Iterator[Path]:
