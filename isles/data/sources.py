@@ -14,6 +14,7 @@ import sysconfig
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple, cast
@@ -279,28 +280,22 @@ def check_sample(config: DataConfig) -> None:
         what = f"validation reads the split {split!r} of the dataset, not data.validation_fraction"
         warnings.warn(f"data.path: {what}", stacklevel=2)
     for source in (one for part in parts for one in part[:: -(-len(part) // _SAMPLED) or 1]):
-        if source.is_remote and source.size > _FETCHED:
+        if source.origin and source.own is None and not 0 <= source.origin.size <= _FETCHED:
             continue
+        read = partial(_read_text, sampled=True) if source.kind == "text" else _READERS[source.kind]
         with _at_hand(source) as here:
-            if source.kind == "text" and config.tokenizer != IDS:
-                with here.path.open("rb") as file:
-                    head = file.read(_HEAD_BYTES)
-                    file.seek(0)
-                    if _is_text(source, head, b"\0" in head):
-                        next(_decoded(source, file, head), None)
-            else:
-                for document in islice(_READERS[source.kind](here, config), _SAMPLED_ROWS):
-                    next(document.chunks, None)
+            for document in islice(read(here, config), _SAMPLED_ROWS):
+                next(document.chunks, None)
 
 
-def _read_text(source: Source, config: DataConfig) -> Iterator[Document]:
+def _read_text(source: Source, config: DataConfig, sampled: bool = False) -> Iterator[Document]:
     if config.tokenizer == IDS:
         if source.alone:
             raise ValueError(f"{source} holds no token ids; give .bin or .npy, or set data.tokenizer")
         return
     with source.path.open("rb") as file:
         data = head = file.read(_HEAD_BYTES)
-        while b"\0" not in data and (data := file.read(_CHUNK)):
+        while not sampled and b"\0" not in data and (data := file.read(_CHUNK)):
             pass
         if _is_text(source, head, b"\0" in data):
             file.seek(0)

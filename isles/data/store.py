@@ -20,7 +20,6 @@ import shutil
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -179,7 +178,7 @@ def make_corpus(
             if held and folder.exists():
                 shutil.rmtree(part)  # this process made it while another one renamed its own
             elif held:
-                for file in chain(part.glob("*.npy"), part.glob("fetched*")):
+                for file in (*part.glob("*.npy"), *part.glob("fetched*")):
                     file.unlink()  # perhaps not whole
                 try:
                     _write(make(part), part)
