@@ -14,6 +14,7 @@ import sysconfig
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import groupby, islice
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple, cast
@@ -94,9 +95,9 @@ def list_sources(config: DataConfig) -> list[Source]:
 
     ValueError where the path does not exist or the folder holds no file.
     """
-    sources = [] if config.path or config.source else _standard_library()
+    sources: list[Source] = []
     for key in ("path", "validation_path"):
-        if getattr(config, key) or (config.source and key == "path"):
+        if getattr(config, key) or key == "path":
             sources = [one for one in sources if not one.validates]  # by a saved dataset's split
             for part, path in named(getattr(config, key)).items():
                 where = f"data.{key}{part and '.'}{part}"
@@ -116,6 +117,13 @@ def _sources(config: DataConfig, key: SourceKey, path: str, where: str) -> list[
         except OSError as error:
             shown = re.sub(r"(?<=//)[^/]*@|\?.*", "...", path)
             raise ValueError(f"{where} = {shown!r} cannot be listed ({error}); correct it") from error
+    elif not path:
+        root = Path(sysconfig.get_path("stdlib"))
+        walked = _walk(root, enter=lambda folder: folder not in _NOT_LIBRARY and not folder.startswith("config-"))
+        library = [one for one in walked if one.suffix == ".py" and not one.name.startswith(_BUILT_FILES)]
+        files = [(one, one.relative_to(root).as_posix(), None) for one in library]
+        if not files:
+            raise ValueError(f"data.path is empty and {root} holds no standard library source; give a file or folder")
     elif not root.exists():
         raise ValueError(
             f"{where} = {path!r} does not exist; give a file or a folder, or leave it empty for "
@@ -218,18 +226,6 @@ def fingerprint(sources: list[Source]) -> tuple[tuple[str, str, int, int], ...]:
     return tuple(marks)
 
 
-def _standard_library() -> list[Source]:
-    root = Path(sysconfig.get_path("stdlib"))
-    sources = [
-        Source(file, file.relative_to(root).as_posix(), "text", alone=False)
-        for file in _walk(root, enter=lambda folder: folder not in _NOT_LIBRARY and not folder.startswith("config-"))
-        if file.suffix == ".py" and not file.name.startswith(_BUILT_FILES)
-    ]
-    if not sources:
-        raise ValueError(f"data.path is empty and {root} holds no standard library source; give a file or folder")
-    return sorted(sources, key=lambda source: source.name)
-
-
 def _walk(root: Path, enter: Callable[[str], bool]) -> Iterator[Path]:
     for folder, folders, files in os.walk(root):
         folders[:] = [name for name in folders if enter(name)]
@@ -303,28 +299,22 @@ def check_sample(config: DataConfig) -> None:
         what = f"validation reads the split {split!r} of the dataset, not data.validation_fraction"
         warnings.warn(f"data.path: {what}", stacklevel=2)
     for source in (one for group in groups for one in group[:: -(-len(group) // _SAMPLED)]):
-        if source.is_remote and source.size > _FETCHED:
+        if source.origin and source.own is None and not 0 <= source.origin.size <= _FETCHED:
             continue
+        read = partial(_read_text, sampled=True) if source.kind == "text" else _READERS[source.kind]
         with _at_hand(source) as here:
-            if source.kind == "text" and config.tokenizer != IDS:
-                with here.path.open("rb") as file:
-                    head = file.read(_HEAD_BYTES)
-                    file.seek(0)
-                    if _is_text(source, head, b"\0" in head):
-                        next(_decoded(source, file, head), None)
-            else:
-                for document in islice(_READERS[source.kind](here, config), _SAMPLED_ROWS):
-                    next(document.chunks, None)
+            for document in islice(read(here, config), _SAMPLED_ROWS):
+                next(document.chunks, None)
 
 
-def _read_text(source: Source, config: DataConfig) -> Iterator[Document]:
+def _read_text(source: Source, config: DataConfig, sampled: bool = False) -> Iterator[Document]:
     if config.tokenizer == IDS:
         if source.alone:
             raise ValueError(f"{source} holds no token ids; give .bin or .npy, or set data.tokenizer")
         return
     with source.path.open("rb") as file:
         data = head = file.read(_HEAD_BYTES)
-        while b"\0" not in data and (data := file.read(_CHUNK)):
+        while not sampled and b"\0" not in data and (data := file.read(_CHUNK)):
             pass
         if _is_text(source, head, b"\0" in data):
             file.seek(0)

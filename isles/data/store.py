@@ -20,7 +20,6 @@ import shutil
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ import numpy as np
 from isles.base.durable import write_text
 from isles.base.parsing import parse_json
 from isles.data.config import DataConfig
-from isles.data.corpus import CheckedBlocks, Corpus, TokenStream, block_sums
+from isles.data.corpus import CheckedBlocks, Corpus, TokenStream, block_sums, pieces
 from isles.data.parts import named
 from isles.data.tokenizer import Ids, Tokenizer
 
@@ -120,8 +119,8 @@ class Draft:
 
     def narrow(self, dtype: np.dtype) -> None:
         """From now on its streams are of `dtype`, if no id is below 0. Nothing is added any more."""
-        self._raw = np.memmap(self._ids.path, dtype=self.dtype, mode="r")
-        if self.dtype.kind != "i" or self._raw.min() >= 0:
+        ids, self._written = np.memmap(self._ids.path, dtype=self.dtype, mode="r"), self.dtype
+        if self.dtype.kind != "i" or all(piece.min() >= 0 for piece in pieces(ids)):
             self.dtype = dtype
 
     def stream(self, part: str, start_D: np.ndarray, length_D: np.ndarray, **where: Any) -> TokenStream:
@@ -139,7 +138,9 @@ class Draft:
             np.lib.format.write_array_header_1_0(file, head)
             for start, stop in zip(start_D[first_D], stop_D[last_D], strict=True):
                 for at in range(start, stop, _COPIED):
-                    file.write(self._raw[at : min(at + _COPIED, stop)].astype(self.dtype, copy=False).data)
+                    offset = at * self._written.itemsize
+                    ids = np.fromfile(self._ids.path, self._written, min(_COPIED, stop - at), offset=offset)
+                    file.write(ids.astype(self.dtype, copy=False).data)
         return TokenStream(
             tokens=_mapped(Path(file.name)), bounds=bounds, files=where["files"], file_of=where["file_of"][there]
         )
@@ -185,7 +186,7 @@ def make_corpus(
             if held and folder.exists():
                 shutil.rmtree(part)  # this process made it while another one renamed its own
             elif held:
-                for file in chain(part.glob("*.npy"), part.glob("fetched*")):
+                for file in (*part.glob("*.npy"), *part.glob("fetched*")):
                     file.unlink()  # perhaps not whole
                 try:
                     _write(make(part), part)
