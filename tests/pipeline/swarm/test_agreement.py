@@ -88,7 +88,7 @@ def test_whoever_dies_at_any_message_the_others_come_to_the_same(worker: Callabl
     assert walk(worker, 3, deaths) > 0.9 * len(deaths) > 30
 
 
-@pytest.mark.parametrize(("worker", "stride"), [(alone, 7), (clustered, 19)])
+@pytest.mark.parametrize(("worker", "stride"), [(alone, 7), pytest.param(clustered, 19, marks=pytest.mark.long)])
 def test_two_die_at_any_two_messages(worker: Callable[..., Answers], stride: int) -> None:
     """Of four; every so many moments of each here."""
     last = moments(worker, 4)
