@@ -124,10 +124,8 @@ def fits(row: Row) -> bool:
 def is_quick(row: Row) -> bool:
     """Of `make test`: what is made again or lies in files is so in any world, so cut models and whole ones meet it; and
     where nothing of that kind is asked for, one run is both elsewhere and stopped. Shards cost much, and meet all at
-    once; factors cost much in stages, and meet plans in whole models.
+    once.
     """
-    if row.method == "dilocox" and row.world in ("stages", "three"):
-        return False
     if row.world == "shards":
         return fits(row) and row.memory == "recompute" and row.stop > 0 and row.method == "streaming-diloco"
     if row.memory in ("recompute", "vectors"):
