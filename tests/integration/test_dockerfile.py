@@ -71,7 +71,8 @@ def asked_by_pip() -> list[str]:
     """Folders of this machine that its pip looks into."""
     said = subprocess.run([sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True).stdout
     named = [Path(place) for place in re.findall(r"(?:file://|(?<=[' =]))(/[\w./-]+)", said)]
-    return sorted({str(place) for place in named if place.is_dir()})
+    roots = (place.parent if place.name == "simple" else place for place in named)  # an index, and its files beside it
+    return sorted({str(place) for place in roots if place.is_dir()})
 
 
 def built(base: Path, folder: Path, given: dict[str, str]) -> Image:
@@ -112,20 +113,28 @@ def built(base: Path, folder: Path, given: dict[str, str]) -> Image:
     return image
 
 
+@pytest.fixture
+def room(tmp_path: Path) -> Iterator[Path]:
+    """A folder for gigabytes."""
+    yield tmp_path
+    for place in tmp_path.iterdir():
+        shutil.rmtree(place)
+
+
 @pytest.mark.long
-def test_its_steps_make_a_command(tmp_path: Path) -> None:
+def test_its_steps_make_a_command(room: Path) -> None:
     """It trains as the image's user, and as any other who owns the mounted folder; nothing is written beside it."""
     if sys.platform != "linux" or os.geteuid() != 0:
         pytest.skip("the steps of an image need root on Linux")
     for tool, package in (("debootstrap", "debootstrap"), ("unshare", "util-linux")):
         if shutil.which(tool) is None:
             pytest.skip(f"the steps of an image need {tool} (Debian: apt install {package})")
-    base = tmp_path / "debian"
+    base = room / "debian"
     words = ["--variant=minbase", "--include=python3,python3-venv,ca-certificates", "bookworm", str(base)]
     if subprocess.run(["debootstrap", *words], capture_output=True, timeout=1500).returncode:
         pytest.skip("debootstrap reaches no Debian mirror")
     # Where pip has wheels of its own, they are the CPU's.
-    image = built(base, tmp_path, {"TORCH_INDEX": ""} if "PIP_FIND_LINKS" in os.environ else {})
+    image = built(base, room, {"TORCH_INDEX": ""} if "PIP_FIND_LINKS" in os.environ else {})
     command = " ".join(json.loads(dict(steps())["ENTRYPOINT"]))
     assert "isles train" in image.run(f"{command} --help")
     text = "/opt/isles/lib/python3.11/site-packages/isles/network"
