@@ -19,6 +19,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 
@@ -72,6 +73,15 @@ def _first(among_others: bool) -> Iterator[None]:
         except BlockingIOError:
             fcntl.flock(lock, fcntl.LOCK_SH)
         yield
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pycollect_makeitem(collector: pytest.Module | pytest.Class, name: str, obj: object) -> list[Any] | None:
+    """Of a test that is long in all its cases none is made where no long one is run."""
+    if not name.startswith("test_") or collector.config.option.markexpr != "not long":
+        return None
+    marks = [*getattr(obj, "pytestmark", []), *collector.iter_markers()]
+    return [] if any(mark.name == "long" for mark in marks) else None
 
 
 @pytest.hookimpl(wrapper=True)
