@@ -97,13 +97,14 @@ def _end_with_launcher() -> None:
 
 def _main(function: str, arguments: str, answer: str) -> None:
     threading.Thread(target=_end_with_launcher, daemon=True).start()
+    module, _, name = function.partition(":")
+    called = getattr(import_module(module), name)  # a mistake in it need not wait for torch
     import torch
 
     import isles
 
     torch.set_num_threads(1)
-    module, _, name = function.partition(":")
-    result = getattr(import_module(module), name)(isles.init(), **json.loads(arguments))
+    result = called(isles.init(), **json.loads(arguments))
     Path(answer).write_text(json.dumps(result))
 
 

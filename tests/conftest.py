@@ -2,12 +2,14 @@
 nothing in the home of whoever runs them, compute on one thread as a worker does, whichever test ran before, and hear
 Ctrl-C, as do the commands that they start: a shell has its background jobs ignore it. Of a test's long cases two are
 run, spread over them, and of whole worlds one; all where ISLES_EVERY_CASE is set. The environment of a test ends with
-it: `isles.init` chooses gloo's interface there, and another test's commands run on other machines.
+it: `isles.init` chooses gloo's interface there, and another test's commands run on other machines. Of several
+processes one collects before the others, which find the bytecode that it has written.
 """
 
 from __future__ import annotations
 
 import atexit
+import fcntl
 import gc
 import os
 import shutil
@@ -15,10 +17,13 @@ import signal
 import tempfile
 import threading
 from collections import defaultdict
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import pytest
 
+_STARTER = os.environ.get("ISLES_HOME", "")  # in a process of xdist: the folder of the one that has started it
 _HOME = tempfile.mkdtemp(prefix="isles-tests-")
 atexit.register(shutil.rmtree, _HOME, ignore_errors=True)
 os.environ["ISLES_HOME"] = _HOME
@@ -42,7 +47,8 @@ def pytest_collection(session: pytest.Session) -> Generator[None, object, object
         torch.set_num_threads(1)
     gc.disable()
     try:
-        return (yield)
+        with _first(hasattr(session.config, "workerinput")):
+            return (yield)
     finally:
         gc.freeze()
         gc.set_threshold(10_000, 10, 50)  # what tests leave in caches is walked again less often
@@ -51,6 +57,31 @@ def pytest_collection(session: pytest.Session) -> Generator[None, object, object
             from tests.forked import start_forked_server
 
             start_forked_server()
+
+
+@contextmanager
+def _first(among_others: bool) -> Iterator[None]:
+    """Alone where no process has been in here before, else with all that come then: in a fresh checkout rewriting the
+    tests' assertions costs more than all else that collecting does.
+    """
+    if not among_others:
+        yield
+        return
+    with open(os.path.join(_STARTER, "collecting.lock"), "ab") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            fcntl.flock(lock, fcntl.LOCK_SH)
+        yield
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pycollect_makeitem(collector: pytest.Module | pytest.Class, name: str, obj: object) -> list[Any] | None:
+    """Of a test that is long in all its cases none is made where no long one is run."""
+    if not name.startswith("test_") or collector.config.option.markexpr != "not long":
+        return None
+    marks = [*getattr(obj, "pytestmark", []), *collector.iter_markers()]
+    return [] if any(mark.name == "long" for mark in marks) else None
 
 
 @pytest.hookimpl(wrapper=True)

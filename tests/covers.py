@@ -52,9 +52,15 @@ def pairs(
         for row in every
     }
     missing = set().union(*meets.values())
+    most = {row: len(met) for row, met in meets.items()}  # that a row may bring: ever less, so few are counted again
     found = []
     while missing:
-        row = max(every, key=lambda one: len(meets[one] & missing))
+        best = 0
+        for one in every:
+            if most[one] > best:
+                most[one] = len(meets[one] & missing)
+                if most[one] > best:
+                    best, row = most[one], one
         found.append(row)
         missing -= meets[row]
     return found

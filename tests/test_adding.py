@@ -9,7 +9,8 @@ import json
 import re
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,7 @@ from isles.training.config.reading import read_config
 from isles.training.config.trust import names_of
 from isles.training.worker import train_worker
 from tests import forked
+from tests.covers import share
 from tests.training.runs import CLOCKS, tiny, write_text
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -517,21 +519,16 @@ def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="module")
-def runs(elsewhere: Path) -> dict[str, dict[str, Path]]:
-    """By command, the run of each row."""
-    config, rows = str(elsewhere / "rows.toml"), ",".join(ROWS)
-    for row in ROWS:
-        command("train", config, "--method", row, "--out", str(elsewhere / "train" / row))
-    command("compare", config, "--methods", rows, "--seeds", "0", "--out", str(elsewhere / "compare"))
-    command("simulate", config, "--methods", rows, "--out", str(elsewhere / "simulate"))
-    found: dict[str, dict[str, Path]] = {}
-    for summary in elsewhere.glob("**/summary.json"):
-        run = summary.parent
-        made, named = run.relative_to(elsewhere).parts[0], (run / "config.toml").read_text()
-        for row in ROWS:
-            if re.search(r'"(\w+:\w+)"', ROWS[row])[1] in named:  # type: ignore[index]
-                found.setdefault(made, {})[row] = run
-    return found
+def trained(elsewhere: Path) -> Callable[[str], Path]:
+    """By row, the run of `isles train`."""
+
+    @cache
+    def run(row: str) -> Path:
+        out = elsewhere / "train" / row
+        command("train", str(elsewhere / "rows.toml"), "--method", row, "--out", str(out))
+        return out
+
+    return run
 
 
 def command(*arguments: str) -> str:
@@ -540,23 +537,28 @@ def command(*arguments: str) -> str:
     return done.output
 
 
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("row", share(ROWS, 0, 3))
 def test_a_part_from_outside_is_named_in_every_command(
-    row: str, elsewhere: Path, runs: dict[str, dict[str, Path]]
+    row: str, elsewhere: Path, trained: Callable[[str], Path]
 ) -> None:
     """The dry run knows what it sends, and names it; the three commands train the same bits."""
     config = read_config(str(elsewhere / "rows.toml"), {"replicas.method": row}, [])
     planned = plan_run(config).bytes_sent
-    models = []
+    own, models, named = str(elsewhere / "rows.toml"), [], re.search(r'"(\w+:\w+)"', ROWS[row])[1]  # type: ignore[index]
+    for verb, *more in (("compare", "--seeds", "0"), ("simulate",)):
+        command(verb, own, "--methods", row, *more, "--out", str(elsewhere / verb / row))
     for made in ("train", "compare", "simulate"):
-        summary = json.loads((runs[made][row] / "summary.json").read_text())
+        trained(row)
+        every = (path.parent for path in (elsewhere / made / row).glob("**/summary.json"))
+        (run,) = (one for one in every if named in (one / "config.toml").read_text())
+        summary = json.loads((run / "summary.json").read_text())
         assert summary["bytes_sent_per_worker"] == sum(planned) / WORKERS
-        models.append((runs[made][row] / "model.safetensors").read_bytes())
+        models.append((run / "model.safetensors").read_bytes())
     assert models[0] == models[1] == models[2]
-    shown = command("train", str(elsewhere / "rows.toml"), "--method", row, "--dry-run")
+    shown = command("train", own, "--method", row, "--dry-run")
     for key, value in names_of(config).items():
         assert f"{key} = {json.dumps(value)}" in shown
-    assert (runs["train"][row] / "report.html").read_text().count(re.search(r"\w+:\w+", ROWS[row])[0]) >= 1  # type: ignore[index]
+    assert (trained(row) / "report.html").read_text().count(re.search(r"\w+:\w+", ROWS[row])[0]) >= 1  # type: ignore[index]
 
 
 @pytest.mark.parametrize("method", ["ddp", "dct-dp", "dilocox", "noloco", "sparseloco", "streaming-diloco"])
@@ -583,17 +585,17 @@ def test_parts_are_at_most_60_lines() -> None:
     assert all(len(text.splitlines()) <= 60 for text in PARTS.values())
 
 
-def test_the_parts_do_what_they_say(elsewhere: Path, runs: dict[str, dict[str, Path]]) -> None:
+def test_the_parts_do_what_they_say(elsewhere: Path, trained: Callable[[str], Path]) -> None:
     """Numbers that follow from each part's own docstring."""
 
     plans = {row: plan_run(read_config(str(elsewhere / "rows.toml"), {"replicas.method": row}, [])) for row in ROWS}
     config = plans["rule"].config
-    before, after = build(config.model, config.run.seed), load_file(runs["train"]["rule"] / "model.safetensors")
+    before, after = build(config.model, config.run.seed), load_file(trained("rule") / "model.safetensors")
     moved = {name: (start.detach() - after[name]) * 128 for name, start in before.named_parameters()}
     assert all((steps - steps.round()).abs().max() < 1e-4 and steps.abs().max() < 3.001 for steps in moved.values())
     assert max(float(steps.abs().max()) for steps in moved.values()) > 2.999, "three rounds of 1/128 an entry"
 
-    after = load_file(runs["train"]["matrices"] / "model.safetensors")
+    after = load_file(trained("matrices") / "model.safetensors")
     for name, start in before.named_parameters():
         turned = (start.detach() - after[name]) / 0.25
         if start.dim() == 2 and name != "embed.weight":  # one round

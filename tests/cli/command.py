@@ -58,12 +58,15 @@ def isles(*arguments: str, folder: Path, machine: Machine | None = None) -> tupl
 
 def marked(mark: str) -> list[psutil.Process]:
     """Living processes of the run with this mark."""
-    found = []
-    for process in psutil.process_iter():
+    found, word = [], f"{_MARK}={mark}".encode()
+    for pid in psutil.pids():
         try:
-            if process.environ().get(_MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
+            if word not in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                continue
+            process = psutil.Process(pid)
+            if process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
-        except psutil.Error:
+        except (OSError, psutil.Error):
             continue
     return found
 

@@ -6,6 +6,7 @@ The command runs in this process, on the virtual backend where it comes to train
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
@@ -96,11 +97,15 @@ def answer(folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureF
 
 def contents(folder: Path) -> dict[str, tuple[int, int]]:
     """Every file with its size and when it was written, every folder; `runs` may be left, empty."""
-    return {
-        str(path.relative_to(folder)): (path.stat().st_size, path.stat().st_mtime_ns) if path.is_file() else (0, 0)
-        for path in sorted(folder.rglob("*"))
-        if "__pycache__" not in path.parts and path != folder / "runs"
-    }
+    found = {}
+    for place, folders, files in os.walk(folder):  # twice a case, so not by pathlib
+        folders[:] = [name for name in folders if name != "__pycache__"]
+        found |= {f"{place}/{name}": (0, 0) for name in folders}
+        for name in files:
+            told = os.stat(f"{place}/{name}")
+            found[f"{place}/{name}"] = told.st_size, told.st_mtime_ns
+    found.pop(f"{folder}/runs", None)
+    return found
 
 
 def is_one_line(error: str) -> bool:

@@ -1,4 +1,4 @@
-"""The library of the fake GPU, built once for these sources, this torch and this Python: some ten seconds of g++.
+"""The library of the fake GPU, compiled once for these sources, this torch and this Python: some ten seconds of g++.
 
 It lies outside the tree in a folder of this user's, which later runs of the tests and other checkouts share.
 """
@@ -35,37 +35,42 @@ def missing() -> str | None:
 
 def library() -> Path:
     """Its path, built if it is not there. CalledProcessError where the compiler refuses it."""
-    made = _folder() / f"{_digest()}.so"
+    torch, compiled = _torch(), _folder() / f"{_digest()}.o"
+    made = compiled.with_suffix(f".{hashlib.sha256(bytes(torch)).hexdigest()[:8]}.so")
     if made.is_file():
         return made
-    with open(made.with_suffix(".lock"), "w", encoding="ascii") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not made.is_file():  # another process had the lock before
-            _build(made)
+    with open(compiled.with_suffix(".lock"), "w", encoding="ascii") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # another process may have had it before
+        if not compiled.is_file():
+            _compile(torch, compiled)
+        if not made.is_file():  # for each environment, which has torch's libraries in another place
+            libraries = [f"-L{torch}/lib", "-lc10", "-ltorch_cpu", f"-Wl,-rpath,{torch}/lib"]
+            _run(made, "-shared", str(compiled), *libraries)
     return made
 
 
-def _build(made: Path) -> None:
-    torch = _torch()
+def _compile(torch: Path, made: Path) -> None:
     # -O0: it is compiled more often than its speed would matter. -w: torch's headers warn.
-    flags = ["-O0", "-std=c++20", "-fPIC", "-w", "-D_GLIBCXX_USE_CXX11_ABI=1"]
+    flags = ["-c", "-O0", "-std=c++20", "-fPIC", "-w", "-D_GLIBCXX_USE_CXX11_ABI=1"]
     flags += [f"-I{torch}/include", f"-I{torch}/include/torch/csrc/api/include"]
     with tempfile.TemporaryDirectory(dir=made.parent) as room:
-        whole, linked = (
-            Path(room, "all.cpp"),
-            f"{room}/library.so",
-        )  # one, for most of the time goes into torch's headers
+        whole = Path(room, "all.cpp")  # one, for most of the time goes into torch's headers
         whole.write_text("".join(f'#include "{_HERE / name}"\n' for name in _SOURCES))
-        libraries = [f"-L{torch}/lib", "-lc10", "-ltorch_cpu", f"-Wl,-rpath,{torch}/lib"]
-        subprocess.run(["g++", "-shared", *flags, str(whole), "-o", linked, *libraries], check=True)
-        os.replace(linked, made)
+        _run(made, *flags, str(whole))
+
+
+def _run(made: Path, *words: str) -> None:
+    """The compiler; `made` is there when it is whole."""
+    with tempfile.TemporaryDirectory(dir=made.parent) as room:
+        subprocess.run(["g++", *words, "-o", f"{room}/made"], check=True)
+        os.replace(f"{room}/made", made)
 
 
 def _digest() -> str:
     what = hashlib.sha256()
     for name in (*_SOURCES, "fake_cuda.h", Path(__file__).name):
         what.update((_HERE / name).read_bytes())
-    what.update(f"{version('torch')} {_torch()} {sys.version}".encode())
+    what.update(f"{version('torch')} {sys.version}".encode())
     return what.hexdigest()[:24]
 
 

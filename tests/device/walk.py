@@ -18,7 +18,7 @@ import traceback
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -143,11 +143,21 @@ def _own_state(_: Path) -> dict[str, bool]:
 # Methods and codecs
 
 
+@cache
+def _plain(name: str) -> tuple[list[dict[str, Any]], bool]:
+    """A method's run on the GPU, and whether the current device was left alone."""
+    return _ran(name, {})
+
+
+def _ran(name: str, options: dict[str, Any]) -> tuple[list[dict[str, Any]], bool]:
+    idle = fake_cuda.counts(0)
+    return workers.run(name, "cuda", options=options), not any(fake_cuda.since(idle, 0).values())
+
+
 def _compared(name: str, options: dict[str, Any], goes_on: bool, _: Path) -> dict[str, Any]:
     """A method on the GPU, going on from its checkpoint there, and on the CPU."""
-    idle = fake_cuda.counts(0)
-    on_gpu = workers.run(name, "cuda", options=options)
-    found: dict[str, Any] = {"untouched": not any(fake_cuda.since(idle, 0).values())}
+    on_gpu, untouched = _ran(name, options) if options else _plain(name)
+    found: dict[str, Any] = {"untouched": untouched}
     if goes_on:
         again = workers.run(name, "cuda", [one["file"] for one in on_gpu], options)
         found["same_bits"] = all(torch.equal(a["weights"], b["weights"]) for a, b in zip(on_gpu, again, strict=True))
@@ -166,7 +176,7 @@ def _differences(on_gpu: list[dict[str, Any]], on_cpu: list[dict[str, Any]]) -> 
 
 def _counts(name: str, _: Path) -> dict[str, Any]:
     """Of a method on the GPU alone."""
-    return _own(workers.run(name, "cuda"))
+    return _own(_plain(name)[0])
 
 
 def _sharded(_: Path) -> dict[str, Any]:

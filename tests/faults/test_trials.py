@@ -12,7 +12,6 @@ from tests.faults.trials import Trial, drawn
 
 CHOSEN = [
     Trial(method="ddp", kind="KILL", moment="join", worker=0),
-    Trial(method="diloco", kind="KILL", moment="round", worker=2),
     Trial(method="diloco", kind="SEGV", moment="first round"),
     Trial(method="diloco", kind="thread", moment="validation"),
     Trial(method="diloco", kind="NaN", moment="round"),
@@ -22,6 +21,7 @@ CHOSEN = [
     Trial(method="diloco", kind="KILL", moment="round", worker=0, launcher="run_local"),
 ]
 DEARER = [
+    Trial(method="diloco", kind="KILL", moment="round", worker=2),
     Trial(method="solo", kind="KILL", moment="end", worker=0),
     Trial(method="noloco", kind="SEGV", moment="first round"),
     Trial(method="ist", kind="thread", moment="validation"),

@@ -5,14 +5,16 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from isles.running.run import launch
 from isles.training.config.reading import read_config
-from tests.cli.command import Command, eventually, gone, isles
+from tests.cli.command import Command, eventually
+from tests.forked import Forked
 from tests.integration.namespaces import Machine, two_machines
 from tests.training.runs import metrics, without_clocks, write_folder
 
@@ -28,7 +30,7 @@ OTHER_VERSION = (
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = write_folder(tmp_path_factory.mktemp("user"))
-    code, _, error = isles("token", TOKEN, folder=folder)
+    code, _, error = Forked("token", TOKEN, folder=folder).end()
     assert code == 0, error
     return folder
 
@@ -39,21 +41,32 @@ def machines() -> Iterator[tuple[Machine, Machine]]:
         yield both
 
 
+def words_of(machines: tuple[Machine, Machine], node: int, *more: str, verb: str = "train") -> list[str]:
+    """What is typed on that node."""
+    flags = ["--nodes", "2", "--node", str(node), "--rendezvous", f"{machines[0].address}:{PORT}"]
+    train = ["tiny.toml", "--workers", "3", "--set", "world.join_deadline=120"]
+    first = [*(train if verb == "train" else []), "--token", f"@{TOKEN}"]
+    return [verb, *first, *more, *flags]
+
+
 def start(
     folder: Path, machines: tuple[Machine, Machine], node: int, *more: str, code: str = "", verb: str = "train"
 ) -> Command:
     """The command of that node, with its own --out."""
-    flags = ["--nodes", "2", "--node", str(node), "--rendezvous", f"{machines[0].address}:{PORT}"]
-    train = ["tiny.toml", "--workers", "3", "--set", "world.join_deadline=120"]
-    first = [*(train if verb == "train" else []), "--token", f"@{TOKEN}"]
     program = {"program": [sys.executable, "-c", code]} if code else {}
-    return Command(verb, *first, *more, *flags, folder=folder, machine=machines[node], **program)  # type: ignore[arg-type]
+    words = words_of(machines, node, *more, verb=verb)
+    return Command(*words, folder=folder, machine=machines[node], **program)  # type: ignore[arg-type]
 
 
-def ended(*commands: Command) -> tuple[list[int], list[str]]:
+def forked(folder: Path, machines: tuple[Machine, Machine], node: int, *more: str) -> Forked:
+    """The same of a process that has torch already."""
+    return Forked(*words_of(machines, node, *more), folder=folder, first=partial(Machine.go, machines[node]))
+
+
+def ended(*commands: Command | Forked) -> tuple[list[int], list[str]]:
     """Exit codes and last lines of stderr, notes aside, once all have ended and left no process."""
     ends = [command.end() for command in commands]
-    assert all(gone(command.mark) for command in commands)
+    assert eventually(lambda: not any(command.left() for command in commands))
     assert not any("Traceback" in error for _, _, error in ends), ends
     return [code for code, _, _ in ends], [error.splitlines()[-1] for _, _, error in ends]
 
@@ -63,21 +76,24 @@ def lines(run: Path) -> list[str]:
     return sorted(str(without_clocks(line)) for line in metrics(run))
 
 
-def test_they_train_together_to_the_same_bits(folder: Path, machines: tuple[Machine, Machine]) -> None:
+@pytest.mark.parametrize("begin", [forked, pytest.param(start, marks=pytest.mark.long)])
+def test_they_train_together_to_the_same_bits(
+    begin: Callable[..., Command | Forked], folder: Path, machines: tuple[Machine, Machine], tmp_path: Path
+) -> None:
     """As three workers of one machine: metrics, model. Over 50 Mbit/s. Node 0 has the results, each its own shards."""
     machines[0].limit(50e6)
     more = ["--steps", "8", "--set", "run.checkpoint_every=4", "--out"]
-    both = [start(folder, machines, node, *more, f"node{node}") for node in (0, 1)]
+    both = [begin(folder, machines, node, *more, str(tmp_path / f"node{node}")) for node in (0, 1)]
     alone = read_config(str(folder / "tiny.toml"), {"world.workers": 3, "run.steps": 8}, [
         f"data.path={folder / 'text.txt'}", "world.backend=virtual"])  # fmt: skip
-    launch(alone, folder / "alone", lambda line: None, lambda notice: None)
+    launch(alone, tmp_path / "alone", lambda line: None, lambda notice: None)
     codes, last = ended(*both)
     assert codes == [0, 0], last
     assert all("step 8/8" in text for text in last)
-    assert lines(folder / "node0") == lines(folder / "alone")
-    models = [(folder / run / "model.safetensors").read_bytes() for run in ("node0", "alone")]
+    assert lines(tmp_path / "node0") == lines(tmp_path / "alone")
+    models = [(tmp_path / run / "model.safetensors").read_bytes() for run in ("node0", "alone")]
     assert models[0] == models[1]
-    held = {path.relative_to(folder / "node1").as_posix() for path in (folder / "node1").rglob("*.*")}
+    held = {path.relative_to(tmp_path / "node1").as_posix() for path in (tmp_path / "node1").rglob("*.*")}
     held -= {"logs/worker-2.log"}
     assert held == {"config.toml", *(f"checkpoints/step-{step}/{name}" for step in (4, 8) for name in (
         "worker-2.safetensors", "manifest.json"))}  # fmt: skip

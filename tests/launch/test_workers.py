@@ -6,6 +6,7 @@ import ipaddress
 import multiprocessing.forkserver
 import os
 import resource
+import runpy
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
+from types import ModuleType
 
 import psutil
 import pytest
@@ -27,6 +29,7 @@ from isles.comm.sockets import connection as silences
 from isles.launch import workers as local
 from isles.launch.worker import dumps
 from isles.launch.workers import LocalWorkers
+from isles.running.backends import start_server
 from tests import forked, gloo
 from tests.launch import local_workers
 from tests.replicas.workers import bits, loss_of, sgd, weights
@@ -147,16 +150,12 @@ import isles
 def worker(world): return world.rank
 isles.run_local(worker, 2)
 """
+NOWHERE = "worker: new processes cannot import what is typed into"
+UNGUARDED = "before it began (the reason is printed above): a script that starts workers needs `if __name__ =="
 
 
-@pytest.mark.parametrize(
-    ("how", "text"),
-    [
-        pytest.param("stdin", "worker: new processes cannot import what is typed into", marks=pytest.mark.long),
-        ("-c", "worker: new processes cannot import what is typed into"),
-        ("script", "before it began (the reason is printed above): a script that starts workers needs `if __name__ =="),
-    ],
-)
+@pytest.mark.long(cases=3)
+@pytest.mark.parametrize(("how", "text"), [("stdin", NOWHERE), ("-c", NOWHERE), ("script", UNGUARDED)])
 def test_a_worker_that_cannot_be_imported(how: str, text: str, tmp_path: Path) -> None:
     """The last line says so, and what to do: a function from `python -c` or stdin, a script without its guard."""
     (tmp_path / "script.py").write_text(TYPED)
@@ -167,6 +166,24 @@ def test_a_worker_that_cannot_be_imported(how: str, text: str, tmp_path: Path) -
         env=dict(os.environ, PYTHONPATH=str(ROOT)),
     )  # fmt: skip
     assert done.returncode == 1 and text in done.stderr.splitlines()[-1], done.stderr
+
+
+@pytest.mark.parametrize(("is_script", "text"), [(False, NOWHERE), (True, UNGUARDED)], ids=["typed", "script"])
+def test_a_worker_of_the_main_module(is_script: bool, text: str, tmp_path: Path) -> None:
+    """The same of a process that has torch already."""
+    (tmp_path / "script.py").write_text(TYPED)
+    code, _, error = forked.Process(be_main, "script.py" if is_script else "", folder=tmp_path).end()
+    assert code == 1 and text in error.splitlines()[-1], error
+
+
+def be_main(script: str) -> None:
+    """Be `python SCRIPT`, or `python -c` without one; its fork server is of before, and has another main module."""
+    start_server()
+    if script:
+        runpy.run_path(os.path.abspath(script), run_name="__main__")
+    else:
+        sys.modules["__main__"] = main = ModuleType("__main__")
+        exec(TYPED, vars(main))
 
 
 @pytest.mark.long

@@ -24,16 +24,21 @@ GRID = [
 ]
 CHOSEN = [
     Cell(1, 1, 3),
-    Cell(2, 3, 2),
     Cell(4, 2, 3, "random", home=True),
     Cell(3, 2, 4, limit="1f1b"),
-    Cell(3, 2, 4, "random", limit="all"),
     Cell(2, 2, 3, "random", limit=1),
     Cell(3, 2, 4, "random", recompute=True),
-    Cell(4, 1, 6, home=True, recompute=True),
     Cell(3, 1, 2, dtype=torch.float64),
     Cell(2, 2, 4, dtype=torch.bfloat16),
     Cell(3, 2, 4, "random", home=True, order="arrival", dtype=torch.float64),
+    *(
+        pytest.param(cell, marks=pytest.mark.long(cases=3))
+        for cell in (
+            Cell(2, 3, 2),
+            Cell(3, 2, 4, "random", limit="all"),
+            Cell(4, 1, 6, home=True, recompute=True),
+        )
+    ),
 ]
 
 

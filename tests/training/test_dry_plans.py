@@ -69,7 +69,7 @@ def check(config: Config, within: float) -> RunPlan:
             1e-9,
         ),
         (6, (2, 1, 2), "noloco", ["replicas.sync_every=2"], 1e-9),
-        (4, (2, 1, 2), "ddp", [], 1e-9),
+        pytest.param(4, (2, 1, 2), "ddp", [], 1e-9, marks=pytest.mark.long),
         (3, (2, 3, 2), "ddp", ["pipeline.clip=stage"], 1e-9),
         pytest.param(4, (2, 3, 2), "ddp", [], 1e-9, marks=pytest.mark.long),
         pytest.param(7, (3, 2, 1), "none", ["pipeline.clip=stage"], 1e-9, marks=pytest.mark.long),

@@ -89,7 +89,7 @@ def shown(config: Config) -> float:
     return 100 * computing / (computing + blocked)
 
 
-@pytest.mark.parametrize("case", share(METHODS, 0, 8, ("ddp", "diloco", "streaming-diloco", "noloco", "demo")))
+@pytest.mark.parametrize("case", share(METHODS, 0, 8, ("ddp", "streaming-diloco", "noloco", "demo")))
 def test_computing_is_that_of_the_virtual_clock(text: Path, case: str) -> None:
     """On lines without jitter; with a last, shorter round."""
     said, seen = shares(of(text, case))

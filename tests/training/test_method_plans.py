@@ -45,7 +45,10 @@ CELLS = [
     if one.method != "fsdp"  # of processes alone
 ]
 QUICK = [
-    cell for cell in CELLS if cell[0].method in ("ddp", "noloco", "ist") and not cell[0].settings.startswith("codec")
+    cell
+    for cell in CELLS
+    if (cell[0].method, cell[1]) in {("ddp", 3), ("ddp", 5), ("noloco", 3), ("ist", 3)}
+    and not cell[0].settings.startswith("codec")
 ]
 
 

@@ -61,7 +61,7 @@ def go_on(path: Path, workers: int | None, stages: int | None) -> tuple[dict[str
 
 METHODS = ("diloco", "noloco", "delayed", "eager", "muon")  # muon: noloco, with two inner optimizers
 CHANGES = ((2, 1), (2, 4), (4, 2), (1, 2))
-QUICK = {("noloco", 2, 1), ("eager", 1, 2), ("muon", 1, 2)}
+QUICK = {("noloco", 2, 1), ("muon", 1, 2)}  # late answers: test_regroup.py
 
 
 @pytest.mark.parametrize(

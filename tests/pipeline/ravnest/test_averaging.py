@@ -145,7 +145,7 @@ def survivors(plan: Plan, done: list[Any]) -> list[dict[str, Any]]:
     return trained
 
 
-MOMENTS = [(0, 7), (1, 14), (2, 9), (4, 6), (5, 13)]
+MOMENTS = [(0, 7), (2, 9), (5, 13), *(pytest.param(*one, marks=pytest.mark.long) for one in ((1, 14), (4, 6)))]
 
 
 @pytest.mark.parametrize(("victim", "after"), MOMENTS)

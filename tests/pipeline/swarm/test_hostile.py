@@ -97,7 +97,10 @@ def train(world: Mesh, what: str, setting: Setting = SETTING, liar: int = LIAR) 
 
 @pytest.mark.parametrize(
     "what",
-    ["activations", "gradients", "word", "length", "long", "another run", "share", "one share", "unasked", "sums"],
+    [
+        *("activations", "word", "length", "another run", "share", "unasked", "sums"),
+        *(pytest.param(what, marks=pytest.mark.long) for what in ("gradients", "long", "one share")),
+    ],
 )
 def test_who_sends_what_cannot_be_is_left_out(what: str) -> None:
     done = isles.run_virtual(train, 9, links=LINKS, args=(what,), step_seconds=0.3)

@@ -196,7 +196,7 @@ def test_whoever_waits_for_one_that_stands_still_is_told(tmp_path: Path, method:
         assert line.at - began < 4.0 + 2.0
 
 
-@pytest.mark.parametrize("still", [6.0, 15.0])
+@pytest.mark.parametrize("still", [6.0, pytest.param(15.0, marks=pytest.mark.long)])
 def test_who_comes_back_after_the_others_went_on_does_not_wait_in_its_round(tmp_path: Path, still: float) -> None:
     """Round 7 of two steps of 1 s begins at 12.7 s. Its rest of 1.7 s follows the pause, and then nobody is waited for:
     that round is over for it. It begins anew three rounds later, with a state that it gets within one.

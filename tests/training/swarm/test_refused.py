@@ -65,8 +65,15 @@ def train(world: Mesh, read: Config, corpus: Corpus, to: int, what: str) -> Any:
     return swarm.stages[world.rank], fragment.anchor.clone(), swarm.agreement.members, refused, trainer.ends
 
 
-@pytest.mark.parametrize(("to", "what"), [(2, "garbage"), (4, "length")])
-@pytest.mark.parametrize("method", ["diloco", "noloco"])  # in groups of three: with whom one refuses, another waits
+@pytest.mark.parametrize(
+    ("method", "to", "what"),  # in groups of three: with whom one refuses, another waits
+    [
+        ("diloco", 2, "garbage"),
+        ("noloco", 4, "length"),
+        pytest.param("diloco", 4, "length", marks=pytest.mark.long),
+        pytest.param("noloco", 2, "garbage", marks=pytest.mark.long),
+    ],
+)
 def test_nobody_waits_for_an_exchange_that_another_has_given_up(method: str, to: int, what: str) -> None:
     """One peer alone refuses: all who are honest go on at once, without the liar; replicas of one mean stay alike."""
     read = config(method, *SMALL, "replicas.sync_every=1", "pipeline.microbatches=3", *GROUPS[method])
