@@ -11,7 +11,7 @@ import mmap
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import numpy as np
 
@@ -24,16 +24,20 @@ _PIECE = 64 * BLOCK
 
 
 def pieces(array: np.ndarray) -> Iterator[np.ndarray]:
-    """Flat `array`, `_PIECE` bytes at a time. Pages of a mapped one, which count as this process's memory, are given
-    back behind it.
-    """
-    owner, step = cast(Any, array), _PIECE // array.itemsize
-    while isinstance(owner, np.ndarray):
-        owner = owner.base
+    """Flat `array`, `_PIECE` bytes at a time."""
+    step = _PIECE // array.itemsize
     for at in range(0, len(array), step):
         yield np.ascontiguousarray(array[at : at + step])
-        if isinstance(owner, mmap.mmap):
-            owner.madvise(mmap.MADV_DONTNEED)
+        _give_back(array)
+
+
+def _give_back(array: np.ndarray) -> None:
+    """Pages of a mapped `array` no longer count as this process's memory; a later look finds them again."""
+    owner: Any = array
+    while isinstance(owner, np.ndarray):
+        owner = owner.base
+    if isinstance(owner, mmap.mmap):
+        owner.madvise(mmap.MADV_DONTNEED)
 
 
 def block_sums(array: np.ndarray) -> np.ndarray:
@@ -62,6 +66,7 @@ class CheckedBlocks:
                 if zlib.crc32(piece.data.cast("B")) != self._sums[block]:
                     raise ValueError(f"{self._where}: damaged in bytes {block * BLOCK} and on; delete its folder")
                 self._seen[block] = True
+                _give_back(self._data)
 
 
 SplitBy = Literal["document", "position"]
