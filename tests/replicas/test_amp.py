@@ -72,7 +72,7 @@ def trained(
     return still, bits(weights(model)), scaler.get_scale()
 
 
-BROKEN = cover(["islands", *SCALED], [(0,), (1,), (), (0, 1)], each=1, of=3)
+BROKEN = cover(["islands", *SCALED], [(0,), (1,), (), (0, 1)], each=1, of=5)
 BROKEN += [("ddp", (1,)), ("dct-dp", (0,)), ("demo", (1,))]
 
 

@@ -83,7 +83,7 @@ def same(name: str, kind: Kind, batches: int, max_norm: float | None) -> bool:
     return prompt == late
 
 
-@pytest.mark.parametrize("name", share(FIRST, 0, 3, ("ddp", "dct-dp", "diloco", "demo")))
+@pytest.mark.parametrize("name", share(FIRST, 0, 6, ("ddp", "dct-dp", "diloco", "demo")))
 def test_late_gradients_and_updates_change_no_bit(name: str) -> None:
     assert same(name, "late gradients", 2, 0.3)
 

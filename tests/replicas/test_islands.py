@@ -317,7 +317,7 @@ def sharded_alone(world: Mesh) -> tuple[float, float]:
     return max(float((mine[name] - held).abs().max()) for name, held in plain.state_dict().items()), float(loss)
 
 
-@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.long), 3])
 def test_fsdp_alone_is_plain_training_on_all_batches(workers: int) -> None:
     """Accumulation, clipping, weights that are kept after the forward pass, rows that three workers do not divide."""
     for apart, _ in run_gloo(sharded_alone, workers):

@@ -157,7 +157,7 @@ def in_mode(mode: str, worker: Callable[..., Any], *args: Any) -> list[Any]:
 plain = cache(partial(run, mode="plain"))
 
 
-@pytest.mark.parametrize(("name", "mode"), [*cover([*RUNS, *FORM], ODD, each=1, of=5), ("ddp, dct", "autocast")])
+@pytest.mark.parametrize(("name", "mode"), [*cover([*RUNS, *FORM], ODD, each=1, of=10), ("ddp, dct", "autocast")])
 def test_no_mode_changes_a_bit(name: str, mode: str) -> None:
 
     assert run(name, mode) == plain(name)

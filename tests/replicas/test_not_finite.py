@@ -66,7 +66,7 @@ def once_not_finite(world: Mesh, name: str, options: dict[str, Any], bad: float 
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-@pytest.mark.parametrize("name", share(OUTER, 0, 3, ("diloco", "noloco")))
+@pytest.mark.parametrize("name", share(OUTER, 0, 6, ("diloco", "noloco")))
 def test_the_loss_keeps_falling(name: str, bad: float) -> None:
     """By default that round is skipped, one line names the worker, which alone heals; later rounds
     count: anchors move, agreeing methods end with the same bits, everything is finite.

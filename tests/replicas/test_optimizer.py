@@ -351,7 +351,7 @@ def test_unstable_gamma_is_warned_of_at_construction() -> None:
 # Ends.
 
 
-@pytest.mark.parametrize(("name", "steps", "workers"), cover(RUNS, (1, 6, 8), (1, 3, 4), each=1, of=4))
+@pytest.mark.parametrize(("name", "steps", "workers"), cover(RUNS, (1, 6, 8), (1, 3, 4), each=1, of=7))
 def test_finish_lands_the_last_partial_round_once(name: str, steps: int, workers: int) -> None:
     """Again and again `finish` and `consolidate`: one last round where steps were taken since, none where not."""
 
@@ -386,7 +386,7 @@ def test_finish_lands_the_last_partial_round_once(name: str, steps: int, workers
             assert torch.equal(finished, one)
 
 
-@pytest.mark.parametrize(("name", "workers"), cover(RUNS, (1, 2, 3, 5), each=1, of=4, turn=1))
+@pytest.mark.parametrize(("name", "workers"), cover(RUNS, (1, 2, 3, 5), each=1, of=7, turn=1))
 def test_schedule_is_what_happens(name: str, workers: int) -> None:
     """Bytes of `schedule(steps)` = bytes counted by the transport, worker by worker, for a whole and a partial last
     round (H = 3, fragments, delays, a warm-up); its groups are partitions of the world.

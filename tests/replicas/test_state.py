@@ -47,7 +47,7 @@ def without(name: str, workers: int) -> list[Any]:
     return run(workers, name)
 
 
-@pytest.mark.parametrize("name", share(RUNS, 1, 8, CORE))
+@pytest.mark.parametrize("name", share(RUNS, 1, 16, CORE))
 def test_any_step_can_be_saved_and_resumed(name: str) -> None:
     """Oracle: the run that took the checkpoint and went on: later losses, clocks, bytes and weights to the bit, on a
     fresh cluster with jitter. And the run that never stopped: the same losses and weights; the same clocks and bytes
