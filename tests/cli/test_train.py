@@ -14,7 +14,6 @@ import sys
 import termios
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from fcntl import ioctl
 from pathlib import Path
 from typing import TypeVar
@@ -23,7 +22,6 @@ import psutil
 import pytest
 
 from isles import cli
-from isles.launch import workers as local
 from isles.running.backends import PRELOAD
 from tests.cli.command import Command, eventually, gone, isles, marked
 from tests.forked import Forked
@@ -189,33 +187,8 @@ def check_ended_by(number: signal.Signals, command: Command, wanted: int) -> Non
     assert gone(command.mark)
 
 
-def join_no_more() -> None:
-    """Workers wait for one that never comes."""
-    specs = local.worker_specs
-    local.worker_specs = lambda *a, **k: [replace(spec, size=spec.size + 1) for spec in specs(*a, **k)]
-
-
-def test_interrupted_while_its_workers_meet(tmp_path: Path) -> None:
-    """Before any of them trains, where no step ends: the second Ctrl-C ends it. No process, no directory."""
-    folder = write_folder(tmp_path)
-    command = Forked(*short("--steps", "1000000", "--out", "early"), folder=folder, first=join_no_more)
-    try:
-        assert eventually(lambda: len(command.left()) >= 4)  # launcher, fork server, two workers
-        os.killpg(command.pid, signal.SIGINT)
-        assert eventually(lambda: b"Ctrl-C again ends them at once" in command.said[1])
-        os.killpg(command.pid, signal.SIGINT)
-        code, out, error = command.end(30.0)
-        assert (code, out) == (130, "") and "Traceback" not in error and "step 1" not in error, error
-        assert eventually(lambda: not command.left())
-    finally:
-        for process in command.left():
-            process.kill()
-    assert not (folder / "early").exists()
-
-
-@pytest.mark.long
 def test_interrupted_while_it_starts(folder: Path) -> None:
-    """The same while it loads torch, without a word."""
+    """Before any worker trains: the same code, no words, no process, no directory."""
     command = Command(*short("--steps", "1000000", "--out", "early"), folder=folder)
     try:
         assert eventually(lambda: len(command.left()) >= 3)  # launcher, resource tracker, fork server
