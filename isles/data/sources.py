@@ -288,9 +288,9 @@ def read_documents(source: Source, config: DataConfig, folder: Path | None = Non
 _SAMPLED, _SAMPLED_ROWS, _FETCHED = 8, 100, 8 * _CHUNK  # sources, documents of each, and bytes of a remote one
 
 
-def check_sample(config: DataConfig) -> None:
+def check_sample(config: DataConfig, context: int = 0) -> None:
     """Read the beginning of some sources, and warn where a dataset's split is for validation. ValueError as in
-    `list_sources` and `read_documents`.
+    `list_sources` and `read_documents`, and for files with fewer bytes than a sequence of `context` + 1 tokens.
     """
     if is_stored(config):
         return
@@ -298,6 +298,12 @@ def check_sample(config: DataConfig) -> None:
     for group in (group for group in groups if not group[0].validates):
         if not any(source.size for source in group):
             raise no_text(config, group, "all empty")
+    for group in groups:
+        most = sum(source.size + 1 for source in group[: context + 1])  # an id for each byte, and one for the end
+        if most <= context and all(one.origin is None and one.kind in ("text", "jsonl", "ids") for one in group):
+            where = f"data.{group[0].key}{group[0].part and '.'}{group[0].part}"
+            mend = f"fewer than context + 1 = {context + 1}; give more text or a shorter context"
+            raise ValueError(f"{where} has at most {most} tokens, {mend}")
     for last in (group[0] for group in groups if group[0].validates and group[0].key == "path"):
         split = (last.path.parent if last.shard else last.path).name
         what = f"validation reads the split {split!r} of the dataset, not data.validation_fraction"
