@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import shutil
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -89,7 +90,9 @@ def export(
     elif format == "hf":
         save_as_llama(saved.model, folder)
     elif format == "dcp":
-        save(saved.model.state_dict(), checkpoint_id=folder, no_dist=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that this is one process, and that the folder may hold a checkpoint
+            save(saved.model.state_dict(), checkpoint_id=folder, no_dist=True)
     else:
         for name in ("model.safetensors", "config.toml", *(name for name in SAVED_WITH_RUN if (run / name).is_file())):
             shutil.copyfile(run / name, folder / name)
