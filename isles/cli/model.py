@@ -90,8 +90,7 @@ def export(
     elif format == "hf":
         save_as_llama(saved.model, folder)
     elif format == "dcp":
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that this is one process, and that the folder may hold a checkpoint
+        with warnings.catch_warnings(action="ignore"):  # this is one process, and may write over a checkpoint
             save(saved.model.state_dict(), checkpoint_id=folder, no_dist=True)
     else:
         for name in ("model.safetensors", "config.toml", *(name for name in SAVED_WITH_RUN if (run / name).is_file())):

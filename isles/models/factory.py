@@ -120,11 +120,7 @@ def check_marks(model: nn.Module, context: int, *, isolates: bool) -> None:
         fault = f"it fails ({describe(error)})"
     finally:
         model.train()
-    what = (
-        "keep documents apart; set data.isolate_documents = false"
-        if isolates
-        else "obey labels and loss_mask; leave them out"
-    )
+    what = "keep documents apart; set data.isolate_documents = false" if isolates else "obey labels and loss_mask"
     kind = type(getattr(model, "model", model)).__name__
     raise ValueError(f"data: this {kind} does not {what}, or see docs/own-model.md: {fault}")
 

@@ -71,9 +71,8 @@ def refuse(config: Config, *, joined: bool = False) -> None:
 
 def _refuse_files(config: Config) -> None:
     """ValueError for files that cannot be read, and for settings beyond the model's limits."""
-    context, vocab = limits(config.model)
-    check_vocabulary(vocab, load_tokenizer(config.data.tokenizer, config.data.vocab))
-    check_sample(config.data, context)
+    check_vocabulary(limits(config.model).vocab, load_tokenizer(config.data.tokenizer, config.data.vocab))
+    check_sample(config.data, limits(config.model).context)
     refusals(config)
     if config.run.start:
         start_file(config.run.start)

@@ -187,12 +187,8 @@ def test_a_model_of_ones_own_reads_marks_or_is_refused() -> None:
     check_marks(Own("documents"), CONTEXT, isolates=True)
     check_marks(_decoder(isolates=True), CONTEXT, isolates=True)
     for reads, isolates, match in (
-        (
-            "nothing",
-            False,
-            r"^data: this Own does not obey labels and loss_mask; leave them out, or see .*: it fails \(IndexError: ",
-        ),
-        ("ids", False, r"does not obey labels and loss_mask; .*: losses that must be equal are \d.* and \d"),
+        ("nothing", False, r"^data: this Own does not obey labels and loss_mask, or see .*: it fails \(IndexError: "),
+        ("ids", False, r"does not obey labels and loss_mask, .*: losses that must be equal are \d.* and \d"),
         ("targets", True, r"does not keep documents apart; set data\.isolate_documents = false, or see docs/own-model"),
     ):
         with pytest.raises(ValueError, match=match) as caught:

@@ -182,7 +182,7 @@ def test_models_that_do_not_obey_are_refused_before_training(tmp_path: Path) -> 
     config = read_config(None, {"replicas.method": "none", "world.workers": 1}, [f"data.path={rows}", *words, *own])
     with pytest.raises(
         ValueError,
-        match=r"^data: this Bigram does not obey labels and loss_mask; leave them out, or see docs/own-model",
+        match=r"^data: this Bigram does not obey labels and loss_mask, or see docs/own-model",
     ):
         run(config, tmp_path / "out")
     with pytest.raises(ValueError, match=r"^domain 'chat': experts learn every token; leave labels and loss_mask out$"):
