@@ -145,7 +145,8 @@ def evaluate(
     from isles.training.step import model_losses
 
     own = saved.config.data
-    settings = own if data is None else replace(own, path=data, validation_path="", mixture=None)
+    held = own.validation_fraction or 0.05  # a run may keep nothing, but of this text a part is to be evaluated
+    settings = own if not data else replace(own, path=data, validation_path="", mixture=None, validation_fraction=held)
     corpus = load_corpus(settings)
     loader = Loader(corpus, settings, context=saved.context)
     where = next(saved.model.parameters()).device

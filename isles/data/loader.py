@@ -101,7 +101,7 @@ class Loader:
         if idle := [f" of {name}" if name else "" for name, count in self.validation_weights.items() if not count]:
             key = "validation_path" if config.validation_path else "validation_fraction"
             why = f"no token{idle[0]} that validation reads is learned"
-            raise ValueError(f"data.{key}: {why}; raise data.validation_sequences, or mark other tokens in its rows")
+            raise ValueError(f"data.{key}: {why}; raise data.validation_sequences, or give other text for validation")
         self._orders: dict[int, np.ndarray] = {}  # by epoch, those that the last batch touched
 
     def __iter__(self) -> Iterator[torch.Tensor]:

@@ -174,12 +174,11 @@ def _described(source: Source) -> Iterator[None]:
 def _shards(config: DataConfig, sources: list[Source], path: str) -> list[Source]:
     """The shards of MDS among the files of `path`, in the order of their index; none where it holds no MDS."""
     files, shards = {one.name: one for one in sources}, list[Source]()
-    key, held = sources[0].key, sources[0].validates
     splits = [str(Path(name).parent) for name in files if Path(name).name == INDEX]
     if not splits or not any(".mds" in name for name in files):
         return []
-    for split in ["."] if "." in splits else _chosen(config, path, key, splits):
-        index, validates = files[str(Path(split, INDEX))], held or split not in (".", "train")
+    for split in ["."] if "." in splits else _chosen(config, path, sources[0].key, splits):
+        index, validates = files[str(Path(split, INDEX))], sources[0].validates or split not in (".", "train")
         try:
             with _at_hand(index) as here:
                 listed = read_index(here.path.read_bytes())
