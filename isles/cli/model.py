@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import shutil
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -89,7 +90,8 @@ def export(
     elif format == "hf":
         save_as_llama(saved.model, folder)
     elif format == "dcp":
-        save(saved.model.state_dict(), checkpoint_id=folder, no_dist=True)
+        with warnings.catch_warnings(action="ignore"):  # this is one process, and may write over a checkpoint
+            save(saved.model.state_dict(), checkpoint_id=folder, no_dist=True)
     else:
         for name in ("model.safetensors", "config.toml", *(name for name in SAVED_WITH_RUN if (run / name).is_file())):
             shutil.copyfile(run / name, folder / name)
@@ -143,7 +145,8 @@ def evaluate(
     from isles.training.step import model_losses
 
     own = saved.config.data
-    settings = own if data is None else replace(own, path=data, validation_path="", mixture=None)
+    held = own.validation_fraction or 0.05  # a run may keep nothing, but of this text a part is to be evaluated
+    settings = own if not data else replace(own, path=data, validation_path="", mixture=None, validation_fraction=held)
     corpus = load_corpus(settings)
     loader = Loader(corpus, settings, context=saved.context)
     where = next(saved.model.parameters()).device

@@ -98,6 +98,10 @@ class Loader:
             name: sum(int(learned_in(batch)) for batch in self.validation_batches(name)) if self.marks else len(starts)
             for name, starts in self._validation.items()
         }
+        if idle := [f" of {name}" if name else "" for name, count in self.validation_weights.items() if not count]:
+            key = "validation_path" if config.validation_path else "validation_fraction"
+            why = f"no token{idle[0]} that validation reads is learned"
+            raise ValueError(f"data.{key}: {why}; raise data.validation_sequences, or give other text for validation")
         self._orders: dict[int, np.ndarray] = {}  # by epoch, those that the last batch touched
 
     def __iter__(self) -> Iterator[torch.Tensor]:

@@ -81,8 +81,9 @@ def read_rows(path: Path, shard: Shard, names: list[str], dtype: str, where: str
                 for name, column in columns.items()
             }
     except (ValueError, TypeError, IndexError) as error:
-        text = " ".join(str(error).split()) + "; write it again" * (";" not in str(error))
-        raise ValueError(f"{where}{at}: {text}") from None
+        text = " ".join(str(error).split())
+        mend = "" if ";" in text else "; write it again"
+        raise ValueError(f"{where}{at}: {text}{mend}") from None
 
 
 def _content(path: Path, size: int) -> np.ndarray:

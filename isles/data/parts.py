@@ -36,7 +36,7 @@ def check_text(config: Any) -> None:
     if config.mixture is None:
         return
     if config.split == "by_file" or not isinstance(config.path, dict) or not isinstance(config.mixture, dict):
-        raise ValueError('data.mixture is for parts and split = "iid"; write tables [data.path] and [data.mixture]')
+        raise ValueError('data.mixture is for parts and split = "iid"; write tables of path and mixture, or drop it')
     for name in {**config.mixture, **config.path}:
         if name not in config.path:
             raise ValueError(f"data.mixture.{name} is no name of data.path; use {', '.join(named(config.path))}")

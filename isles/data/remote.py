@@ -86,7 +86,8 @@ def _filesystem(url: str) -> tuple[Any, str]:
 
         return fsspec.url_to_fs(url, **options)
     except (ImportError, ValueError) as error:
-        raise OSError(f"{error}" + f': pip install "{extra}"' * isinstance(error, ImportError)) from None
+        mend = f': pip install "{extra}"' if isinstance(error, ImportError) else ""
+        raise OSError(f"{error}{mend}") from None
 
 
 def _answer(work: Callable[[], Any], written: Callable[[], int] = lambda: 0) -> Any:
@@ -94,8 +95,10 @@ def _answer(work: Callable[[], Any], written: Callable[[], int] = lambda: 0) -> 
     for attempt in range(_TRIES):
         with ThreadPool(1) as pool:
             result, before = pool.apply_async(work), -1
-            while result.wait(_SILENCE) or (not result.ready() and before != (now := written())):
+            result.wait(_SILENCE)
+            while not result.ready() and before != (now := written()):
                 before = now
+                result.wait(_SILENCE)
             try:
                 return result.get(0)
             except Exception as error:

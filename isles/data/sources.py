@@ -181,12 +181,12 @@ def _described(source: Source) -> Iterator[None]:
 
 def _shards(config: DataConfig, sources: list[Source], path: str) -> list[Source]:
     """The shards of MDS among the files of `path`, in the order of their index; none where it holds no MDS."""
-    files, (key, held), shards = {one.name: one for one in sources}, (sources[0].key, sources[0].validates), []
+    files, shards = {one.name: one for one in sources}, list[Source]()
     splits = [str(Path(name).parent) for name in files if Path(name).name == INDEX]
     if not splits or not any(".mds" in name for name in files):
         return []
-    for split in ["."] if "." in splits else _chosen(config, path, key, splits):
-        index, validates = files[str(Path(split, INDEX))], held or split not in (".", "train")
+    for split in ["."] if "." in splits else _chosen(config, path, sources[0].key, splits):
+        index, validates = files[str(Path(split, INDEX))], sources[0].validates or split not in (".", "train")
         try:
             with _at_hand(index) as here:
                 listed = read_index(here.path.read_bytes())
@@ -207,9 +207,10 @@ def by_group(sources: Sequence[Source]) -> list[list[Source]]:
 
 def no_text(config: DataConfig, group: list[Source], why: str) -> ValueError:
     """What a user is told of a group of `by_group`."""
-    one, files = group[0], f"({len(group)} files, {why}); give files with text"
+    one = group[0]
+    what = "text for validation" if one.validates else "text"
     where = f"data.{one.key}{one.part and '.'}{one.part} = {named(getattr(config, one.key))[one.part]!r}"
-    return ValueError(f"{where} holds no text{' for validation' * one.validates} {files}")
+    return ValueError(f"{where} holds no {what} ({len(group)} files, {why}); give files with text")
 
 
 def fingerprint(sources: list[Source]) -> tuple[tuple[str, str, int, int], ...]:
@@ -284,20 +285,24 @@ def read_documents(source: Source, config: DataConfig, folder: Path | None = Non
 _SAMPLED, _SAMPLED_ROWS, _FETCHED = 8, 100, 8 * _CHUNK  # sources, documents of each, and bytes of a remote one
 
 
-def check_sample(config: DataConfig) -> None:
+def check_sample(config: DataConfig, context: int = 0) -> None:
     """Read the beginning of some sources, and warn where a dataset's split is for validation. ValueError as in
-    `list_sources` and `read_documents`.
+    `list_sources` and `read_documents`, and for files with fewer bytes than a sequence of `context` + 1 tokens.
     """
     if is_stored(config):
         return
     groups = by_group(list_sources(config))
-    for group in (group for group in groups if not group[0].validates):
-        if not any(source.size for source in group):
+    for one, group in ((group[0], group) for group in groups):
+        if not one.validates and not any(source.size for source in group):
             raise no_text(config, group, "all empty")
-    for last in (group[0] for group in groups if group[0].validates and group[0].key == "path"):
-        split = (last.path.parent if last.shard else last.path).name
-        what = f"validation reads the split {split!r} of the dataset, not data.validation_fraction"
-        warnings.warn(f"data.path: {what}", stacklevel=2)
+        most = sum(source.size + 1 for source in group[: context + 1])  # an id for each byte, and one for the end
+        if most <= context and all(file.origin is None and file.kind in ("text", "jsonl", "ids") for file in group):
+            what = f"has at most {most} tokens, fewer than context + 1 = {context + 1}"
+            raise ValueError(f"data.{one.key}{one.part and '.'}{one.part} {what}; give more text or a shorter context")
+        if one.validates and one.key == "path":
+            split = (one.path.parent if one.shard else one.path).name
+            what = f"validation reads the split {split!r} of the dataset, not data.validation_fraction"
+            warnings.warn(f"data.path: {what}", stacklevel=2)
     for source in (one for group in groups for one in group[:: -(-len(group) // _SAMPLED)]):
         if source.origin and source.own is None and not 0 <= source.origin.size <= _FETCHED:
             continue

@@ -240,6 +240,8 @@ def save_corpus(corpus: Corpus, folder: Path) -> Corpus:
 
 def is_stored(config: DataConfig) -> bool:
     """Whether `data.path` is a folder that `save_corpus` wrote. ValueError for one beside, or as, validation_path."""
+    if config.source:
+        return False  # what a path means is for the class to say
     folders = [Path(x).expanduser() for one in (config.path, config.validation_path) for x in named(one).values()]
     found = [(one / "manifest.json").is_file() and (one / "train-tokens.npy").is_file() for one in folders]
     key = "validation_path" if config.validation_path else "path"

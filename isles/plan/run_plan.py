@@ -19,7 +19,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from isles.base.tables import non_defaults
-from isles.data import load_tokenizer
+from isles.data import DataConfig, load_tokenizer
 from isles.data.sources import check_sample
 from isles.memory.config import MemoryConfig
 from isles.models import limits
@@ -72,7 +72,7 @@ def refuse(config: Config, *, joined: bool = False) -> None:
 def _refuse_files(config: Config) -> None:
     """ValueError for files that cannot be read, and for settings beyond the model's limits."""
     check_vocabulary(limits(config.model).vocab, load_tokenizer(config.data.tokenizer, config.data.vocab))
-    check_sample(config.data)
+    check_sample(config.data, limits(config.model).context)
     refusals(config)
     if config.run.start:
         start_file(config.run.start)
@@ -150,7 +150,8 @@ def priced(config: Config, text: str, over: str | None = None) -> SummaryTable:
     if waits or config.pipeline.skippipe.plan or kind_of(config.pipeline).has_peers:
         raise ValueError(f"--as {text}: {(*waits, 'pipeline.routing')[0]} makes the run depend on time; leave it out")
     model = ModelConfig(size=size, dtype=config.model.dtype, device="cpu")
-    data, run = replace(config.data, tokenizer="bytes"), replace(config.run, start="", priced_as="")
+    data = DataConfig(batch_mode=config.data.batch_mode, batch_size=config.data.batch_size)  # a text for any vocabulary
+    run = replace(config.run, start="", priced_as="")
     plan = plan_run(replace(config, model=model, data=data, memory=MemoryConfig(), world=world, run=run))
     whole = step * max(world.factors) if plan.time is None else plan.time.step
     if not whole:

@@ -55,6 +55,7 @@ REFUSED: list[tuple[str, list[str]]] = [
     ("train --set inner.zzz=1", ["unknown key 'inner.zzz': choose one of"]),
     ("train --steps 10", ["no exchange falls into a run of 10 steps", "--set replicas.sync_every=10"]),
     ("train --data typo", ["data.path = 'typo' does not exist"]),
+    ("train --data my-text.txt --set model.context=90000000 --dry-run", ["data.path has at most", "give more text"]),
     ("train --lr fast", ["'--lr'", "valid number"]),
     ("train --tokens 10x", ["--tokens = '10x'"]),
     ("train --tokens 1M --steps 5", ["run.tokens = 1000000 and run.steps both say"]),

@@ -15,6 +15,7 @@ import pytest
 
 from isles.data import Corpus, DataConfig, load_corpus, prepare
 from isles.data.sources import check_sample
+from isles.data.store import save_corpus
 from isles.training.config.reading import gather, resolve
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "data.md"
@@ -121,6 +122,13 @@ def test_ids_and_a_class_without_a_path(tmp_path: Path) -> None:
     found = load_corpus(config(file, tokenizer="ids", vocab=8))
     assert found.train.tokens.tolist() == [5, 6, 7, 1, 2] and found.train.bounds.tolist() == [0, 3, 5]
     assert load_corpus(config("", f"{__name__}:Nothing")).name == f"{__name__}:Nothing"
+    save_corpus(found, tmp_path / "stored")  # a folder is what the class takes it for
+    assert load_corpus(config(tmp_path / "stored", f"{__name__}:Constant")).train.tokens.tobytes() == b"constant\n"
+
+
+class Constant(Listed):
+    def __iter__(self) -> Iterator[str]:
+        return iter(["constant"])
 
 
 class Nothing(Listed):

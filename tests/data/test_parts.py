@@ -222,3 +222,17 @@ def test_too_little_of_a_part_is_named(parts: dict[str, str], write: Write) -> N
             Loader(load_corpus(of), of, context=CONTEXT)
     with pytest.raises(ValueError, match=r"^data\.path\.empty = .*empty\.txt' holds no text \(1 files, all empty\)"):
         check_sample(config(parts | {"empty": str(root / "empty.txt")}))
+
+
+def test_a_sample_shows_a_text_shorter_than_a_sequence(parts: dict[str, str], write: Write) -> None:
+    """By its bytes: these 10 are 10 ids, and perhaps one for the end; a sequence of context 11 has 12."""
+    short = str(write({"short.txt": "ten bytes\n"}) / "short.txt")
+    for of, where in (
+        (config(short), r"data\.path"),
+        (config(parts | {"short": short}), r"data\.path\.short"),
+        (config(parts, validation_path={"short": short}, validation_fraction=0.05), r"data\.validation_path\.short"),
+    ):
+        check_sample(of, 10)
+        line = rf"^{where} has at most 11 tokens, fewer than context \+ 1 = 12; give more text or a shorter context$"
+        with pytest.raises(ValueError, match=line):
+            check_sample(of, 11)

@@ -164,13 +164,25 @@ def test_so_it_is_where_workers_come_and_go(tmp_path: Path) -> None:
     assert len(found) == 1
 
 
+@pytest.mark.parametrize("where", ["validation_path", "validation_fraction"])
+def test_validation_that_learns_nothing_is_refused(tmp_path: Path, where: str) -> None:
+    """Its loss would be a mean over no token."""
+    learned, none = write_rows(tmp_path / "a.jsonl"), write_rows(tmp_path / "none.jsonl", learned=0)
+    words = [f"data.path={learned}", "data.validation_path.quiet=" + str(none), *ROWS[:-1]]
+    if where == "validation_fraction":
+        words = [f"data.path.quiet={none}", *ROWS]
+    with pytest.raises(ValueError, match=rf"^data\.{where}: no token of quiet that validation reads is learned; raise"):
+        run(read_config(None, {"replicas.method": "none", "world.workers": 1}, [*TINY, *words]), tmp_path / "out")
+
+
 def test_models_that_do_not_obey_are_refused_before_training(tmp_path: Path) -> None:
     rows = write_rows(tmp_path / "rows.jsonl")
     words = [word for word in TINY if not word.startswith("model.")]
     own = ["model.factory=tests.training.own_models:build", "model.context=16", *ROWS]
     config = read_config(None, {"replicas.method": "none", "world.workers": 1}, [f"data.path={rows}", *words, *own])
     with pytest.raises(
-        ValueError, match=r"^data: this Bigram does not obey labels and loss_mask, or see docs/own-model"
+        ValueError,
+        match=r"^data: this Bigram does not obey labels and loss_mask, or see docs/own-model",
     ):
         run(config, tmp_path / "out")
     with pytest.raises(ValueError, match=r"^domain 'chat': experts learn every token; leave labels and loss_mask out$"):

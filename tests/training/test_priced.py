@@ -17,7 +17,7 @@ from isles.plan.question import PlanQuestion, candidates
 from isles.plan.run_plan import named, priced
 from isles.training.config.reading import read_config
 from isles.training.simulated_churn import trace_of
-from tests.training.runs import TINY, write_text
+from tests.training.runs import ROWS, TINY, write_rows, write_text
 
 
 def agree(name: str, codec: str, size: str, network: str, steps: int, every: int) -> None:
@@ -111,6 +111,9 @@ def test_a_run_priced_as_itself(tmp_path: Path) -> None:
     assert large["virtual_seconds"] > 50 * own["virtual_seconds"]
     assert "priced as 35M" in " ".join(said.split())
     assert "priced as 35M" in (tmp_path / "large" / "report.html").read_text()
+    ids = json.dumps(str(write_rows(tmp_path / "rows.jsonl")))
+    on_ids = read_config(str(tmp_path / "4" / "config.toml"), {}, [*ROWS, f"data.path={ids}"])
+    assert priced(on_ids, "35M, 100ms")["virtual_seconds"] == large["virtual_seconds"]  # whatever its vocabulary
     words = ["compare", str(tmp_path / "4"), "--as", "35M, 100ms", "--out", str(tmp_path / "page")]
     done = CliRunner().invoke(app, [*words, "--over", "10Mbit/s, 20ms", "--over", "1Gbit/s, 1ms"])
     assert done.exit_code == 0, done.output

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 
@@ -39,6 +40,21 @@ def test_its_losses_are_of_that_text_and_it_resumes_to_the_bit(
     held.write_text(held.read_text().replace("the", "THE"))
     with pytest.raises(ValueError, match="corpus_sha256"):
         run(config, copy_of(whole, tmp_path / "other"), resume=2)
+
+
+def test_of_another_text_a_part_is_evaluated_though_the_run_kept_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text, out = write_text(tmp_path / "text.txt"), tmp_path / "run"
+    run(tiny(text, "data.validation_fraction=0", method="none", workers=1, steps=1), out)
+    evaluate(out, data=str(text))
+    printed = capsys.readouterr().out
+    written = (out / "config.toml").read_text()
+    with pytest.raises(ValueError, match=r"^data\.validation_fraction = 0 keeps no text"):
+        evaluate(out)
+    (out / "config.toml").write_text(re.sub("(validation_fraction) = .*", r"\1 = 0.05", written))
+    evaluate(out)
+    assert printed.startswith("loss ") and printed == capsys.readouterr().out
 
 
 def copy_of(run_directory: Path, to: Path) -> Path:

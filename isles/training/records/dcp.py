@@ -57,14 +57,16 @@ def _load(model: nn.Module, folder: Path) -> None:
 _Object = type("_Object", (dict,), {"__hash__": object.__hash__})  # a key of tables, too
 _MAKES: dict[str, Any] = {  # what an instruction puts on the stack, from what it takes
     **dict.fromkeys(("TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "EMPTY_TUPLE"), lambda *items: items),
-    **dict.fromkeys(("APPEND", "APPENDS"), lambda to, *items: to.extend(items) or to),
-    **dict.fromkeys(("SETITEM", "SETITEMS"), lambda to, *x: to.update(zip(x[::2], x[1::2], strict=True)) or to),
     **dict.fromkeys(("NEWOBJ", "REDUCE"), lambda of, arguments: arguments[0] if of == "torch.Size" else _Object()),
     **dict.fromkeys(("MEMOIZE", "STOP"), lambda one: one),
-    "BUILD": lambda to, state: to.update(enumerate(state) if isinstance(state, tuple) else state) or to,
     "STACK_GLOBAL": lambda module, name: f"{module}.{name}",
 }
 _MAKES |= {"EMPTY_LIST": list, "EMPTY_DICT": dict, "NONE": lambda: None, "NEWTRUE": lambda: True, "NEWFALSE": bool}
+_CHANGES: dict[str, Any] = {  # how one changes the first thing that it takes, which stays on the stack
+    **dict.fromkeys(("APPEND", "APPENDS"), lambda to, *items: to.extend(items)),
+    **dict.fromkeys(("SETITEM", "SETITEMS"), lambda to, *x: to.update(zip(x[::2], x[1::2], strict=True))),
+    "BUILD": lambda to, state: to.update(enumerate(state) if isinstance(state, tuple) else state),
+}
 _MODULES = ("torch", "torch.serialization", "collections", "pathlib", "pathlib._local")
 _MODULES += ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
 _VALUES = ([pickletools.pyint], [pickletools.pyunicode], [pickletools.pyfloat])
@@ -81,7 +83,11 @@ def _read(path: Path) -> Any:
             marks.append(at)
         elif kind in _MAKES and (kind != "STACK_GLOBAL" or taken[0] in _MODULES):
             stack.append(_MAKES[kind](*taken))
-            memo |= {len(memo): stack[-1]} if kind == "MEMOIZE" else {}
+            if kind == "MEMOIZE":
+                memo[len(memo)] = stack[-1]
+        elif kind in _CHANGES:
+            _CHANGES[kind](*taken)
+            stack.append(taken[0])
         elif "BINGET" in kind or operation.stack_after in _VALUES:
             stack.append(memo[value] if "BINGET" in kind else value)
         elif kind not in ("PROTO", "FRAME"):
