@@ -122,6 +122,7 @@ class MembershipClient(LighthouseClient):
         self.ended: Over | Examine | None = None
         self.stalls = False
         self._load: Load | None = None
+        self._reloads = False  # whether another one was asked for in vain
         self._training, self._answers = False, True
         self._answered_at = -math.inf
         self._is_beating = self._beat_again = False
@@ -244,6 +245,8 @@ class MembershipClient(LighthouseClient):
         with self.changed:
             self._training = False
             self.beat_now()
+        if self._reloads and not self._is_asked():  # the lighthouse was away
+            self.reload()
         self.wait(lambda: self._is_asked() or self.ended is not None, seconds)
         with self.changed:
             return self._load if self._is_asked() else self.ended
@@ -262,7 +265,7 @@ class MembershipClient(LighthouseClient):
         """Ask for another donor: the state did not arrive, or differs from the others'."""
         with self.changed:
             self._load = None
-        self.ask(Reload())
+        self._reloads = self.ask(Reload()) is None
 
     def first(self, seconds: float, ahead: int = 0) -> int | None:
         """The first round of this worker once it is known. None after `seconds`, or if it must load another state

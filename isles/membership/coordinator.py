@@ -76,7 +76,8 @@ class Stalls:
         self.now += min(at - self._looked_at, _LOOK)
         self._looked_at, now = at, self.now
         rounds = {one.member: max(one.round, one.entered - 1) + (one.member in over) for one in members}
-        newest = min(max(rounds.values(), default=0), newest + 1)
+        # Not what those have entered who come later: a round may wait for one who has not come yet.
+        newest = min(max((one.round + (one.member in over) for one in members), default=0), newest + 1)
         since = {member: self._behind.get(member, (-1, now)) for member, round in rounds.items() if round < newest}
         self._behind = {
             member: was if was[0] == rounds[member] else (rounds[member], now) for member, was in since.items()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from isles.membership.coordinator import RoundsCoordinator
-from isles.membership.effects import Append, Rules
+from isles.membership.coordinator import RoundsCoordinator, Stalls
+from isles.membership.effects import Append, Rules, Worker
 from isles.membership.messages import Beat
 from tests.membership.test_membership import READY, promise
 
@@ -132,3 +132,13 @@ def test_one_s_own_word_of_its_pace_is_taken_for_ten_times_the_others() -> None:
     until, world.members = world.until, range(2)  # it does not say anything else any more
     until(300.0)
     assert [(member, 240.0 < when < 246.0) for when, member, _ in world.named] == [(2, True)]
+
+
+def test_a_round_that_waits_for_a_newcomer_stalls_nobody_else() -> None:
+    """Members 0 to 2 wait in round 205 for 3, who was to come in then; the next view, with 4, begins in round 208."""
+    members = [Worker(member, state="in", entered=1, round=205, seconds=0.5) for member in range(3)]
+    members += [Worker(3, state="in", entered=205), Worker(4, state="in", entered=208)]
+    rules, stalls = Rules(founders=3, sync_every=EVERY, agrees=True, last=1000, waits=20.0, evaluates=100.0), Stalls()
+    found = [stalls.look(at, rules, members, 0, 1000, ()) for at in range(200)]
+    assert {member for one in found for member in one} == {3}
+    assert not any(found[:160]) and found[170]  # a minute, and what it may take to load a state

@@ -20,9 +20,22 @@ from isles.membership.effects import Rules
 from isles.membership.failure_detector import IslandLiveness
 from isles.membership.keys import HELLO, REQUESTS, MemberKeys, notify_key, signature, split_sequence
 from isles.membership.lighthouse import Journal, Lighthouse
-from isles.membership.messages import Done, Entry, Hello, Load, PeerReport, Silent, View, decode, encode, identity_of
+from isles.membership.messages import (
+    Done,
+    Entry,
+    Hello,
+    Load,
+    PeerReport,
+    Reload,
+    Silent,
+    View,
+    decode,
+    encode,
+    identity_of,
+)
 from isles.membership.p2p.transport import ElasticTransport
 from isles.membership.round_commit import NOTHING, RoundDecision
+from isles.membership.session import Query
 from isles.membership.tls_session import Session, open_session
 from tests.membership.sessions import NOBODYS, router, settled
 
@@ -225,3 +238,25 @@ def test_when_a_seat_is_there_as_a_whole() -> None:
     assert [members.changed(4, 2, True), members.changed(4, 1, True)] == [None, True]
     assert members.changed(4, 0, False) is False and members.changed(4, 1, False) is None
     assert members.changed(5, 1, False) is None and not members._missing
+
+
+def test_another_state_is_asked_for_until_the_lighthouse_has_heard_it(tmp_path: Path) -> None:
+    """It is away when the state does not arrive: without another word it would take this worker for one at work, and a
+    round would wait for it.
+    """
+    heard = list[object]()
+
+    def hear(query: Query) -> None:
+        heard.append(decode(query.payload))
+        query.reply()
+
+    with router(tmp_path) as (mine, address, session), ExitStack() as stack:
+        own = open_session(mine.token, address)
+        stack.callback(own.close)
+        client = MembershipClient(own, Entry(0, "0" * 32))
+        stack.callback(client.close)
+        client.reload()
+        session.serve(REQUESTS, hear)
+        for _ in range(3):
+            client.next_decision(0.1)
+        assert [one for one in heard if isinstance(one, Reload)] == [Reload()]
