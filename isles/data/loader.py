@@ -198,11 +198,8 @@ class Loader:
 
     def _fixed_validation(self, config: DataConfig) -> dict[str, np.ndarray]:
         """The first tokens of the windows that validation reads, by name of the text; {} without validation text."""
-        found, stream, names = (
-            dict[str, np.ndarray](),
-            self.corpus.validation,
-            [*named(config.validation_path or config.path)],
-        )
+        found, stream = dict[str, np.ndarray](), self.corpus.validation
+        names = [*named(config.validation_path or config.path)]
         for name, (begin, end) in zip(names, stream.ranges(names) if len(stream) else (), strict=False):
             if end - begin <= self.context:  # said now and not after the first thousand steps
                 key, mend = ("path", "give") if config.validation_path else ("fraction", "raise it or give")

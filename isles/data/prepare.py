@@ -144,16 +144,16 @@ def _pieces(
     whole, characters, expected = draft.documents, draft.characters, draft.text
     before, number, file_D = 0, 0, draft.all_documents()["file"]
     for file, source in enumerate(sources):
-        size, text = source.size, hashlib.sha256() if source.is_remote else digest  # a store says itself what changed
+        size, into = source.size, hashlib.sha256() if source.is_remote else digest  # a store says itself what changed
         if is_stored := source.is_remote and file < max(file_D, default=0):  # not fetched again
             number += (count := int((file_D == file).sum()))
             digest.update(_END * count)
         for document in () if is_stored else _documents(source, config, draft.part):
             if number < whole:
-                _after(document.chunks, None, text)
+                _after(document.chunks, None, into)
                 digest.update(_END)
             elif number == whole:
-                document = document._replace(chunks=_after(document.chunks, characters, text))
+                document = document._replace(chunks=_after(document.chunks, characters, into))
                 if digest.hexdigest() != expected:
                     raise _Changed
             number += 1

@@ -100,6 +100,9 @@ def test_pieces_in_several_files_are_put_together(tmp_path: Path) -> None:
         folder,
         "embed is torch.float32 torch.Size([6, 4]) of 20 entries, in the model torch.float32 torch.Size([6, 4]) of 24",
     )
+    entry.chunks += [entry.chunks[1]] * 2  # 24 entries, of which two are there thrice
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    refused(folder, "is no number any more")  # of the embedding, or the head that is tied to it
 
 
 @pytest.mark.long
